@@ -81,7 +81,7 @@ def prune(
 def _opened(channel: ChannelOption) -> tuple[Channel, Pointer]:
     opened = Channel.open(channel)
     opened.require_ours()
-    return opened, opened.pointer() or Pointer(0, None, opened.directory)
+    return opened, opened.pointer() or Pointer(0)
 
 
 def _prune(channel: Channel, verdict: Verdict, grace_seconds: float) -> int:

@@ -32,7 +32,7 @@ class Resumed:
 
 def position(directory: Path) -> dict[str, object]:
     channel = Channel.open(directory)
-    newest = channel.pointer() or Pointer(0, None, directory)
+    newest = channel.pointer() or Pointer(0)
     return {
         "format": FORMAT,
         "run_id": channel.require_ours()[0].run_id,
@@ -53,7 +53,7 @@ def resumed(directory: Path, state: Mapping[str, object]) -> Resumed:
             remedy="open the channel that the run began with; for a new run make a channel from the weights "
             "that its hosts shall start with",
         )
-    newest = channel.pointer() or Pointer(0, None, directory)
+    newest = channel.pointer() or Pointer(0)
     if then > newest.version:
         raise Forked(
             f"the checkpoint was written at version {then}, {directory} ends at version {newest.version}",

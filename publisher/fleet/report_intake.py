@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightcast.shared.base.errors import Refused, WrongRun
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.layout import report_key
 from weightcast.shared.channel.reports import REPORTS_LIMIT, pack_report, parse_report, write_packed
 from weightcast.shared.files.disk_errors import disk_text
 
@@ -42,7 +42,6 @@ class _Waiting:
     """`packed`: the report as it is written."""
 
     host: str
-    path: Path
     packed: bytes
 
 
@@ -80,15 +79,15 @@ class ReportIntake:
                 f"the report is of run {report.run_id}, this publisher's is {run_id}",
                 remedy="give --report-to the publisher of the run that --channel has",
             )
-        path = Layout(self._channel).report(report.host, report.local)
+        key = report_key(report.host, report.local)
         # here, where what is wrong with it is answered to who posted it
         packed = pack_report(report)
         with self._lock:
             if self._waiting_bytes + len(packed) > WAITING_BYTES:
                 raise TooMany(1.0)
-            self._admit(path.name)
+            self._admit(key)
             self._waiting_bytes += len(packed)
-            self._waiting[path.name] = _Waiting(report.host, path, packed)
+            self._waiting[key] = _Waiting(report.host, packed)
 
     def _spend(self) -> None:
         """Before anything is parsed."""
@@ -127,10 +126,10 @@ class ReportIntake:
             key, one = next(iter(waiting.items()))
             del waiting[key]
             try:
-                write_packed(one.path, one.packed)
+                write_packed(self._channel, key, one.packed)
             except OSError as error:
                 failed[key] = one
-                self._note(key, f"{one.host}: {disk_text(error, one.path)}")
+                self._note(key, f"{one.host}: {disk_text(error, key)}")
                 in_a_row += 1
             else:
                 self._failing.pop(key, None)

@@ -78,7 +78,7 @@ def held(order: Rollback) -> Held:
 
 def is_carried_out(channel: Channel, order: Rollback) -> bool:
     pointer = channel.pointer()
-    newest = Pointer(0, None, channel.directory) if pointer is None else pointer
+    newest = Pointer(0) if pointer is None else pointer
     return root_of(channel, newest, newest.version) == order.root
 
 

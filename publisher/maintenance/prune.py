@@ -23,10 +23,12 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import Layout, Pointer
 from weightcast.shared.channel.reports import Report, forgotten
 from weightcast.shared.channel.run_files import write_channel_file
+from weightcast.shared.channel.store import Address, StoreError
 from weightcast.shared.checkpoint.state.state import Boot
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import is_directory, is_own_directory
@@ -166,16 +168,17 @@ def _resting(layout: Layout) -> Iterator[Path]:
             yield entry
 
 
-def forget_hosts(channel: Path, claim: Claim, now: float) -> None:
+def forget_hosts(channel: Address, claim: Claim, now: float) -> None:
     """Deletes reports of hosts that are no more. One that comes back writes its report again. Raises OSError
     where they cannot be listed."""
-    old = forgotten(channel, now)
+    store = open_store(channel)
+    old = forgotten(store, now)
     if old:
         claim.check()
-    for path in old:
-        # another user's file, in a directory where only he may delete it: it does no harm
-        with contextlib.suppress(OSError):
-            path.unlink()
+    for key in old:
+        # a file of another user in a directory with the sticky bit cannot be deleted; it does no harm
+        with contextlib.suppress(StoreError):
+            store.delete(key)
 
 
 def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Uptime | None = None) -> int:

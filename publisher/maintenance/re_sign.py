@@ -12,16 +12,17 @@ from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import ChainEntry, entries, verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import INDEX_NAME, Index
+from weightcast.shared.channel.layout import BASE_JSON
 from weightcast.shared.channel.render import look
 from weightcast.shared.channel.signing import (
     PrivateKey,
     Statement,
-    signature_path,
+    signature_key,
     stated_by,
     stated_by_base,
     write_signature,
 )
-from weightcast.shared.files import durable
+from weightcast.shared.channel.store import Store
 
 
 def sign_channel(directory: Path, key: PrivateKey, advance: Advance | None = None) -> int:
@@ -35,30 +36,31 @@ def sign_channel(directory: Path, key: PrivateKey, advance: Advance | None = Non
             f"{directory} is not signed: {problems[0].message} ({len(problems)} problems)",
             remedy="`weightcast channel verify` lists them",
         )
-    signed = dict(_statements(channel))
-    for path, statement in signed.items():
-        durable.replace(signature_path(path), write_signature(statement, key))
-    sealed = write_signature(stated_by_base(base, time.time()), key)
-    durable.replace(signature_path(channel.layout.base_json), sealed)
-    return sum(not statement.main for statement in signed.values())
+    signed = list(_statements(channel))
+    for files, statement in signed:
+        files.replace(signature_key(INDEX_NAME), write_signature(statement, key))
+    channel.store.replace(signature_key(BASE_JSON), write_signature(stated_by_base(base, time.time()), key))
+    return sum(not statement.main for _, statement in signed)
 
 
-def _statements(channel: Channel) -> Iterator[tuple[Path, Statement]]:
+def _statements(channel: Channel) -> Iterator[tuple[Store, Statement]]:
+    """With the directory of each index."""
     _, base = channel.require_ours()
     for entry in entries(channel, channel.pointer()):
         main = entry.index
         if not isinstance(main, Index):
-            raise DamagedFile(f"{entry.directory}: {entry.problem}", remedy="nothing was signed")
-        yield entry.directory / INDEX_NAME, stated_by(main, main.digest)
-        for directory, index in _beside(channel, entry, base.table):
-            yield directory / INDEX_NAME, stated_by(index, index.digest, main.digest)
+            raise DamagedFile(f"{entry.files.place()}: {entry.problem}", remedy="nothing was signed")
+        yield entry.files, stated_by(main, main.digest)
+        for files, index in _further(channel, entry, base.table):
+            yield files, stated_by(index, index.digest, main.digest)
 
 
-def _beside(channel: Channel, entry: ChainEntry, table: TensorTable) -> Iterator[tuple[Path, Index]]:
-    anchor, shown = channel.anchor(entry.version, table), look(entry.directory)
+def _further(channel: Channel, entry: ChainEntry, table: TensorTable) -> Iterator[tuple[Store, Index]]:
+    """The anchor and the multi-step deltas of a version."""
+    anchor, shown = channel.anchor(entry.version, table), look(entry.files)
     if anchor is not None:
-        yield channel.layout.anchor_dir(entry.version), anchor
+        yield channel.anchor_files(entry.version), anchor
     for base_version in () if shown is None else shown.skips:
         skip = channel.skip(entry.version, base_version, table)
         if skip is not None:
-            yield channel.layout.from_dir(entry.version, base_version), skip
+            yield channel.multi_step_files(entry.version, base_version), skip

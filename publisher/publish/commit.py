@@ -323,7 +323,7 @@ def _of(channel: Channel, version: int) -> tuple[FileRecord, ...]:
     if version == 0:
         return ()
     _, base = channel.require_ours()
-    index = channel.index(Pointer(version, None, channel.directory), version, base.table)
+    index = channel.index(Pointer(version), version, base.table)
     if not isinstance(index, Index):
         raise DamagedFile(
             f"{channel.layout.index(version)} is missing although the pointer names it",

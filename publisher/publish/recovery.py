@@ -112,7 +112,7 @@ class Recovery:
         at = channel.pointed()
         for version in sorted(committed(channel, above=at)):
             try:
-                index = channel.index(Pointer(version, None, channel.directory), version, base.table)
+                index = channel.index(Pointer(version), version, base.table)
                 finish = isinstance(index, Index) and _follows(channel, at, index)
                 if isinstance(index, Index) and finish:
                     verify_files(channel.layout.version_dir(version), index)
@@ -144,7 +144,7 @@ def _follows(channel: Channel, at: int, index: Index) -> bool:
 def _digest_at(channel: Channel, version: int, table: TensorTable) -> str:
     if version == 0:
         return channel.require_ours()[1].digest
-    index = channel.index(Pointer(version, None, channel.directory), version, table)
+    index = channel.index(Pointer(version), version, table)
     if index is None:
         raise DamagedFile(
             f"{channel.layout.index(version)} is missing although the pointer names it",

@@ -5,11 +5,8 @@ Reads only. Everything found wrong is listed; nothing stops at the first problem
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from errno import EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR
-from pathlib import Path
 from typing import Literal
 
 from blake3 import blake3
@@ -18,25 +15,22 @@ from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel, FullVersion
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, ForeignIndex, Index
-from weightcast.shared.channel.layout import Pointer, version_of
+from weightcast.shared.channel.layout import Pointer, from_name, version_of
 from weightcast.shared.channel.render import look
 from weightcast.shared.channel.run_files import Base
+from weightcast.shared.channel.store import Address, NotFound, Store
 from weightcast.shared.files.disk_errors import disk_text
-from weightcast.shared.files.durable import open_regular, within
-from weightcast.shared.files.paths import exists, is_directory, is_file, is_own_directory, matching
 
 AnyIndex = Index | ForeignIndex | FullVersion
 Part = Literal["pointer", "version", "link", "anchor", "skip", "claim", "report", "stray", "channel"]
 _BLOCK = 4 << 20
-_OTHER_THAN_A_FILE = frozenset({ENOENT, ENOTDIR, EISDIR, ELOOP, ENAMETOOLONG})
-"""errors that say what is there: reading it again changes nothing"""
 
 
 @dataclass(frozen=True)
 class Flaw:
-    """`unread`: it could not be read now, by this user, over this mount. That says nothing of what lies
-    there."""
+    """`unread`: it could not be read now, by this user, over this mount. It may be intact."""
 
     message: str
     unread: bool = False
@@ -44,8 +38,8 @@ class Flaw:
 
 def flaw(error: WeightcastError | OSError) -> Flaw:
     if isinstance(error, WeightcastError):
-        return Flaw(error.message, isinstance(error, RetryLater))
-    return Flaw(disk_text(error, "a file"), error.errno not in _OTHER_THAN_A_FILE)
+        return Flaw(error.message, isinstance(error, RetryLater) and not isinstance(error, NotFound))
+    return Flaw(disk_text(error, "a file"), unread=True)
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,7 @@ class ChainEntry:
     not known to be wrong."""
 
     version: int
-    directory: Path
+    files: Store
     index: AnyIndex | None
     problem: str = ""
     unread: bool = False
@@ -77,31 +71,31 @@ def entries(channel: Channel, pointer: Pointer | None) -> Iterator[ChainEntry]:
     """The versions up to the pointer that are there, in order. Beyond it nothing was announced."""
     if pointer is None:
         return
-    for version, directory in sorted(_versions(pointer.prefix)):
+    for version in sorted(versions_in(channel.store, pointer.prefix)):
         if version <= pointer.version:
-            yield read_entry(channel, pointer, version, directory)
+            yield read_entry(channel, pointer, version)
 
 
-def _versions(prefix: Path) -> Iterator[tuple[int, Path]]:
-    for path in prefix.iterdir() if is_directory(prefix) else ():
-        version = version_of(path.name)
-        if version is not None and is_own_directory(path):
-            yield version, path
+def versions_in(store: Store, prefix: str = "") -> list[int]:
+    """Versions whose directories are there, in no order."""
+    found = [version_of(entry.name) for entry in store.list(prefix) if entry.kind == "directory"]
+    return [version for version in found if version is not None]
 
 
-def read_entry(channel: Channel, pointer: Pointer, version: int, directory: Path) -> ChainEntry:
+def read_entry(channel: Channel, pointer: Pointer, version: int) -> ChainEntry:
+    files = channel.version(pointer, version)
     table = TensorTable(()) if channel.base is None else channel.base.table
     try:
         index = channel.index(pointer, version, table)
     except (WeightcastError, OSError) as error:
         found = flaw(error)
-        # shards that a foreign index names are looked at with it: one that is not there is missing
+        # the shards that a foreign index names are read with it: an absent one is missing
         unread = found.unread and not (channel.foreign and isinstance(error, RetryLater))
-        return ChainEntry(version, directory, None, found.message, unread)
+        return ChainEntry(version, files, None, found.message, unread)
     if index is None:
-        cut = exists(directory / INDEX_NAME)
-        return ChainEntry(version, directory, None, f"its index is {'cut short' if cut else 'missing'}")
-    return ChainEntry(version, directory, index, "")
+        cut = files.stat(INDEX_NAME) is not None
+        return ChainEntry(version, files, None, f"its index is {'cut short' if cut else 'missing'}")
+    return ChainEntry(version, files, index, "")
 
 
 def verify(channel: Channel, advance: Advance | None = None) -> list[Problem]:
@@ -124,7 +118,7 @@ def verify_to(channel: Channel, pointer: Pointer | None, advance: Advance | None
     known = {entry.version: entry.index for entry in found if isinstance(entry.index, Index)}
     for entry in found:
         problems += [Problem(entry.version, one.message, unread=one.unread) for one in _files(entry, advance)]
-        anchor = str(channel.layout.anchor_dir(entry.version))
+        anchor = channel.anchor_files(entry.version).place()
         problems += [
             Problem(entry.version, one.message, "anchor", anchor, unread=one.unread)
             for one in _anchor(channel, entry, advance)
@@ -172,10 +166,10 @@ def _link(channel: Channel, index: Index, known: Mapping[int, AnyIndex | None], 
 
 def _files(entry: ChainEntry, advance: Advance | None) -> Iterator[Flaw]:
     if isinstance(entry.index, Index):
-        yield from check_files(entry.directory, entry.index.all_files, advance)
+        yield from check_files(entry.files, entry.index.all_files, advance)
     elif isinstance(entry.index, ForeignIndex):
         for name in sorted(set(entry.index.weight_map.values())):
-            if not is_file(entry.directory / name):
+            if entry.files.stat(name) is None:
                 yield Flaw(f"{name} is missing")
 
 
@@ -188,31 +182,31 @@ def _anchor(channel: Channel, entry: ChainEntry, advance: Advance | None) -> Ite
     except (WeightcastError, OSError) as error:
         yield flaw(error)
         return
-    directory = channel.layout.anchor_dir(entry.version)
+    files = channel.anchor_files(entry.version)
     if anchor is None:
-        if exists(directory / INDEX_NAME):
+        if files.stat(INDEX_NAME) is not None:
             yield Flaw("the index of its anchor is cut short")
         return
     if anchor.root != entry.index.root:
         yield Flaw("its anchor has another root")
-    yield from _of("anchor", check_files(directory, anchor.all_files, advance))
+    yield from _of("anchor", check_files(files, anchor.all_files, advance))
     try:
-        # whoever opens it as a checkpoint refuses it
-        beside = unlisted(directory, anchor)
+        # a host that opens the anchor as a checkpoint refuses it
+        extra = unlisted(files, anchor)
     except OSError as error:
         yield flaw(error)
         return
-    yield from (Flaw(f"anchor: {path.name} is not named by its index") for path in beside)
+    yield from (Flaw(f"anchor: {name} is not named by its index") for name in extra)
 
 
 def _of(name: str, found: Iterable[Flaw]) -> Iterator[Flaw]:
     return (Flaw(f"{name}: {one.message}", one.unread) for one in found)
 
 
-def unlisted(directory: Path, index: Index) -> list[Path]:
-    """Weights in the directory that its index does not name."""
+def unlisted(files: Store, index: Index) -> list[str]:
+    """Names of weights in a version's directory that its index does not name."""
     named = {record.name for record in index.all_files}
-    return [path for path in matching(directory, "*.safetensors") if path.name not in named]
+    return sorted(name for name in files.names() if name.endswith(".safetensors") and name not in named)
 
 
 def _skips(
@@ -223,23 +217,22 @@ def _skips(
     if channel.base is None or main is None:
         return
     try:
-        shown = look(entry.directory)
+        shown = look(entry.files)
     except OSError as error:
         yield Problem(entry.version, flaw(error).message, unread=True)
         return
     if shown is None:
         return
     for base_version in sorted(shown.skips):
-        directory = channel.layout.from_dir(entry.version, base_version)
+        place = channel.multi_step_files(entry.version, base_version).place()
         start = channel.base if base_version == 0 else known.get(base_version)
-        for one in _skip(channel, main, directory, base_version, start, advance):
-            yield Problem(entry.version, one.message, "skip", str(directory), unread=one.unread)
+        for one in _skip(channel, main, base_version, start, advance):
+            yield Problem(entry.version, one.message, "skip", place, unread=one.unread)
 
 
 def _skip(
     channel: Channel,
     main: Index,
-    directory: Path,
     base_version: int,
     start: Base | Index | None,
     advance: Advance | None,
@@ -258,17 +251,19 @@ def _skip(
         yield Flaw(
             f"its delta from version {base_version} starts from another one than the one that is there"
         )
-    yield from _of(directory.name, check_files(directory, skip.files, advance))
+    files = channel.multi_step_files(main.version, base_version)
+    yield from _of(from_name(base_version), check_files(files, skip.files, advance))
 
 
 def check_files(
-    directory: Path, files: Sequence[FileRecord], advance: Advance | None = None
+    files: Address, records: Sequence[FileRecord], advance: Advance | None = None
 ) -> Iterator[Flaw]:
-    """What is wrong with the files that an index lists."""
-    for record in files:
+    """What is wrong with the files that an index lists; `files`: their directory, or a store of it."""
+    store = open_store(files)
+    for record in records:
         try:
-            size, digest = _digest(within(directory, record.name), advance)
-        except FileNotFoundError:
+            size, digest = _digest(store, record.name, advance)
+        except NotFound:
             yield Flaw(f"{record.name} is missing")
         except (WeightcastError, OSError) as error:
             yield flaw(error)
@@ -280,12 +275,12 @@ def check_files(
                 )
 
 
-def _digest(path: Path, advance: Advance | None) -> tuple[int, str]:
-    hasher, size = blake3(), 0
-    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            hasher.update(block)
-            size += len(block)
+def _digest(store: Store, name: str, advance: Advance | None) -> tuple[int, str]:
+    hasher, size, room = blake3(), 0, memoryview(bytearray(_BLOCK))
+    with store.open(name) as body:
+        while count := body.readinto(room):
+            hasher.update(room[:count])
+            size += count
             if advance is not None:
-                advance(len(block))
+                advance(count)
     return size, hasher.hexdigest()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from weightcast.shared.base.errors import (
     UnknownFormat,
     Untrusted,
 )
+from weightcast.shared.channel.directory_store import directory_of, open_store
 from weightcast.shared.channel.index import (
     INDEX_LIMIT,
     INDEX_NAME,
@@ -31,30 +31,40 @@ from weightcast.shared.channel.index import (
     read_top,
     remembered,
 )
-from weightcast.shared.channel.layout import Layout, Pointer, read_pointer, version_name, version_of
+from weightcast.shared.channel.layout import (
+    ANCHOR,
+    BASE_JSON,
+    CHANNEL_JSON,
+    LATEST,
+    Layout,
+    Pointer,
+    from_name,
+    index_key,
+    read_pointer,
+    version_name,
+    version_of,
+)
 from weightcast.shared.channel.render import Shown, look
 from weightcast.shared.channel.run_files import (
     BASE_LIMIT,
+    CHANNEL_FILE_LIMIT,
     Base,
     ChannelFile,
     parse_base,
     parse_channel_file,
 )
+from weightcast.shared.channel.shard_files import read_shard_header
 from weightcast.shared.channel.signing import (
     SIGNATURE_LIMIT,
     Statement,
     Trust,
     require_same,
-    signature_path,
+    signature_key,
     stated_by,
     stated_by_base,
 )
-from weightcast.shared.files.durable import read_file
-from weightcast.shared.files.paths import exists, is_directory, is_file, require_directory
-from weightcast.shared.files.safetensors import read_header
+from weightcast.shared.channel.store import Address, NotFound, Store, read_if_there
 from weightcast.shared.files.strict_json import Members
-
-_CHANNEL_FILE_LIMIT = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -64,20 +74,24 @@ class FullVersion:
 
     version: int
     digest: str
-    directory: Path
+    files: Store
+
+    @property
+    def directory(self) -> Path:
+        return directory_of(self.files)
 
 
 _BEFORE = ("hosts", "publishers", "lost+found")
-"""what may lie in a channel's directory before the channel is made"""
+"""what a channel's directory may hold before the channel is made"""
 
 
 class NoChannel(RetryLater):
-    """Nobody has made a channel there yet, or it is not mounted."""
+    """The channel does not exist yet, or is not mounted."""
 
     @classmethod
-    def within(cls, directory: Path) -> NoChannel:
+    def within(cls, place: str | Path) -> NoChannel:
         return cls(
-            f"{directory} has neither channel.json nor a pointer",
+            f"{place} has neither channel.json nor a pointer",
             remedy="has the publisher started? is the channel mounted?",
         )
 
@@ -87,46 +101,53 @@ class Channel:
     """`file` and `base` are None for a foreign channel (the field's plain format: no channel.json). With
     `trust`, base.json and indexes are given out only if a trusted key signed them; None checks nothing."""
 
-    directory: Path
+    store: Store
     file: ChannelFile | None
     base: Base | None
     trust: Trust | None = None
 
     @classmethod
-    def open(cls, directory: Path, trust: Trust | None = None) -> Channel:
-        """Raises NoChannel when the directory is not there (yet), Refused when it is no channel, Untrusted
-        when `trust` is given and its base is not signed."""
-        layout = Layout(directory)
-        if not is_directory(directory):
-            require_directory("the channel", directory)
+    def open(cls, channel: Address, trust: Trust | None = None) -> Channel:
+        """Raises NoChannel for a directory that does not exist (yet), Refused when it is not a channel,
+        Untrusted when `trust` is given and its base is not signed."""
+        store = open_store(channel)
+        if not store.present():
             raise NoChannel(
-                f"{directory} is not a directory",
+                f"{store.place()} is not a directory",
                 remedy="mount it, or make the channel with `weightcast channel init`",
             )
-        file = _read(layout.channel_json)
+        file = read_if_there(store, CHANNEL_JSON, CHANNEL_FILE_LIMIT)
         if file is None:
-            foreign = cls(directory, None, None)
+            foreign = cls(store, None, None)
             if trust is not None:
                 _refuse_unsigned(foreign)
             return foreign
-        with _read_from(layout.channel_json):
+        with _read_from(store, CHANNEL_JSON):
             parsed = parse_channel_file(file)
-        data = _read(layout.base_json)
+        data, place = read_if_there(store, BASE_JSON, BASE_LIMIT), store.place(BASE_JSON)
         if data is None:
-            raise DamagedFile(
-                f"{layout.base_json} is missing", remedy="restore it; nothing can be checked without"
-            )
-        stated = _stated(trust, layout.base_json, data)
-        with _read_from(layout.base_json):
+            raise DamagedFile(f"{place} is missing", remedy="restore it; nothing can be checked without")
+        stated = _stated(trust, store, BASE_JSON, data)
+        with _read_from(store, BASE_JSON):
             base = parse_base(data)
         if stated is not None:
-            require_same(stated, stated_by_base(base, stated.time), str(layout.base_json))
+            require_same(stated, stated_by_base(base, stated.time), place)
         if base.run_id != parsed.run_id:
             raise DamagedFile(
-                f"{layout.base_json} is of run {base.run_id}, channel.json of {parsed.run_id}",
+                f"{place} is of run {base.run_id}, channel.json of {parsed.run_id}",
                 remedy="restore both from one backup",
             )
-        return cls(directory, parsed, base, trust)
+        return cls(store, parsed, base, trust)
+
+    @property
+    def place(self) -> str:
+        """Where the channel is, for messages."""
+        return self.store.place()
+
+    @property
+    def directory(self) -> Path:
+        """Of a channel in a directory. Raises Refused for others."""
+        return directory_of(self.store)
 
     @property
     def foreign(self) -> bool:
@@ -139,20 +160,20 @@ class Channel:
     def require_ours(self) -> tuple[ChannelFile, Base]:
         if self.file is None or self.base is None:
             raise Refused(
-                f"{self.directory} has no channel.json",
+                f"{self.place} has no channel.json",
                 remedy="make a channel with `weightcast channel init`",
             )
         return self.file, self.base
 
     def pointer(self) -> Pointer | None:
-        """Raises NoChannel for a channel that was made since it was opened: its pointer is none of another
+        """Raises NoChannel for a channel that was made since it was opened: its pointer is not another
         tool's."""
-        pointer = read_pointer(self.directory)
-        if pointer is not None and self.foreign and exists(self.layout.channel_json):
-            raise NoChannel(f"{self.directory} is being made", remedy="the next look finds it")
+        pointer = read_pointer(self.store)
+        if pointer is not None and self.foreign and self.store.stat(CHANNEL_JSON) is not None:
+            raise NoChannel(f"{self.place} is being made", remedy="the next attempt finds it")
         if pointer is not None and pointer.run is not None and not self.foreign:
             raise DamagedFile(
-                f"{self.layout.latest} names run {pointer.run!r}, as only foreign channels' pointers do",
+                f"{self.store.place(LATEST)} names run {pointer.run!r}; only foreign channels have runs",
                 remedy="run `weightcast channel repair`, or write the six digits of a version into it",
             )
         return pointer
@@ -166,148 +187,155 @@ class Channel:
         self, pointer: Pointer, version: int, table: TensorTable
     ) -> Index | ForeignIndex | FullVersion | None:
         """The main index of a version at or below the pointer. None when it is not there, or not wholly: a
-        network mount may show the size of a moment ago. Raises Refused for one that is damaged."""
+        network mount may show the size of a moment ago. Raises DamagedFile and UnknownFormat."""
         if version > pointer.version:
             raise RetryLater(
                 f"version {version} is not published yet: the newest is {pointer.version}",
                 remedy="sync again once it is out, or give one that `weightcast channel log` lists",
             )
-        directory = pointer.prefix / version_name(version)
-        data = _read(directory / INDEX_NAME, INDEX_LIMIT)
+        files = self.version(pointer, version)
+        data = read_if_there(files, INDEX_NAME, INDEX_LIMIT)
         if data is None:
-            return _single_file(directory, version) if self.foreign else None
+            return _single_file(files, version) if self.foreign else None
         if _is_cut(data):
             return None
-        return self._parse(data, directory, version, table)
+        return self._parse(data, files, version, table)
+
+    def version(self, pointer: Pointer, version: int) -> Store:
+        """The files of a version."""
+        return self.store.within(pointer.version_key(version))
+
+    def anchor_files(self, version: int) -> Store:
+        return self.store.within(version_name(version)).within(ANCHOR)
+
+    def multi_step_files(self, version: int, base_version: int) -> Store:
+        return self.store.within(version_name(version)).within(from_name(base_version))
 
     def _parse(
-        self, data: bytes, directory: Path, version: int, table: TensorTable
+        self, data: bytes, files: Store, version: int, table: TensorTable
     ) -> Index | ForeignIndex | FullVersion:
-        # what nobody vouches for is not parsed, nor what was parsed before
+        # unsigned bytes are not parsed, nor bytes that were parsed before
         plain = self.trust is not None or remembered(data, table) is not None
-        path = directory / INDEX_NAME
-        with _read_from(path):
+        with _read_from(files, INDEX_NAME):
             top = None if plain else read_top(data)
             kind = "ours" if top is None else describe(data, top)
+        place = files.place()
         if kind == "ours" and not self.foreign:
-            index = self._ours(data, directory, version, table, "", top)
-            _require(not index.main, f"{directory}: its index belongs beside another")
+            index = self._ours(data, files, version, table, "", top)
+            _require(not index.main, f"{place}: its index belongs to an anchor or a multi-step delta")
             return index
         if kind == "ours":
             raise UnknownFormat(
-                f"{directory} is weightcast's, but the channel has no channel.json",
+                f"{place} is weightcast's, but the channel has no channel.json",
                 remedy="restore channel.json",
             )
         if not self.foreign:
-            raise DamagedFile(f"{path} was not written by weightcast", remedy=MEND_CHANNEL)
+            raise DamagedFile(f"{files.place(INDEX_NAME)} was not written by weightcast", remedy=MEND_CHANNEL)
         if kind == "full":
-            return FullVersion(version, digest_of(data), directory)
-        with _read_from(path):
+            return FullVersion(version, digest_of(data), files)
+        with _read_from(files, INDEX_NAME):
             foreign = parse_foreign(data)
-        _require(foreign.version == version, f"{directory}: its index is of version {foreign.version}")
-        return _told_apart(foreign, directory, data)
+        _require(foreign.version == version, f"{place}: its index is of version {foreign.version}")
+        return _with_checksums(foreign, files, data)
 
     def anchor(self, version: int, table: TensorTable) -> Index | None:
-        """The index of the anchor beside a version."""
-        index = self._beside(self.layout.anchor_dir(version), version, table)
-        wrong = f"{self.layout.anchor_dir(version)}: its index is not that of an anchor"
-        _require(index is None or index.kind == "anchor", wrong)
+        """The index of the anchor of a version, beside its delta."""
+        files = self.anchor_files(version)
+        index = self._of_version(files, version, table)
+        fits = index is None or index.kind == "anchor"
+        _require(fits, f"{files.place()}: its index is not that of an anchor")
         return index
 
     def _ours(
         self,
         data: bytes,
-        directory: Path,
+        files: Store,
         version: int,
         table: TensorTable,
         main: str,
         top: Members | None = None,
     ) -> Index:
-        """`main`: digest of the version's main index for one that lies beside it; `top`: of `data`, where it
-        was read already."""
+        """`main`: digest of the version's main index, for the index of an anchor or a multi-step delta;
+        `top`: of `data`, where it was read already."""
         file, _ = self.require_ours()
-        path = directory / INDEX_NAME
-        stated = _stated(self.trust, path, data)
-        with _read_from(path):
+        stated = _stated(self.trust, files, INDEX_NAME, data)
+        with _read_from(files, INDEX_NAME):
             index = parse_index(data, table, top=top, run=file.run_id)
         if stated is not None:
-            require_same(stated, stated_by(index, index.digest, main), str(path))
-        _require(index.version == version, f"{directory}: its index is of version {index.version}")
+            require_same(stated, stated_by(index, index.digest, main), files.place(INDEX_NAME))
+        _require(index.version == version, f"{files.place()}: its index is of version {index.version}")
         return index
 
-    def _beside(self, directory: Path, version: int, table: TensorTable) -> Index | None:
-        """An index that lies beside the version's main one, and was signed for exactly that one."""
-        data = _read(directory / INDEX_NAME, INDEX_LIMIT)
+    def _of_version(self, files: Store, version: int, table: TensorTable) -> Index | None:
+        """The index of an anchor or a multi-step delta, which was signed for exactly this main index."""
+        data = read_if_there(files, INDEX_NAME, INDEX_LIMIT)
         if data is None or _is_cut(data):
             return None
-        main = b"" if self.trust is None else _read(self.layout.index(version), INDEX_LIMIT)
+        unchecked = self.trust is None
+        main = b"" if unchecked else read_if_there(self.store, index_key(version), INDEX_LIMIT)
         if main is None:
             return None
-        return self._ours(data, directory, version, table, digest_of(main))
+        return self._ours(data, files, version, table, digest_of(main))
 
     def skip(self, version: int, base_version: int, table: TensorTable) -> Index | None:
         """The index of the delta to a version from one older than the version before it."""
-        directory = self.layout.from_dir(version, base_version)
-        index = self._beside(directory, version, table)
+        files = self.multi_step_files(version, base_version)
+        index = self._of_version(files, version, table)
         fits = index is None or (index.main != "" and index.base_version == base_version)
-        _require(fits, f"{directory}: not the index of a delta from version {base_version}")
+        _require(fits, f"{files.place()}: not the index of a delta from version {base_version}")
         return index
 
     def shown(self, pointer: Pointer, *, above: int = 0, up_to: int | None = None) -> dict[int, Shown]:
-        """What the directories of the versions in (above, up_to] show, as far as the pointer leads."""
+        """What the directories of the versions in (above, up_to] show, up to the pointer."""
         last = pointer.version if up_to is None else min(up_to, pointer.version)
         found: dict[int, Shown] = {}
-        for name in _names(pointer.prefix):
-            version = version_of(name)
+        for entry in self.store.list(pointer.prefix):
+            version = version_of(entry.name) if entry.kind == "directory" else None
             if version is not None and above < version <= last:
-                seen = look(pointer.prefix / name)
+                seen = look(self.version(pointer, version))
                 if seen is not None:
                     found[version] = seen
         return found
 
     def anchored(self, pointer: Pointer) -> frozenset[int]:
-        """Versions up to the pointer that have an anchor beside them."""
+        """Versions up to the pointer that have an anchor beside their delta."""
         found = self.shown(pointer)
         return frozenset(version for version, seen in found.items() if seen.anchor is not None)
 
 
-def _names(directory: Path) -> list[str]:
-    with os.scandir(directory) as scan:
-        return [entry.name for entry in scan]
-
-
-def _stated(trust: Trust | None, path: Path, data: bytes) -> Statement | None:
+def _stated(trust: Trust | None, files: Store, key: str, data: bytes) -> Statement | None:
     """None when nothing is to be checked. Raises Untrusted."""
     if trust is None:
         return None
-    signature = _read(signature_path(path), SIGNATURE_LIMIT)
-    return trust.check(signature, str(path), digest_of(data))
+    signature = read_if_there(files, signature_key(key), SIGNATURE_LIMIT)
+    return trust.check(signature, files.place(key), digest_of(data))
 
 
 def may_lie_before(name: str) -> bool:
-    """Whether an entry may lie in a channel's directory before the channel is made."""
+    """Whether a channel's directory may hold an entry before the channel is made."""
     return name.startswith(".") or name in _BEFORE
 
 
-def require_named(directory: Path) -> None:
-    """Raises Refused for a directory with other things than a channel's in it, and NoChannel where it may be
-    made yet, or mounted. A channel of another tool has no more than the pointer."""
-    named = (directory / name for name in ("channel.json", "base.json", "latest"))
-    if not is_directory(directory) or any(exists(path) for path in named):
+def require_named(channel: Address) -> None:
+    """Raises Refused for a directory with files of anything else, and NoChannel where a channel may still be
+    made or mounted. A channel of another tool has only the pointer."""
+    store = open_store(channel)
+    if not store.present() or any(store.stat(key) for key in (CHANNEL_JSON, BASE_JSON, LATEST)):
         return
-    for name in os.listdir(directory):
+    for name in store.names():
         if not may_lie_before(name) and version_of(name) is None:
             raise Refused(
-                f"{directory} is no channel: it has neither channel.json nor latest", remedy="check --channel"
+                f"{store.place()} is not a channel: it has neither channel.json nor latest",
+                remedy="check --channel",
             )
-    raise NoChannel.within(directory)
+    raise NoChannel.within(store.place())
 
 
 def _refuse_unsigned(foreign: Channel) -> None:
     if foreign.pointer() is None:
-        raise NoChannel.within(foreign.directory)
+        raise NoChannel.within(foreign.place)
     raise Untrusted(
-        f"{foreign.directory} has no channel.json: nothing in it can be signed",
+        f"{foreign.place} has no channel.json: nothing in it can be signed",
         remedy="restore channel.json, or follow a foreign channel without --trusted-key",
     )
 
@@ -323,47 +351,37 @@ def _is_cut(data: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def _read_from(path: Path) -> Iterator[None]:
-    """Parsers know what is wrong; which file it is, and what to do about it, is known here."""
+def _read_from(files: Store, key: str) -> Iterator[None]:
+    """Parsers know what is wrong; the object's place and the remedy are known here."""
     try:
         yield
     except Refused as error:
-        problem = error.message.removeprefix(f"{path.name}: ")
-        raise type(error)(f"{path}: {problem}", remedy=error.remedy or MEND_CHANNEL) from error
+        problem = error.message.removeprefix(f"{key}: ")
+        raise type(error)(f"{files.place(key)}: {problem}", remedy=error.remedy or MEND_CHANNEL) from error
 
 
-def _read(path: Path, limit: int = _CHANNEL_FILE_LIMIT) -> bytes | None:
-    try:
-        return read_file(path, max(limit, BASE_LIMIT) if path.name == "base.json" else limit)
-    except FileNotFoundError:
-        return None
-
-
-def _single_file(directory: Path, version: int) -> FullVersion | None:
+def _single_file(files: Store, version: int) -> FullVersion | None:
     """A full version of one file needs no index."""
-    file = directory / "model.safetensors"
-    if not is_file(file):
+    found = files.stat("model.safetensors")
+    if found is None:
         return None
-    found = file.stat()
-    return FullVersion(
-        version, digest_of(f"{version} {found.st_size} {found.st_mtime_ns}".encode()), directory
-    )
+    return FullVersion(version, digest_of(f"{version} {found.size} {found.written_ns}".encode()), files)
 
 
-def _told_apart(foreign: ForeignIndex, directory: Path, data: bytes) -> ForeignIndex:
+def _with_checksums(foreign: ForeignIndex, files: Store, data: bytes) -> ForeignIndex:
     """With a digest over the checksums in the shards too: two runs that changed the same tensors write the
     same index. Raises RetryLater while a shard is not there."""
-    told = [data]
+    parts = [data]
     for shard in sorted(set(foreign.weight_map.values())):
         try:
-            header = read_header(directory / shard)
-        except FileNotFoundError:
+            header = read_shard_header(files, shard)
+        except NotFound:
             raise RetryLater(
-                f"{directory / shard} is not there, which its index names",
+                f"{files.place(shard)} is missing although its index names it",
                 remedy="is the mount stale? is a trainer emptying the channel?",
             ) from None
-        told.append(json.dumps([shard, sorted(header.metadata.items())]).encode())
-    return replace(foreign, digest=digest_of(b"\n".join(told)))
+        parts.append(json.dumps([shard, sorted(header.metadata.items())]).encode())
+    return replace(foreign, digest=digest_of(b"\n".join(parts)))
 
 
 def digest_of(data: bytes) -> str:

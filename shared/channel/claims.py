@@ -1,11 +1,12 @@
 """Claims: which publisher owns the channel. docs/FORMAT.md, Claims.
 
-`publishers/<epoch>.json` is made by exclusive create; the highest epoch owns. That protects the channel only
-as far as an owner asks `Claim.check` before it commits.
+`publishers/<epoch>.json` is made by exclusive create; the highest epoch owns. An owner calls `Claim.check`
+before each commit: nothing else keeps a former owner from writing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -16,9 +17,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index_records import FORMAT, check_format
-from weightcast.shared.channel.layout import Layout
-from weightcast.shared.files import durable
+from weightcast.shared.channel.layout import PUBLISHERS, claim_key
+from weightcast.shared.channel.store import Address, AlreadyExists, NotFound, Store, read_if_there
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 from weightcast.shared.files.system import BOOT_ID, system_text
 
@@ -117,13 +119,9 @@ def parse_claim(data: bytes, what: str) -> ClaimRecord:
     )
 
 
-def current_epoch(channel: Path) -> int:
+def current_epoch(channel: Address) -> int:
     """The highest claimed epoch, 0 when nobody ever claimed the channel."""
-    try:
-        with os.scandir(Layout(channel).publishers_dir) as scan:
-            matches = [_NAME.fullmatch(entry.name) for entry in scan]
-    except FileNotFoundError:
-        return 0
+    matches = map(_NAME.fullmatch, open_store(channel).names(PUBLISHERS))
     return max((int(match[1]) for match in matches if match is not None), default=0)
 
 
@@ -131,7 +129,7 @@ def current_epoch(channel: Path) -> int:
 class Claim:
     """Ownership of a channel by this process, until somebody makes a higher epoch."""
 
-    channel: Path
+    store: Store
     epoch: int
     record: ClaimRecord = field(repr=False)
     pointed: int = field(default=0, repr=False)
@@ -139,24 +137,20 @@ class Claim:
 
     def check(self) -> None:
         """Raises Refused, naming the newer owner, when the channel has one."""
-        newest = max(current_epoch(self.channel), self._next_epoch())
+        newest = current_epoch(self.store)
+        # a listing may come from a cache that an open goes past
+        with contextlib.suppress(NotFound):
+            self.store.read_range(claim_key(self.epoch + 1), 0, 1)
+            newest = max(newest, self.epoch + 1)
         if newest > self.epoch:
             raise Refused(
-                f"{self.channel} now belongs to {_owner(self.channel, newest)}; this publisher's epoch is "
-                f"{self.epoch}",
+                f"{self.store.place()} now belongs to {_owner(self.store, newest)}; this publisher's epoch "
+                f"is {self.epoch}",
                 remedy="stop one of the two",
             )
 
-    def _next_epoch(self) -> int:
-        """A listing may come from a cache that a plain open goes past."""
-        try:
-            os.close(durable.open_regular(Layout(self.channel).claim(self.epoch + 1)))
-        except FileNotFoundError:
-            return 0
-        return self.epoch + 1
-
     def beat(self) -> None:
-        """Shows those who would take over that the owner lives."""
+        """Shows that the owner lives to publishers that wait to take over."""
         self._write(replace(self.record, counter=self.record.counter + 1))
 
     def release(self) -> None:
@@ -164,7 +158,7 @@ class Claim:
         self._write(replace(self.record, released=True))
 
     def _write(self, record: ClaimRecord) -> None:
-        durable.replace(Layout(self.channel).claim(self.epoch), write_claim(record))
+        self.store.replace(claim_key(self.epoch), write_claim(record))
         self.record = record
 
 
@@ -173,7 +167,7 @@ class OwnerAlive(Refused):
 
 
 def claim(
-    channel: Path,
+    channel: Address,
     claimant: Claimant,
     *,
     take_over: bool,
@@ -186,45 +180,46 @@ def claim(
     owner gives way when it released the channel, when its process is known to be dead, when its file does not
     change for `patience` seconds of `clock`, or at once to `take_over`. Raises Refused, naming an owner that
     lives, and OSError."""
-    layout = Layout(channel)
-    layout.publishers_dir.mkdir(exist_ok=True)
-    durable.sync_directory(channel)
-    epoch = current_epoch(channel)
-    if epoch and not take_over and not _is_over(channel, epoch, claimant):
-        _outwait(channel, epoch, patience, clock, sleep)
+    store = open_store(channel)
+    epoch = current_epoch(store)
+    if epoch and not take_over and not _is_over(store, epoch, claimant):
+        _outwait(store, epoch, patience, clock, sleep)
     record = ClaimRecord(claimant, time.time())
     following = max(epoch, above) + 1
     try:
-        durable.create(layout.claim(following), write_claim(record))
-    except FileExistsError as error:
-        raise Refused(
-            f"{_owner(channel, following)} claimed {channel} at the same moment",
-            remedy="stop one of the two",
-        ) from error
-    return Claim(channel, following, record)
+        store.create(claim_key(following), write_claim(record))
+    except AlreadyExists as error:
+        # a store whose answer was lost reports our own success as a conflict
+        if _read(store, following) != write_claim(record):
+            raise Refused(
+                f"{_owner(store, following)} claimed {store.place()} at the same moment",
+                remedy="stop one of the two",
+            ) from error
+    return Claim(store, following, record)
 
 
-def _read(channel: Path, epoch: int) -> bytes:
-    return durable.read_file(Layout(channel).claim(epoch), CLAIM_LIMIT)
+def _read(store: Store, epoch: int) -> bytes | None:
+    return read_if_there(store, claim_key(epoch), CLAIM_LIMIT)
 
 
-def _record(channel: Path, epoch: int) -> ClaimRecord | None:
-    """None for a claim that can't be read: it still owns the channel."""
+def _record(store: Store, epoch: int) -> ClaimRecord | None:
+    """None for a claim that cannot be read: it still owns the channel."""
     try:
-        return parse_claim(_read(channel, epoch), f"claim {epoch}")
-    except (DamagedFile, FileNotFoundError):
+        data = _read(store, epoch)
+        return None if data is None else parse_claim(data, f"claim {epoch}")
+    except DamagedFile:
         return None
 
 
-def _owner(channel: Path, epoch: int) -> str:
-    record = _record(channel, epoch)
+def _owner(store: Store, epoch: int) -> str:
+    record = _record(store, epoch)
     return f"{'an unreadable claim' if record is None else record.claimant} (epoch {epoch})"
 
 
 @dataclass(frozen=True)
 class Owner:
     """Who owns a channel, by its claim. `dead`: its process is known to be gone, and released nothing;
-    `written`: when it last showed that it lives, by the clock of the channel's file system."""
+    `written`: when it last showed that it lives, by the clock of the channel's store."""
 
     name: str
     released: bool
@@ -232,19 +227,21 @@ class Owner:
     written: float
 
 
-def owner_of(channel: Path) -> Owner | None:
-    """None where nobody claimed the channel. Raises OSError."""
-    epoch = current_epoch(channel)
-    if epoch == 0:
+def owner_of(channel: Address) -> Owner | None:
+    """None where nobody claimed the channel. Raises StoreError."""
+    store = open_store(channel)
+    epoch = current_epoch(store)
+    found = store.stat(claim_key(epoch)) if epoch else None
+    if found is None:
         return None
-    written, record = Layout(channel).claim(epoch).lstat().st_mtime, _record(channel, epoch)
+    record = _record(store, epoch)
     released = record is not None and record.released
-    dead = not released and _is_over(channel, epoch, this_process())
-    return Owner(_owner(channel, epoch), released, dead, written)
+    dead = not released and _is_over(store, epoch, this_process())
+    return Owner(_owner(store, epoch), released, dead, found.written)
 
 
-def _is_over(channel: Path, epoch: int, claimant: Claimant) -> bool:
-    record = _record(channel, epoch)
+def _is_over(store: Store, epoch: int, claimant: Claimant) -> bool:
+    record = _record(store, epoch)
     return record is not None and (record.released or is_dead(record.claimant, claimant))
 
 
@@ -264,20 +261,19 @@ def is_dead(old: Claimant, observer: Claimant) -> bool:
 
 
 def _outwait(
-    channel: Path,
+    store: Store,
     epoch: int,
     patience: float,
     clock: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> None:
-    first, deadline = _read(channel, epoch), clock() + patience
-    _log.warning(
-        "%s belongs to %s: waiting up to %g s for a sign of life", channel, _owner(channel, epoch), patience
-    )
+    first, deadline = _read(store, epoch), clock() + patience
+    place, owner = store.place(), _owner(store, epoch)
+    _log.warning("%s belongs to %s: waiting up to %g s for a sign of life", place, owner, patience)
     while clock() < deadline:
         sleep(min(_POLL_SECONDS, patience))
-        if _read(channel, epoch) != first:
+        if _read(store, epoch) != first:
             raise OwnerAlive(
-                f"{channel} belongs to {_owner(channel, epoch)}, which is alive",
+                f"{place} belongs to {_owner(store, epoch)}, which is alive",
                 remedy="stop that publisher, or take the channel from it with --take-over",
             )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from weightcast.shared.base.elements import ByteArray, Chunk, ChunkKey, TensorTable, Words
 from weightcast.shared.base.errors import MEND_CHANNEL, DamagedFile, UnknownFormat
 from weightcast.shared.channel.delta_writer import ChunkStep, bytes_of, chunk_entry_name
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import (
     INDEX_NAME,
     STEP_ENCODINGS,
@@ -20,12 +20,13 @@ from weightcast.shared.channel.index import (
     Index,
 )
 from weightcast.shared.channel.layout import from_name, version_name
+from weightcast.shared.channel.shard_files import read_exactly, read_shard_header
+from weightcast.shared.channel.store import Address, Store
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import decode_step
 from weightcast.shared.codec.slime import PayloadReader, digest_stream, open_payload
 from weightcast.shared.digest.sums import SpanSums, span_sums
-from weightcast.shared.files.durable import named, open_regular
-from weightcast.shared.files.safetensors import Header, read_header
+from weightcast.shared.files.safetensors import Header
 
 PayloadEncoding = Literal["xor", "overwrite", "xor_sparse"]
 
@@ -49,43 +50,28 @@ Arrived = Callable[[str, int | None], None]
 """Returns once the first so many bytes of a shard are there, None: once all of the version is there."""
 
 
+@dataclass(frozen=True)
 class _ShardFiles:
-    """The version's shards; read with pread, never mapped. Opened for each read: a host far behind folds more
-    of them than a process may hold open."""
+    """The version's shards, opened for each read: a host far behind reads more than a process may hold
+    open. `place`: of the shards in the channel, for messages."""
 
-    def __init__(self, directory: Path, place: str, arrived: Arrived | None) -> None:
-        """`place`: where the shards lie in the channel, for messages."""
-        self._directory, self._place, self._arrived = directory, place, arrived
+    files: Store
+    place: str
+    arrived: Arrived | None
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        if self._arrived is not None:
-            self._arrived(name, offset + length)
-        fd = open_regular(self._directory / name)
-        try:
-            with named(self._directory / name):
-                return self._read(fd, name, offset, length)
-        finally:
-            os.close(fd)
-
-    def _read(self, fd: int, name: str, offset: int, length: int) -> bytes:
-        data = os.pread(fd, length, offset)
-        while len(data) < length:
-            more = os.pread(fd, length - len(data), offset + len(data))
-            if not more:
-                raise DamagedFile(
-                    f"{self._place}/{name} ends {length - len(data)} bytes early", remedy=MEND_CHANNEL
-                )
-            data += more
-        return data
+        if self.arrived is not None:
+            self.arrived(name, offset + length)
+        return read_exactly(self.files, name, offset, length, f"{self.place}/{name}")
 
     def header(self, name: str) -> Header:
-        if self._arrived is not None:
-            self._arrived(name, None)
+        if self.arrived is not None:
+            self.arrived(name, None)
         try:
-            return read_header(self._directory / name)
+            return read_shard_header(self.files, name)
         except DamagedFile as error:
             remedy = error.remedy or MEND_CHANNEL
-            raise DamagedFile(f"{self._place}/{name}: {error.message}", remedy=remedy) from error
+            raise DamagedFile(f"{self.place}/{name}: {error.message}", remedy=remedy) from error
 
 
 def _check_sums(record: ChunkRecord, sums: SpanSums, where: str) -> None:
@@ -118,10 +104,10 @@ class BlobReader:
 
     sequential = False
 
-    def __init__(self, index: Index, directory: Path, arrived: Arrived | None = None) -> None:
+    def __init__(self, index: Index, files: Store, arrived: Arrived | None = None) -> None:
         self._records = {record.key: record for record in index.chunks}
         self._place = place_of(index)
-        self._files = _ShardFiles(directory, self._place, arrived)
+        self._files = _ShardFiles(files, self._place, arrived)
         self._used: set[ChunkKey] = set()
 
     def touches(self, chunk: Chunk) -> bool:
@@ -170,12 +156,12 @@ class FieldReader:
         self,
         index: Index | ForeignIndex,
         table: TensorTable,
-        directory: Path,
+        files: Store,
         arrived: Arrived | None = None,
     ) -> None:
         self._table = table
         self._place = place_of(index)
-        self._files = _ShardFiles(directory, self._place, arrived)
+        self._files = _ShardFiles(files, self._place, arrived)
         self._weight_map = index.weight_map
         self._encoding = payload_encoding(index)
         self._checksum_format = "xxh3-128"
@@ -286,10 +272,11 @@ class _TensorStream:
 
 
 def open_delta(
-    index: Index | ForeignIndex, table: TensorTable, directory: Path, arrived: Arrived | None = None
+    index: Index | ForeignIndex, table: TensorTable, files: Address, arrived: Arrived | None = None
 ) -> DeltaReader:
-    """`directory` holds the version's shards; what `arrived` waits for is on its way there. Their digests are
-    checked by who fetches them."""
+    """`files`: the version's shards; those that `arrived` waits for may still be on their way there. Their
+    digests are checked by the fetch."""
+    store = open_store(files)
     if isinstance(index, Index) and index.encoding in STEP_ENCODINGS:
-        return BlobReader(index, directory, arrived)
-    return FieldReader(index, table, directory, arrived)
+        return BlobReader(index, store, arrived)
+    return FieldReader(index, table, store, arrived)

@@ -7,7 +7,6 @@ changed tensor. All carry, per changed chunk, the sums over its touched 8-byte w
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +15,13 @@ from typing import Literal, Protocol
 import numpy as np
 
 from weightcast.shared.base.elements import ByteArray, Chunk, ChunkKey, TensorTable, Words
-from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import ChunkRecord, Encoding, FileRecord, file_record
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.container import FetchWords, StepEncoding, encode_chunk
 from weightcast.shared.codec.slime import PayloadWriter, digest_stream
 from weightcast.shared.digest.sums import SpanSums
-from weightcast.shared.files.durable import named
-from weightcast.shared.files.mapping import begin_write_back
 from weightcast.shared.files.safetensors import Entry, pack_header
 
 
@@ -48,7 +45,6 @@ FieldEncoding = Literal["xor", "overwrite"]
 
 _ENTRY_ROOM = 128
 """bytes of shard header reserved per possible entry, beside its name"""
-_SEND_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -91,46 +87,25 @@ class _Shard:
     """A safetensors file whose header is written last, into room reserved for it."""
 
     def __init__(self, path: Path, reserve: int, durable: bool) -> None:
-        self.path, self._durable = path, durable
+        self.path = path
         self.data_start = -(-(reserve + 8) // 8) * 8
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._writer = DirectoryStore(path.parent).write(path.name, reserve=self.data_start, sync=durable)
         self.end = 0
         """bytes of data written"""
-        self._sent = 0
-        """of them on their way to the disk"""
 
     def write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            with named(self.path):
-                done = os.pwrite(self._fd, view, self.data_start + self.end)
-            self.end += done
-            view = view[done:]
-        if self._durable and self.end - self._sent >= _SEND_BYTES:
-            begin_write_back(self._fd, self.data_start + self._sent, self.end - self._sent)
-            self._sent = self.end
+        self._writer.write(data)
+        self.end += len(data)
 
     def finish(self, entries: Sequence[Entry], metadata: dict[str, str]) -> FileRecord:
-        header = pack_header(entries, metadata, reserve=self.data_start)
-        if len(header) != self.data_start:
-            raise DamagedFile(f"{self.path}: header of {len(header)} bytes outgrew {self.data_start}")
-        with named(self.path):
-            os.pwrite(self._fd, header, 0)
-            failpoint("shard.written", self.path)
-            if self._durable:
-                os.fsync(self._fd)
-        self._close()
+        self._writer.write_head(pack_header(entries, metadata, reserve=self.data_start))
+        failpoint("shard.written", self.path)
+        self._writer.finish()
         failpoint("shard.synced", self.path)
         return file_record(self.path)
 
-    def _close(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-
     def discard(self) -> None:
-        self._close()
-        self.path.unlink(missing_ok=True)
+        self._writer.discard()
 
 
 class _BlobShard:

@@ -17,9 +17,10 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
-from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.store import (
+    Address,
     AlreadyExists,
     Changed,
     Entry,
@@ -30,7 +31,7 @@ from weightcast.shared.channel.store import (
 )
 from weightcast.shared.files import durable
 from weightcast.shared.files.mapping import begin_write_back
-from weightcast.shared.files.paths import exists, is_directory
+from weightcast.shared.files.paths import exists, is_directory, require_directory
 
 TRASH = ".trash"
 _SEND_BYTES = 4 << 20
@@ -38,9 +39,17 @@ _COMPARING = threading.Lock()
 """held from a comparison to its rename: no rename compares by itself"""
 
 
-def open_store(address: Store | Path | str) -> Store:
+def open_store(address: Address) -> Store:
     """The store at an address: today the path of a directory."""
     return DirectoryStore(Path(address)) if isinstance(address, str | Path) else address
+
+
+def directory_of(store: Store) -> Path:
+    """Where the files of a store are, for code that maps them. Raises Refused for a store that is not in a
+    directory."""
+    if isinstance(store, DirectoryStore):
+        return store.directory
+    raise Refused(f"{store.place()} is not in a directory", remedy="mount the channel as a directory")
 
 
 @contextlib.contextmanager
@@ -76,6 +85,7 @@ class DirectoryStore:
 
     def present(self) -> bool:
         with _mapped(self.directory):
+            require_directory("the channel", self.directory)
             return is_directory(self.directory)
 
     def names(self, prefix: str = "") -> list[str]:
@@ -254,7 +264,7 @@ def _entry(entry: os.DirEntry[str]) -> Entry:
 
 def _stat(found: os.stat_result) -> Stat:
     tag = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
-    return Stat(found.st_size, found.st_mtime, tag)
+    return Stat(found.st_size, found.st_mtime_ns, tag)
 
 
 def _has(path: Path, data: bytes) -> bool:

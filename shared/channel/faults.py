@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.base.progress import Advance
@@ -18,15 +17,16 @@ from weightcast.shared.channel.chain import (
     unlisted,
     verify,
     verify_to,
+    versions_in,
 )
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import CLAIM_LIMIT, current_epoch, parse_claim
-from weightcast.shared.channel.index import INDEX_NAME, Index
-from weightcast.shared.channel.layout import Layout, Pointer, version_of
+from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.layout import HOSTS, LATEST, PUBLISHERS, Pointer, index_key, version_of
 from weightcast.shared.channel.reports import REPORT_LIMIT, parse_report
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.files import durable
-from weightcast.shared.files.paths import exists, is_directory, is_file, is_own_directory
+from weightcast.shared.channel.store import Address, NotFound, Store
 
 _FILES = ("channel.json", "base.json", "latest")
 _OURS = (*_FILES, *(f"{name}.sig" for name in _FILES))
@@ -39,21 +39,22 @@ _CLAIM = "it still counts as a claim: a new publisher waits for it, or takes ove
 _REPORT = "this host is not shown; nothing is decided from it"
 _STRAY = "nothing: no host reads it; `channel repair` moves it to .trash"
 _UNREAD = (
-    "it cannot be read from here now, which says nothing of it: mend rights, mount or disk and ask again; "
-    "`channel repair` leaves it where it is"
+    "unknown: it cannot be read from here now; fix access, mount or disk and verify again; "
+    "`channel repair` does not touch it"
 )
 
 
-def faults(directory: Path, advance: Advance | None = None, trust: Trust | None = None) -> list[Problem]:
+def faults(channel: Address, advance: Advance | None = None, trust: Trust | None = None) -> list[Problem]:
     """Everything that is wrong, in order of versions; with `trust`, also what is not signed. Raises
-    RetryLater when the directory is not there."""
+    RetryLater when the channel does not exist."""
+    store = open_store(channel)
     try:
-        channel = Channel.open(directory, trust)
+        opened = Channel.open(store, trust)
     except WeightcastError as error:
-        if not is_directory(directory):
+        if not store.present():
             raise
         return [Problem(None, error.message, "channel", meaning=_CHANNEL, unread=flaw(error).unread)]
-    return of_channel(channel, advance)
+    return of_channel(opened, advance)
 
 
 def of_channel(channel: Channel, advance: Advance | None = None) -> list[Problem]:
@@ -64,7 +65,7 @@ def of_channel(channel: Channel, advance: Advance | None = None) -> list[Problem
     found = [replace(problem, meaning=_meaning(problem, anchors)) for problem in found]
     if channel.foreign:
         return found
-    return [*found, *_claims(channel.directory), *_reports(channel.directory), *strays(channel)]
+    return [*found, *_claims(channel.store), *_reports(channel.store), *strays(channel)]
 
 
 def sound_anchors(channel: Channel, problems: Sequence[Problem]) -> list[int]:
@@ -105,87 +106,81 @@ def _lost(version: int, anchors: Sequence[int]) -> str:
 
 
 def _lost_pointer(channel: Channel) -> Iterator[Problem]:
-    if exists(channel.directory / "latest") or not any(_versions(channel.directory)):
-        return
-    yield Problem(None, "latest is missing, and there are versions", "pointer")
+    if channel.store.stat(LATEST) is None and _committed(channel.store):
+        yield Problem(None, "latest is missing, and there are versions", "pointer")
 
 
-def _versions(directory: Path) -> Iterator[int]:
-    for entry in directory.iterdir():
-        version = version_of(entry.name)
-        if version is not None and is_file(entry / INDEX_NAME):
-            yield version
+def _committed(store: Store) -> list[int]:
+    """Versions with an index, newest first."""
+    there = (version for version in versions_in(store) if store.stat(index_key(version)) is not None)
+    return sorted(there, reverse=True)
 
 
 def unannounced(channel: Channel) -> list[int]:
-    """Versions that are committed and that the pointer does not name yet: their publisher's matter."""
+    """Committed versions above the pointer: their publisher will announce them."""
     pointer = _pointer(channel)
     at = 0 if pointer is None else pointer.version
-    return sorted(version for version in _versions(channel.directory) if version > at)
+    return sorted(version for version in _committed(channel.store) if version > at)
 
 
 def highest_sound(channel: Channel, advance: Advance | None = None) -> int | None:
     """The highest version that is committed and whole, and contradicts no version that is there. None where
     one that cannot be read now may be it: a pointer is never put too low."""
-    versions = sorted(_versions(channel.directory), reverse=True)
+    versions = _committed(channel.store)
     if not versions:
         return None
-    problems = verify_to(channel, Pointer(versions[0], None, channel.directory), advance)
+    problems = verify_to(channel, Pointer(versions[0]), advance)
     concerned = [problem for problem in problems if problem.part == "version"]
     broken = {problem.version for problem in concerned if not problem.unread}
     highest = next((version for version in versions if version not in broken), None)
     return None if any(problem.version == highest for problem in concerned) else highest
 
 
-def _claims(directory: Path) -> Iterator[Problem]:
-    newest = current_epoch(directory)
-    for path in _json(Layout(directory).publishers_dir):
-        found = _unreadable(path, CLAIM_LIMIT, parse_claim)
-        if found is not None:
-            meaning = _CLAIM if path.stem == str(newest) else _STRAY
-            yield _small("claim", path, found, meaning)
+def _claims(store: Store) -> Iterator[Problem]:
+    newest = f"{current_epoch(store)}.json"
+    for name, found in _unreadable(store, PUBLISHERS, CLAIM_LIMIT, parse_claim):
+        meaning = _CLAIM if name == newest else _STRAY
+        yield _small("claim", store, f"{PUBLISHERS}/{name}", found, meaning)
 
 
-def _reports(directory: Path) -> Iterator[Problem]:
-    for path in _json(Layout(directory).hosts_dir):
-        found = _unreadable(path, REPORT_LIMIT, parse_report)
-        if found is not None:
-            yield _small("report", path, found, _REPORT)
+def _reports(store: Store) -> Iterator[Problem]:
+    for name, found in _unreadable(store, HOSTS, REPORT_LIMIT, parse_report):
+        yield _small("report", store, f"{HOSTS}/{name}", found, _REPORT)
 
 
-def _small(part: Part, path: Path, found: Flaw, meaning: str) -> Problem:
-    text = f"{path.parent.name}/{path.name}: {found.message}"
-    return Problem(None, text, part, str(path), _UNREAD if found.unread else meaning, found.unread)
+def _small(part: Part, store: Store, key: str, found: Flaw, meaning: str) -> Problem:
+    meaning = _UNREAD if found.unread else meaning
+    return Problem(None, f"{key}: {found.message}", part, store.place(key), meaning, found.unread)
 
 
-def _json(directory: Path) -> list[Path]:
-    if not is_own_directory(directory):
-        return []
-    return sorted(path for path in directory.iterdir() if path.suffix == ".json")
-
-
-def _unreadable(path: Path, limit: int, parse: Callable[[bytes, str], object]) -> Flaw | None:
-    try:
-        parse(durable.read_file(path, limit), path.name)
-    except FileNotFoundError:
-        return None
-    except (WeightcastError, OSError) as error:
-        return flaw(error)
-    return None
+def _unreadable(
+    store: Store, prefix: str, limit: int, parse: Callable[[bytes, str], object]
+) -> Iterator[tuple[str, Flaw]]:
+    """Names of JSON files below `prefix` that cannot be parsed. A linked prefix is not the channel's."""
+    if not any(entry.name == prefix and entry.kind == "directory" for entry in store.list()):
+        return
+    for name in sorted(name for name in store.names(prefix) if name.endswith(".json")):
+        try:
+            parse(store.read(f"{prefix}/{name}", limit), name)
+        except NotFound:
+            continue
+        except (WeightcastError, OSError) as error:
+            yield name, flaw(error)
 
 
 def strays(channel: Channel) -> Iterator[Problem]:
-    """Copies of parts of a channel under other names. What looks like nothing of ours is not spoken of;
-    parts, and directories without an index beyond the pointer, belong to a publisher at work."""
-    for path in sorted(channel.directory.iterdir()):
-        if _LIKE_OURS.match(path.name) and path.name not in _OURS and version_of(path.name) is None:
-            yield Problem(None, f"{path.name} is no part of a channel", "stray", str(path), _STRAY)
+    """Copies of parts of a channel under other names. Names that resemble nothing of weightcast are not
+    listed; parts, and directories without an index beyond the pointer, belong to a publisher at work."""
+    for name in sorted(channel.store.names()):
+        if _LIKE_OURS.match(name) and name not in _OURS and version_of(name) is None:
+            place = channel.store.place(name)
+            yield Problem(None, f"{name} is not part of a channel", "stray", place, _STRAY)
     pointer = _pointer(channel)
     for entry in entries(channel, pointer):
         if isinstance(entry.index, Index):
-            for path in unlisted(entry.directory, entry.index):
-                text = f"{path.name} is not named by its index"
-                yield Problem(entry.version, text, "stray", str(path), _STRAY)
+            for name in unlisted(entry.files, entry.index):
+                text, place = f"{name} is not named by its index", entry.files.place(name)
+                yield Problem(entry.version, text, "stray", place, _STRAY)
 
 
 def _pointer(channel: Channel) -> Pointer | None:

@@ -1,4 +1,4 @@
-"""Where things lie in a channel: names to paths, and nothing else. docs/FORMAT.md, Layout."""
+"""Names in a channel, and its pointer. docs/FORMAT.md, Layout."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 from blake3 import blake3
 
 from weightcast.shared.base.errors import DamagedFile, RetryLater
+from weightcast.shared.channel.directory_store import TRASH, open_store
 from weightcast.shared.channel.index import INDEX_NAME
-from weightcast.shared.files.durable import read_file, replace
+from weightcast.shared.channel.store import Address, joined, read_if_there
 from weightcast.shared.files.paths import file_name
 
-ANCHOR = "anchor"
+LATEST, CHANNEL_JSON, BASE_JSON = "latest", "channel.json", "base.json"
+HOSTS, PUBLISHERS, ANCHOR = "hosts", "publishers", "anchor"
 _VERSION = re.compile(r"weight_v(\d{6,15})", re.ASCII)
 _FROM = re.compile(r"from_v(\d{6,15})", re.ASCII)
 _NOT_IN_HOST_NAMES = re.compile(r"[^A-Za-z0-9._-]")
@@ -50,21 +52,39 @@ def base_of(name: str) -> int | None:
     return int(match[1])
 
 
+def index_key(version: int) -> str:
+    """Of the version's main index."""
+    return f"{version_name(version)}/{INDEX_NAME}"
+
+
+def claim_key(epoch: int) -> str:
+    return f"{PUBLISHERS}/{epoch}.json"
+
+
+def report_key(host: str, local_path: Path | str) -> str:
+    """`local_path`: absolute; it distinguishes subscribers of one machine."""
+    name = _NOT_IN_HOST_NAMES.sub("-", host)[:_HOST_LIMIT].lstrip(".")
+    mark = blake3(str(local_path).encode(errors="surrogateescape")).hexdigest()[:8]
+    return f"{HOSTS}/{file_name(f'{name}-{mark}.json')}"
+
+
 @dataclass(frozen=True)
 class Layout:
+    """Paths of a channel in a directory."""
+
     channel: Path
 
     @property
     def latest(self) -> Path:
-        return self.channel / "latest"
+        return self.channel / LATEST
 
     @property
     def channel_json(self) -> Path:
-        return self.channel / "channel.json"
+        return self.channel / CHANNEL_JSON
 
     @property
     def base_json(self) -> Path:
-        return self.channel / "base.json"
+        return self.channel / BASE_JSON
 
     def version_dir(self, version: int) -> Path:
         return self.channel / version_name(version)
@@ -84,24 +104,21 @@ class Layout:
 
     @property
     def publishers_dir(self) -> Path:
-        return self.channel / "publishers"
+        return self.channel / PUBLISHERS
 
     def claim(self, epoch: int) -> Path:
         return self.publishers_dir / f"{epoch}.json"
 
     @property
     def hosts_dir(self) -> Path:
-        return self.channel / "hosts"
+        return self.channel / HOSTS
 
     def report(self, host: str, local_path: Path | str) -> Path:
-        """`local_path`: absolute; it tells apart subscribers of one machine."""
-        name = _NOT_IN_HOST_NAMES.sub("-", host)[:_HOST_LIMIT].lstrip(".")
-        mark = blake3(str(local_path).encode(errors="surrogateescape")).hexdigest()[:8]
-        return self.hosts_dir / file_name(f"{name}-{mark}.json")
+        return self.channel / report_key(host, local_path)
 
     @property
     def trash(self) -> Path:
-        return self.channel / ".trash"
+        return self.channel / TRASH
 
 
 _LIMIT = 4096
@@ -115,36 +132,38 @@ class TornPointer(RetryLater):
 
 @dataclass(frozen=True)
 class Pointer:
-    """`run`: the run that the pointer names, None in the plain dialect; `prefix`: the directory that holds
-    the version directories."""
+    """`run`: the run that the pointer names, None in the plain dialect; `prefix`: of the keys of version
+    directories, empty in the plain dialect."""
 
     version: int
-    run: str | None
-    prefix: Path
+    run: str | None = None
+    prefix: str = ""
+
+    def version_key(self, version: int) -> str:
+        """Of the directory of a version."""
+        return joined(self.prefix, version_name(version))
 
 
-def read_pointer(channel: Path) -> Pointer | None:
-    """None when there is no pointer. Raises TornPointer, and DamagedFile for what can never be one."""
-    path = Layout(channel).latest
-    try:
-        data = read_file(path, _LIMIT)
-    except FileNotFoundError:
-        return None
-    return parse_pointer(data, channel)
+def read_pointer(channel: Address) -> Pointer | None:
+    """None without a pointer. Raises TornPointer, and DamagedFile for content that can never be one."""
+    store = open_store(channel)
+    data = read_if_there(store, LATEST, _LIMIT)
+    return None if data is None else parse_pointer(data, store.place(LATEST))
 
 
-def parse_pointer(data: bytes, channel: Path) -> Pointer:
+def parse_pointer(data: bytes, place: str) -> Pointer:
+    """`place`: of the pointer, for messages."""
     text = data.decode("ascii", errors="replace").strip()
     if _TORN.fullmatch(text):
-        raise TornPointer(f"{Layout(channel).latest} is half written: {text!r}", remedy="read it again")
+        raise TornPointer(f"{place} is half written: {text!r}", remedy="read it again")
     run, slash, name = text.rpartition("/")
     version = version_of(name if slash else f"weight_v{name}")
     if version is None or (slash and not _is_name(run)):
         raise DamagedFile(
-            f"{Layout(channel).latest}: pointer content that can't be parsed: {text[:80]!r}",
+            f"{place}: pointer content that can't be parsed: {text[:80]!r}",
             remedy="run `weightcast channel repair`, or write the six digits of a version into it",
         )
-    return Pointer(version, run, channel / _RUN_DIRECTORY) if slash else Pointer(version, None, channel)
+    return Pointer(version, run, _RUN_DIRECTORY) if slash else Pointer(version)
 
 
 def _is_name(text: str) -> bool:
@@ -154,6 +173,6 @@ def _is_name(text: str) -> bool:
         return False
 
 
-def write_pointer(channel: Path, version: int, allowed: Callable[[], None] | None = None) -> None:
-    """Tells the fleet: durable, at once, by rename, before which `allowed` may raise. Raises OSError."""
-    replace(Layout(channel).latest, digits(version).encode(), allowed)
+def write_pointer(channel: Address, version: int, allowed: Callable[[], None] | None = None) -> None:
+    """Announces a version to all hosts: durable, at once; `allowed` is called last, and may raise."""
+    open_store(channel).replace(LATEST, digits(version).encode(), allowed=allowed)

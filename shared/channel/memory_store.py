@@ -34,7 +34,7 @@ class _Objects:
     def put(self, key: str, data: bytes) -> None:
         if any(taken.startswith(f"{key}/") for taken in self.data) or any(map(self.data.get, _above(key))):
             raise AlreadyExists.at(f"{self.address}/{key}")
-        self.data[key] = data, Stat(len(data), time.time(), str(next(self.serial)))
+        self.data[key] = data, Stat(len(data), time.time_ns(), str(next(self.serial)))
 
 
 def _above(key: str) -> list[str]:
@@ -54,7 +54,7 @@ class MemoryStore:
         return MemoryStore("", self._key(prefix), self._objects) if prefix else self
 
     def present(self) -> bool:
-        return True
+        return not self._prefix or bool(self.names())
 
     def names(self, prefix: str = "") -> list[str]:
         return [entry.name for entry in self.list(prefix)]

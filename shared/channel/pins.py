@@ -1,71 +1,64 @@
-"""What operators leave in a channel: versions to be kept (`keep/<version>`), tags (`tags/<name>`), orders
-to its owner (`orders/rollback.json`, `orders/repair`). docs/FORMAT.md, Pins, tags and orders."""
+"""What operators write into a channel: versions that are never pruned (`keep/<version>`), tags
+(`tags/<name>`), orders to its owner (`orders/rollback.json`, `orders/repair`). docs/FORMAT.md."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index_records import FORMAT, check_format
-from weightcast.shared.channel.layout import Layout, digits
-from weightcast.shared.files import durable
-from weightcast.shared.files.paths import exists, file_name, is_directory
+from weightcast.shared.channel.layout import digits
+from weightcast.shared.channel.store import Address, AlreadyExists, read_if_there
+from weightcast.shared.files.paths import file_name
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
 _NUMBER = re.compile(r"\d{6,15}", re.ASCII)
 _TAGGED = re.compile(rb"\d{6,15}\s*")
 _TAG_LIMIT = 64
 _ORDER_LIMIT = 64 << 10
-_REPAIR = "repair"
+_KEEP, _TAGS = "keep", "tags"
+_ROLLBACK, _REPAIR = "orders/rollback.json", "orders/repair"
 
 
-def keep(channel: Path, version: int) -> None:
-    directory = channel / "keep"
-    directory.mkdir(exist_ok=True)
-    durable.replace(directory / digits(version), digits(version).encode())
+def keep(channel: Address, version: int) -> None:
+    open_store(channel).within(_KEEP).replace(digits(version), digits(version).encode())
 
 
-def unkeep(channel: Path, version: int) -> bool:
+def unkeep(channel: Address, version: int) -> bool:
     """False when it was not kept."""
-    return _removed(channel / "keep" / digits(version))
+    return open_store(channel).within(_KEEP).delete(digits(version))
 
 
-def kept(channel: Path) -> list[int]:
-    return sorted(int(name) for name in _names(channel / "keep") if _NUMBER.fullmatch(name))
+def kept(channel: Address) -> list[int]:
+    return sorted(int(name) for name in open_store(channel).within(_KEEP).names() if _NUMBER.fullmatch(name))
 
 
-def set_tag(channel: Path, name: str, version: int) -> None:
+def set_tag(channel: Address, name: str, version: int) -> None:
     """Raises Refused for a name that cannot be a target."""
-    directory = channel / "tags"
-    path = directory / _tag_name(name)
-    directory.mkdir(exist_ok=True)
-    durable.replace(path, digits(version).encode())
+    open_store(channel).within(_TAGS).replace(_tag_name(name), digits(version).encode())
 
 
-def delete_tag(channel: Path, name: str) -> bool:
+def delete_tag(channel: Address, name: str) -> bool:
     """False when there is none."""
-    return _removed(channel / "tags" / _tag_name(name))
+    return open_store(channel).within(_TAGS).delete(_tag_name(name))
 
 
-def tags(channel: Path) -> dict[str, int]:
-    """Raises DamagedFile for one that names no version: what it was to keep is not known then."""
-    found = {}
-    for name in sorted(_names(channel / "tags")):
-        if durable.is_temporary(name):
-            continue
-        found[name] = tagged(channel, name)
-    return found
+def tags(channel: Address) -> dict[str, int]:
+    """Raises DamagedFile for a tag without a version: what it keeps is unknown then."""
+    return {name: tagged(channel, name) for name in sorted(open_store(channel).within(_TAGS).names())}
 
 
-def tagged(channel: Path, name: str) -> int:
-    """The version that `tags/<name>` names. Raises FileNotFoundError and DamagedFile."""
-    path = channel / "tags" / file_name(name)
-    data = durable.read_file(path, _TAG_LIMIT)
+def tagged(channel: Address, name: str) -> int:
+    """The version that `tags/<name>` names. Raises NotFound and DamagedFile."""
+    tags = open_store(channel).within(_TAGS)
+    data = tags.read(file_name(name), _TAG_LIMIT)
     if not _TAGGED.fullmatch(data):
-        raise DamagedFile(f"{path} does not hold a version of six digits", remedy="set the tag again")
+        raise DamagedFile(
+            f"{tags.place(name)} does not hold a version of six digits", remedy="set the tag again"
+        )
     return int(data)
 
 
@@ -82,19 +75,6 @@ def _tag_name(name: str) -> str:
     return plain
 
 
-def _names(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir()] if is_directory(directory) else []
-
-
-def _removed(path: Path) -> bool:
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        return False
-    durable.sync_directory(path.parent)
-    return True
-
-
 @dataclass(frozen=True)
 class Rollback:
     """An order to publish the bytes of version `to` (`root`) again, and nothing else until it is withdrawn.
@@ -106,10 +86,8 @@ class Rollback:
     ordered: float
 
 
-def order_rollback(channel: Path, order: Rollback) -> None:
-    """Raises Refused while another order stands."""
-    path = _order_path(channel)
-    path.parent.mkdir(exist_ok=True)
+def order_rollback(channel: Address, order: Rollback) -> None:
+    """Raises Refused while another order holds."""
     data = write_object(
         {
             "format": FORMAT,
@@ -120,24 +98,23 @@ def order_rollback(channel: Path, order: Rollback) -> None:
         }
     )
     try:
-        durable.create(path, data)
-    except FileExistsError as error:
-        standing = read_rollback(channel)
-        number = "another version" if standing is None else f"version {standing.to}"
+        open_store(channel).create(_ROLLBACK, data)
+    except AlreadyExists as error:
+        earlier = read_rollback(channel)
+        number = "another version" if earlier is None else f"version {earlier.to}"
         raise Refused(
             f"a rollback to {number} is ordered already", remedy="`weightcast channel resume` withdraws it"
         ) from error
 
 
-def read_rollback(channel: Path) -> Rollback | None:
+def read_rollback(channel: Address) -> Rollback | None:
     """None when publishing is not held. Raises DamagedFile and UnknownFormat."""
-    path = _order_path(channel)
-    try:
-        data = durable.read_file(path, _ORDER_LIMIT)
-    except FileNotFoundError:
+    store = open_store(channel)
+    data, place = read_if_there(store, _ROLLBACK, _ORDER_LIMIT), store.place(_ROLLBACK)
+    if data is None:
         return None
-    members = Members(parse_object(data, str(path)), str(path))
-    check_format(members, str(path))
+    members = Members(parse_object(data, place), place)
+    check_format(members, place)
     return Rollback(
         members.text("run_id", 128),
         members.integer("to"),
@@ -146,27 +123,21 @@ def read_rollback(channel: Path) -> Rollback | None:
     )
 
 
-def resume(channel: Path) -> bool:
+def resume(channel: Address) -> bool:
     """Withdraws the order. False when there was none."""
-    return _removed(_order_path(channel))
+    return open_store(channel).delete(_ROLLBACK)
 
 
-def order_repair(channel: Path) -> None:
-    """Orders the owner to repair the channel. An order that is already there stays."""
-    path = _order_path(channel, _REPAIR)
-    path.parent.mkdir(exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        durable.create(path, b"")
+def order_repair(channel: Address) -> None:
+    """Orders the owner to repair the channel. An earlier order stays."""
+    with contextlib.suppress(AlreadyExists):
+        open_store(channel).create(_REPAIR, b"")
 
 
-def repair_ordered(channel: Path) -> bool:
-    return exists(_order_path(channel, _REPAIR))
+def repair_ordered(channel: Address) -> bool:
+    return open_store(channel).stat(_REPAIR) is not None
 
 
-def end_repair(channel: Path) -> bool:
+def end_repair(channel: Address) -> bool:
     """Removes the order. False when there was none."""
-    return _removed(_order_path(channel, _REPAIR))
-
-
-def _order_path(channel: Path, name: str = "rollback.json") -> Path:
-    return Layout(channel).channel / "orders" / name
+    return open_store(channel).delete(_REPAIR)

@@ -1,18 +1,17 @@
-"""What a version's directory shows without an index being read: which ways lead there, and how long they are.
+"""What a listing of a version's directory shows: which ways lead to the version, and their sizes.
 
-Sizes as listed are hints for planning. What is taken is checked by the indexes.
+Listed sizes are hints for planning; what is read is checked against the indexes.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME
 from weightcast.shared.channel.layout import ANCHOR, base_of
-from weightcast.shared.files.paths import is_link
+from weightcast.shared.channel.store import Address, Store
 
 
 @dataclass(frozen=True)
@@ -25,39 +24,24 @@ class Shown:
     anchor: int | None = None
 
 
-def look(directory: Path) -> Shown | None:
-    """None for a version without an index, or none at all. Raises OSError."""
-    nbytes = _bytes_of(directory)
+def look(version: Address) -> Shown | None:
+    """Of a version's directory; None where it has no index. Raises StoreError."""
+    files = open_store(version)
+    nbytes, directories = _bytes_of(files)
     if nbytes is None:
         return None
     skips: dict[int, int] = {}
-    for name in _directories(directory):
+    for name in directories:
         base_version = base_of(name)
-        found = None if base_version is None else _bytes_of(directory / name)
+        found = None if base_version is None else _bytes_of(files.within(name))[0]
         if base_version is not None and found is not None:
             skips[base_version] = found
-    return Shown(nbytes, skips, _bytes_of(directory / ANCHOR))
+    return Shown(nbytes, skips, _bytes_of(files.within(ANCHOR))[0] if ANCHOR in directories else None)
 
 
-def _directories(directory: Path) -> list[str]:
-    try:
-        with os.scandir(directory) as scan:
-            return [entry.name for entry in scan if entry.is_dir(follow_symlinks=False)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _bytes_of(directory: Path) -> int | None:
-    """Of the plain files. None without an index among them, for a link, or where nothing is (any longer)."""
-    if is_link(directory):
-        return None
-    try:
-        with os.scandir(directory) as scan:
-            sizes = {
-                entry.name: entry.stat(follow_symlinks=False).st_size
-                for entry in scan
-                if entry.is_file(follow_symlinks=False)
-            }
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return sum(sizes.values()) if INDEX_NAME in sizes else None
+def _bytes_of(files: Store) -> tuple[int | None, list[str]]:
+    """Of the files, None without an index among them; and the names of the directories."""
+    entries = list(files.list())
+    sizes = {entry.name: entry.stat.size for entry in entries if entry.stat is not None}
+    directories = [entry.name for entry in entries if entry.kind == "directory"]
+    return sum(sizes.values()) if INDEX_NAME in sizes else None, directories

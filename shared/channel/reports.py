@@ -6,23 +6,20 @@ ever, and the paths in them are text.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import stat
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from math import inf, isfinite
-from pathlib import Path
 from typing import Literal, cast
 
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat, WeightcastError
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index_records import FORMAT, check_format
-from weightcast.shared.channel.layout import Layout
-from weightcast.shared.files import durable
-from weightcast.shared.files.paths import file_name, is_own_directory, is_plain
+from weightcast.shared.channel.layout import HOSTS, report_key
+from weightcast.shared.channel.store import Address, Entry, Stat, Store, StoreError
+from weightcast.shared.files.paths import is_plain
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
 REPORT_LIMIT = 64 << 10
@@ -98,17 +95,19 @@ class Report:
     """newest first"""
 
 
-def write_report(channel: Path, report: Report) -> float:
-    """Returns when it was written by the clock of the channel's file system. Raises OSError, on a channel
+def write_report(channel: Address, report: Report) -> float:
+    """Returns when it was written by the clock of the channel's store. Raises StoreError, on a channel
     mounted read-only for instance."""
-    return write_packed(Layout(channel).report(report.host, report.local), pack_report(report))
+    return write_packed(channel, report_key(report.host, report.local), pack_report(report))
 
 
-def write_packed(path: Path, packed: bytes) -> float:
-    """As `write_report`; `path` as `Layout.report` has it."""
-    path.parent.mkdir(exist_ok=True)
-    durable.swap(path, packed)
-    return path.lstat().st_mtime
+def write_packed(channel: Address, key: str, packed: bytes) -> float:
+    """As `write_report`; `key` from `report_key`."""
+    store = open_store(channel)
+    hosts, name = store.within(HOSTS), key.removeprefix(f"{HOSTS}/")
+    hosts.replace(name, packed, sync=False)
+    found = hosts.stat(name)
+    return store.now(HOSTS) if found is None else found.written
 
 
 def pack_report(report: Report) -> bytes:
@@ -202,16 +201,16 @@ def _seconds(row: Members) -> dict[str, float]:
     return {name: phases.number(name) for name in found}
 
 
-def read_reports(channel: Path, limit: int = REPORTS_LIMIT) -> list[Report]:
-    """In the order of file names, the youngest `limit` of them. What cannot be read as a report is left out:
-    one bad host must not hide the others."""
-    return [sighting.report for sighting in ReportReader(channel, limit).read()]
+def read_reports(channel: Address, limit: int = REPORTS_LIMIT) -> list[Report]:
+    """In the order of file names, the youngest `limit` of them. Unreadable reports are left out: one bad host
+    must not hide the others."""
+    return [stored.report for stored in ReportReader(channel, limit).read()]
 
 
 @dataclass(frozen=True)
 class StoredReport:
-    """A report as it lies in the channel. `key`: its file's name without `.json`; `written`: when, by the
-    clock of the channel's file system."""
+    """A report in the channel. `key`: its file's name without `.json`; `written`: when, by the clock of the
+    channel's store."""
 
     key: str
     report: Report
@@ -220,9 +219,7 @@ class StoredReport:
 
 @dataclass(frozen=True)
 class _Seen:
-    inode: int
-    mtime_ns: int
-    size: int
+    stat: Stat
     brief: bool
 
 
@@ -233,14 +230,14 @@ class ReportReader:
 
     def __init__(
         self,
-        channel: Path,
+        channel: Address,
         limit: int = REPORTS_LIMIT,
         updates: int = UPDATES_LIMIT,
         engine_members: Collection[str] | None = None,
     ) -> None:
         """`updates`: so many of each report are read. `engine_members`: these of its engines are, short texts
         and integers; None: all."""
-        self._hosts, self._limit, self._updates = Layout(channel).hosts_dir, limit, updates
+        self._hosts, self._limit, self._updates = open_store(channel).within(HOSTS), limit, updates
         self._engine_members = engine_members
         self._known: dict[str, tuple[_Seen, Report | None]] = {}
 
@@ -253,66 +250,52 @@ class ReportReader:
                 self._known[name] = known
                 continue
             try:
-                self._known[name] = seen, self._report(self._hosts / name, seen)
-            except (OSError, WeightcastError):
+                self._known[name] = seen, self._report(name, seen)
+            except WeightcastError:
                 # it changes just now, or is gone
                 continue
         return [
-            StoredReport(name.removesuffix(_SUFFIX), report, seen.mtime_ns / 1e9)
+            StoredReport(name.removesuffix(_SUFFIX), report, seen.stat.written)
             for name, (seen, report) in self._known.items()
             if report is not None
         ]
 
-    def _report(self, path: Path, seen: _Seen) -> Report | None:
-        report = _read(path, 0 if seen.brief else self._updates)
+    def _report(self, name: str, seen: _Seen) -> Report | None:
+        report = _read(self._hosts, name, 0 if seen.brief else self._updates)
         if report is not None and self._engine_members is not None:
             report = replace(report, engines=tuple(_some(e, self._engine_members) for e in report.engines))
         return report if report is None or not seen.brief else _brief(report)
 
     def _listed(self) -> Sequence[tuple[str, _Seen]]:
-        # of hosts that are no more, there may be any number
-        found = sorted(_there(self._hosts), key=lambda each: each[1].st_mtime_ns, reverse=True)
+        # reports of hosts that are gone may be many
+        found = sorted(_there(self._hosts), key=lambda each: each[1].written_ns, reverse=True)
         found = sorted(found[: self._limit], key=lambda each: each[0])
-        longest = _longest_whole([stat.st_size for _, stat in found])
-        return [
-            (name, _Seen(stat.st_ino, stat.st_mtime_ns, stat.st_size, stat.st_size > longest))
-            for name, stat in found
-        ]
+        longest = _longest_whole([stat.size for _, stat in found])
+        return [(name, _Seen(stat, stat.size > longest)) for name, stat in found]
 
 
-def _there(hosts: Path) -> list[tuple[str, os.stat_result]]:
-    """Raises OSError when the directory cannot be listed."""
-    found: list[tuple[str, os.stat_result]] = []
-    try:
-        with os.scandir(hosts) as scan:
-            for entry in islice((each for each in scan if _is_report(each.name)), _NAMES_LIMIT):
-                with contextlib.suppress(OSError):
-                    found.append((entry.name, entry.stat(follow_symlinks=False)))
-    except FileNotFoundError:
-        pass
-    return found
+def _there(hosts: Store) -> list[tuple[str, Stat]]:
+    """Raises StoreError when the directory cannot be listed."""
+    found = islice(filter(_is_report, hosts.list()), _NAMES_LIMIT)
+    return [(entry.name, entry.stat) for entry in found if entry.stat is not None]
 
 
-def forgotten(channel: Path, now: float) -> list[Path]:
-    """Reports that nobody needs any more: both by this machine's clock, at `now`, and by the newest report
-    they are older than FORGOTTEN_SECONDS, whichever of the two is wrong. None where the directory is a link:
-    what lies there is not the channel's. Raises OSError."""
-    hosts = Layout(channel).hosts_dir
-    if not is_own_directory(hosts):
+def forgotten(channel: Address, now: float) -> list[str]:
+    """Keys of reports that nobody needs any more: both by this machine's clock, at `now`, and by the newest
+    report they are older than FORGOTTEN_SECONDS, whichever of the two is wrong. None where the directory is a
+    link: its files are not the channel's. Raises StoreError."""
+    store = open_store(channel)
+    if not any(entry.name == HOSTS and entry.kind == "directory" for entry in store.list()):
         return []
-    files = [(name, found.st_mtime) for name, found in _there(hosts) if stat.S_ISREG(found.st_mode)]
-    newest = max((written for _, written in files), default=0.0)
+    files = _there(store.within(HOSTS))
+    newest = max((stat.written for _, stat in files), default=0.0)
     before = min(now, newest) - FORGOTTEN_SECONDS
-    return [hosts / name for name, written in files if written < before and _NAME.fullmatch(name)]
+    return [f"{HOSTS}/{name}" for name, stat in files if stat.written < before and _NAME.fullmatch(name)]
 
 
-def forget(channel: Path, key: str) -> bool:
-    """Deletes the report `key`. False where there is none. Raises OSError."""
-    try:
-        (Layout(channel).hosts_dir / file_name(key + _SUFFIX)).unlink()
-    except FileNotFoundError:
-        return False
-    return True
+def forget(channel: Address, key: str) -> bool:
+    """Deletes the report `key`. False where there is none. Raises StoreError."""
+    return open_store(channel).within(HOSTS).delete(key + _SUFFIX)
 
 
 def _longest_whole(sizes: Sequence[int]) -> int:
@@ -326,14 +309,14 @@ def _longest_whole(sizes: Sequence[int]) -> int:
     return longest
 
 
-def _is_report(name: str) -> bool:
-    return name.endswith(_SUFFIX) and not durable.is_temporary(name)
+def _is_report(entry: Entry) -> bool:
+    return entry.name.endswith(_SUFFIX)
 
 
-def _read(path: Path, updates: int) -> Report | None:
-    """None for what is no report, and will be none until it is replaced."""
+def _read(hosts: Store, name: str, updates: int) -> Report | None:
+    """None for a file that is not a report, and will not be one until it is replaced."""
     try:
-        return parse_report(durable.read_file(path, REPORT_LIMIT), path.name, updates)
+        return parse_report(hosts.read(name, REPORT_LIMIT), name, updates)
     except (DamagedFile, UnknownFormat):
         return None
 
@@ -363,12 +346,12 @@ class ChannelTime:
 
 
 class ChannelClock:
-    """The time of the channel's file system: read from a file created in `hosts/`, at most once in
-    PROBE_SECONDS, and counted on by this process's clock. Where none can be created this machine's time
-    serves, unless it is behind the newest report and thus proven wrong. For one thread."""
+    """The time of the channel's store (of a directory: of a file created in `hosts/`), read at most once in
+    PROBE_SECONDS, and counted on by this process's clock. Where it cannot be read this machine's time is
+    used, unless it is behind the newest report and thus proven wrong. For one thread."""
 
-    def __init__(self, channel: Path, clock: Callable[[], float], local: Callable[[], float]) -> None:
-        self._hosts, self._clock, self._local = Layout(channel).hosts_dir, clock, local
+    def __init__(self, channel: Address, clock: Callable[[], float], local: Callable[[], float]) -> None:
+        self._store, self._clock, self._local = open_store(channel), clock, local
         self._ahead: float | None = None
         """of `clock`"""
         self._due = -inf
@@ -384,8 +367,8 @@ class ChannelClock:
 
     def _probe(self) -> None:
         try:
-            self._ahead = durable.file_system_time(self._hosts) - self._clock()
-        except OSError:
+            self._ahead = self._store.within(HOSTS).now() - self._clock()
+        except StoreError:
             self._ahead = None
         self._due = self._clock() + PROBE_SECONDS
 

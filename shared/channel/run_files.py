@@ -126,7 +126,7 @@ def _check_order(table: TensorTable) -> None:
 
 
 _CHANNEL_FILE_WHAT = "channel.json"
-_LIMIT = 16 << 20
+CHANNEL_FILE_LIMIT = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -173,4 +173,4 @@ def parse_channel_file(data: bytes) -> ChannelFile:
 
 def read_channel_file(path: Path) -> ChannelFile:
     """Raises DamagedFile, UnknownFormat and OSError."""
-    return parse_channel_file(read_file(path, _LIMIT))
+    return parse_channel_file(read_file(path, CHANNEL_FILE_LIMIT))

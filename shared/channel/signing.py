@@ -208,9 +208,14 @@ class Statement:
     blake3: str
 
 
+def signature_key(key: str) -> str:
+    """Of the signature over the object `key`."""
+    return f"{key}.sig"
+
+
 def signature_path(path: Path) -> Path:
-    """Where the signature over the file `path` lies."""
-    return path.with_name(f"{path.name}.sig")
+    """Of the signature over the file `path`."""
+    return path.with_name(signature_key(path.name))
 
 
 def stated_by(index: Index, digest: str, main: str = "") -> Statement:

@@ -19,6 +19,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol
 
@@ -26,6 +27,7 @@ from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.files.disk_errors import DiskError, disk_remedy, disk_text, is_lasting
 from weightcast.shared.files.paths import file_name
 
+_BLOCK = 1 << 20
 _DEPTH = 16
 """directories within directories"""
 
@@ -88,11 +90,17 @@ def store_error(error: OSError, place: str) -> StoreError:
 
 @dataclass(frozen=True)
 class Stat:
-    """`size` in bytes; `written`: unix time by the store's clock; `tag` changes with the object."""
+    """`size` in bytes; `written_ns`: unix time in nanoseconds by the store's clock; `tag` changes with the
+    object."""
 
     size: int
-    written: float
+    written_ns: int
     tag: str
+
+    @property
+    def written(self) -> float:
+        """Unix time in seconds."""
+        return self.written_ns / 1e9
 
 
 @dataclass(frozen=True)
@@ -142,7 +150,8 @@ class Store(Protocol):
         """The same objects, with keys relative to `prefix`."""
 
     def present(self) -> bool:
-        """Whether anything can be there: False for a directory that is not mounted or not made yet."""
+        """Whether anything can be there: False for a directory that is not mounted or not made yet. Raises
+        Refused for a file in its place."""
 
     def names(self, prefix: str = "") -> list[str]:
         """One level below `prefix`, unsorted; empty where nothing is. A listing may be incomplete: nothing
@@ -225,6 +234,26 @@ def check_key(key: str) -> str:
     for part in parts:
         file_name(part)
     return key
+
+
+Address = Store | Path | str
+"""a store, or where it is"""
+
+
+def read_if_there(store: Store, key: str, limit: int) -> bytes | None:
+    """As `Store.read`; None where no object has the key."""
+    try:
+        return store.read(key, limit)
+    except NotFound:
+        return None
+
+
+def pieces_of(store: Store, key: str) -> Iterator[bytes]:
+    """The bytes of an object, in order. Raises NotFound, DamagedFile, Unavailable."""
+    room = memoryview(bytearray(_BLOCK))
+    with store.open(key) as body:
+        while count := body.readinto(room):
+            yield bytes(room[:count])
 
 
 def joined(prefix: str, name: str) -> str:

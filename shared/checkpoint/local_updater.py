@@ -25,9 +25,11 @@ from weightcast.shared.base.errors import (
 )
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel, FullVersion
+from weightcast.shared.channel.directory_store import directory_of, open_store
 from weightcast.shared.channel.index import ForeignIndex, Index
-from weightcast.shared.channel.layout import Pointer, version_name
+from weightcast.shared.channel.layout import BASE_JSON, CHANNEL_JSON, Pointer
 from weightcast.shared.channel.signing import Trust
+from weightcast.shared.channel.store import Address, Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, own
 from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.state.recover_state import is_lost, recover_state, sound_state
@@ -73,18 +75,18 @@ class UpdaterOptions:
 
 @dataclass(frozen=True)
 class _Anchor:
-    """Full weights of a version in the channel: its main index, that of the anchor, where that lies."""
+    """Full weights of a version in the channel: its main index, that of the anchor, the anchor's files."""
 
     main: Index
     index: Index
-    directory: Path
+    files: Store
 
     def source(self, channel: Channel) -> SeedSource:
         _, base = channel.require_ours()
         main = self.main
         lanes = self.index.tensors.put(base.table, np.zeros((len(base.table), 2), np.uint64))
         position = Position(main.version, main.digest, main.root, main.epoch, pack_lanes(lanes))
-        checkpoint = open_checkpoint(self.directory, follow_links=False)
+        checkpoint = open_checkpoint(directory_of(self.files), follow_links=False)
         return SeedSource(checkpoint, position, base.run_id, base, anchor=self.index)
 
 
@@ -92,9 +94,9 @@ class LocalUpdater:
     """One local checkpoint on its way along one channel. Not thread-safe."""
 
     def __init__(
-        self, channel: Path, local: Path, base: Path | None, options: UpdaterOptions | None = None
+        self, channel: Address, local: Path, base: Path | None, options: UpdaterOptions | None = None
     ) -> None:
-        self.channel_dir, self.base_dir = channel, base
+        self.store, self.base_dir = open_store(channel), base
         self.paths = LocalPaths(local)
         self.options = UpdaterOptions() if options is None else options
         self.local: LocalCheckpoint | None = None
@@ -124,6 +126,11 @@ class LocalUpdater:
         """the generation whose bytes were all read and found right"""
         self._damage: Differs | None = None
         """what the last reading of all bytes found, until it is repaired or seeded over"""
+
+    @property
+    def channel_dir(self) -> Path:
+        """Of a channel in a directory. Raises Refused for others."""
+        return directory_of(self.store)
 
     def own(self) -> None:
         """Takes the owner lock, for the updater's life; again when the directory was removed meanwhile.
@@ -203,17 +210,16 @@ class LocalUpdater:
             pointer = channel.pointer()
             index = pointer and channel.index(pointer, position.version, channel.base.table)
             if pointer is not None and isinstance(index, Index) and index.version_digest == position.digest:
-                self._note(index, pointer, seconds=0.0)
+                self._note(index, channel.version(pointer, index.version), seconds=0.0)
 
-    def _note(self, index: Index | ForeignIndex | FullVersion, pointer: Pointer, seconds: float) -> None:
+    def _note(self, index: Index | ForeignIndex | FullVersion, version: Store, seconds: float) -> None:
         """Before the local checkpoint is moved there."""
         if not isinstance(index, Index) or not self.options.carries:
             return
         here = None if self.local is None else self.local.state.position.digest
-        directory = pointer.prefix / version_name(index.version)
         options = self.options
         patience = Patience(index.version, seconds, options.wait, options.on_wait)
-        self.carried.note(here, index.version_digest, index.carried, directory, patience)
+        self.carried.note(here, index.version_digest, index.carried, version, patience)
 
     def _settle(self) -> None:
         """Where this fails nothing is read by engines: the next load does it."""
@@ -307,7 +313,7 @@ class LocalUpdater:
         state = read_state(self.paths.state) if self.local is None else self.local.state
         if state is not None and not state.foreign and channel.foreign and channel.pointer() is None:
             raise RetryLater(
-                f"{channel.layout.channel_json} is gone",
+                f"{channel.store.place(CHANNEL_JSON)} is gone",
                 remedy="is the channel mounted? nothing is changed here",
             )
 
@@ -317,7 +323,7 @@ class LocalUpdater:
         if channel.foreign != state.foreign:
             kinds = {True: "a foreign channel", False: "one of weightcast's"}
             raise WrongRun(
-                f"{self.paths.directory} followed {kinds[state.foreign]}, {channel.directory} is "
+                f"{self.paths.directory} followed {kinds[state.foreign]}, {channel.place} is "
                 f"{kinds[channel.foreign]}",
                 remedy="use another --local directory",
             )
@@ -335,7 +341,7 @@ class LocalUpdater:
         if (ours.table, ours.root) != (theirs.table, theirs.root):
             self.release()
             raise WrongRun(
-                f"{channel.layout.base_json} is not the base that {self.paths.directory} was seeded from",
+                f"{channel.store.place(BASE_JSON)} is not the base of {self.paths.directory}",
                 remedy="restore the channel's base.json; a run keeps its base",
             )
 
@@ -434,7 +440,7 @@ class LocalUpdater:
                 )
             anchor = self._anchor(channel, route, plan.version)
         if self.options.pre_read is not None:
-            self.options.pre_read(plan.version, anchor.directory)
+            self.options.pre_read(plan.version, directory_of(anchor.files))
         with self.damaged_sources.full_weights(plan.version):
             return anchor.source(channel)
 
@@ -453,17 +459,17 @@ class LocalUpdater:
             main = channel.index(route.pointer, version, base.table)
         if not isinstance(main, Index):
             raise RetryLater(f"the index of version {version} is gone", remedy="it is planned again")
-        anchor, directory = main, channel.layout.version_dir(version)
+        anchor, files = main, channel.version(route.pointer, version)
         if main.kind != "anchor":
             beside = channel.anchor(version, base.table)
             if beside is None or beside.root != main.root:
                 raise Forked(
-                    f"{channel.layout.anchor_dir(version)} is not the anchor of version {version}: "
+                    f"{channel.anchor_files(version).place()} is not the anchor of version {version}: "
                     "its index is missing or states another root",
                     remedy=MEND_CHANNEL,
                 )
-            anchor, directory = beside, channel.layout.anchor_dir(version)
-        return _Anchor(main, anchor, directory)
+            anchor, files = beside, channel.anchor_files(version)
+        return _Anchor(main, anchor, files)
 
     def prepare(self, route: Route, leg: Sequence[int], advance: Advance | None = None) -> Staged:
         """Fetches and stages the versions of a leg; nothing of the checkpoint is written."""
@@ -471,7 +477,8 @@ class LocalUpdater:
         with self.damaged_sources.delta(route.leads_from):
             shipments = [Shipment(*route.delta(version)) for version in leg]
             self._spool.drop_others([shipment.index for shipment in shipments])
-            self._note(shipments[-1].index, route.pointer, self.options.visible_seconds)
+            last = shipments[-1].index
+            self._note(last, route.files(last.version), self.options.visible_seconds)
             return prepare(
                 self._require(),
                 shipments,
@@ -495,14 +502,14 @@ class LocalUpdater:
             self._prefetch = Prefetch(self.paths, lambda: self._next(after), self._fetching())
 
     def _next(self, after: int) -> Shipment | None:
-        channel = Channel.open(self.channel_dir, self._trust)
+        channel = Channel.open(self.store, self._trust)
         pointer = channel.pointer()
         if pointer is None or pointer.version <= after or channel.base is None:
             return None
         index = channel.index(pointer, after + 1, channel.base.table)
         if not isinstance(index, Index) or index.base_version != after:
             return None
-        return Shipment(index, pointer.prefix / version_name(index.version))
+        return Shipment(index, channel.version(pointer, index.version))
 
     def _finish_prefetch(self) -> None:
         if self._prefetch is not None:
@@ -547,7 +554,7 @@ class LocalUpdater:
         if isinstance(index, Index):
             here = self.local.state.position
             position = replace(here, version=index.version, digest=index.digest, epoch=index.epoch)
-            self._note(index, route.pointer, self.options.visible_seconds)
+            self._note(index, route.files(index.version), self.options.visible_seconds)
             patching.relabel(self.local, position)
             self.state = self.local.state
             self._settle()
@@ -575,7 +582,7 @@ class LocalUpdater:
         self.repair(channel, advance)
         pointer = channel.pointer()
         target = 0 if pointer is None else pointer.version
-        route = self.route(channel, pointer or Pointer(0, None, channel.directory), target, exact=False)
+        route = self.route(channel, pointer or Pointer(0), target, exact=False)
         self._carry_out(channel, route, route.plan, advance)
 
     def update_to(self, channel: Channel, version: int, advance: Advance | None = None) -> None:
@@ -586,7 +593,7 @@ class LocalUpdater:
 
     def _update_to(self, channel: Channel, version: int, advance: Advance | None) -> None:
         self.load(channel, advance)
-        pointer = channel.pointer() or Pointer(0, None, channel.directory)
+        pointer = channel.pointer() or Pointer(0)
         route = self.route(channel, pointer, version, exact=True)
         self._carry_out(channel, route, route.plan, advance)
 

@@ -16,7 +16,6 @@ from weightcast.shared.channel.chain import ChainEntry, Problem, entries, read_e
 from weightcast.shared.channel.channel import Channel, FullVersion, require_named
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.index import ForeignIndex, Index
-from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
 from weightcast.shared.cli.app import ChannelOption, JsonOption, TrustedKeyOption, group
 from weightcast.shared.cli.output import Output, time_text
@@ -175,7 +174,7 @@ def version_facts(channel: Channel, version: int) -> dict[str, Any]:
     pointer = channel.pointer()
     if pointer is None or version > pointer.version:
         raise Refused(f"version {version} is not published", remedy="`weightcast channel log` lists versions")
-    entry = read_entry(channel, pointer, version, pointer.prefix / version_name(version))
+    entry = read_entry(channel, pointer, version)
     if isinstance(entry.index, Index):
         return _index_facts(entry.index)
     if isinstance(entry.index, ForeignIndex):

@@ -54,7 +54,7 @@ class Planner:
             raise RetryLater(
                 f"{channel.layout.latest} is gone", remedy="is the channel mounted? nothing is changed here"
             )
-        return Pointer(0, None, channel.directory)
+        return Pointer(0)
 
     def carry_out(self, channel: Channel, route: Route) -> None:
         match route.plan:

@@ -125,7 +125,7 @@ PARSERS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
     "claim": (CLAIM, lambda data: parse_claim(data, "claim")),
     "report": (REPORT, lambda data: parse_report(data, "report")),
     "header": (SAFETENSORS, lambda data: parse_header(data, len(SAFETENSORS) + 6)),
-    "pointer": (b"weights/weight_v000007", lambda data: parse_pointer(data, Path("channel"))),
+    "pointer": (b"weights/weight_v000007", lambda data: parse_pointer(data, "latest")),
 }
 SCALARS = st.one_of(
     st.none(),

@@ -34,7 +34,7 @@ def big_model(rng: np.random.Generator) -> Model:
 def segments_of(place: Place, version: int) -> list[list[tuple[int, int, int]]]:
     channel = Channel.open(place.channel)
     _, base = channel.require_ours()
-    index = channel.index(Pointer(version, None, channel.directory), version, base.table)
+    index = channel.index(Pointer(version), version, base.table)
     return [[(s.tensor, s.start, s.stop) for s in part.segments] for part in index.parts]  # type: ignore[union-attr]
 
 

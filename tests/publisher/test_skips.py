@@ -73,7 +73,7 @@ def host_at(place: Place, version: int) -> Iterator[LocalUpdater]:
 def move(updater: LocalUpdater, version: int) -> Route:
     channel = Channel.open(updater.channel_dir)
     updater.load(channel)
-    pointer = channel.pointer() or Pointer(0, None, channel.directory)
+    pointer = channel.pointer() or Pointer(0)
     route = updater.route(channel, pointer, version, exact=True)
     updater._carry_out(channel, route, route.plan, None)
     return route

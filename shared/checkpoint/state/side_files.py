@@ -16,6 +16,7 @@ from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.index import CARRIED, file_record
 from weightcast.shared.channel.index_records import FileRecord, carried_records, write_file_records
 from weightcast.shared.channel.run_files import Base, write_base
+from weightcast.shared.channel.store import Store, pieces_of
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.update.fetch import Awaited, Patience
@@ -121,17 +122,17 @@ class Carried:
         here: str | None,
         digest: str,
         records: tuple[FileRecord, ...],
-        directory: Path,
+        files: Store,
         patience: Patience,
     ) -> None:
-        """Fetches what version `digest` carries from its directory and remembers it. `here`: the version of
+        """Fetches what version `digest` carries from its `files` and remembers it. `here`: the version of
         the local checkpoint. Raises RetryLater or DamagedFile for what is not there, or not right, within
         its time."""
         sets = self.sets()
         if sets.get(digest) == records or not (sets or records):
             return
         for record in records:
-            self._fetch(directory, record, patience)
+            self._fetch(files, record, patience)
         if here is not None:
             sets.setdefault(here, ())
         sets.pop(digest, None)
@@ -140,12 +141,11 @@ class Carried:
         rows = {version: write_file_records(files) for version, files in kept.items()}
         durable.replace(self._memory, write_object({"versions": rows}))
 
-    def _fetch(self, directory: Path, record: FileRecord, patience: Patience) -> None:
-        retries = 0
+    def _fetch(self, version: Store, record: FileRecord, patience: Patience) -> None:
+        retries, key = 0, f"{CARRIED}/{record.name}"
         while not exists(self._paths.carried / record.blake3):
             try:
-                source = durable.within(directory, f"{CARRIED}/{record.name}")
-                self.keep(record, durable.pieces_of(source, follow_links=False))
+                self.keep(record, pieces_of(version, key))
                 return patience.on_wait(None) if retries else None
             except FileNotFoundError as error:
                 failure: WeightcastError = RetryLater(
@@ -158,7 +158,7 @@ class Carried:
             waited = time.monotonic() - patience.began
             if waited > patience.seconds:
                 raise failure
-            left, name = patience.seconds - waited, str(directory / CARRIED / record.name)
+            left, name = patience.seconds - waited, version.place(key)
             patience.on_wait(Awaited(patience.version, name, failure.message, retries, waited, left))
             patience.wait(_PAUSE)
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from io import BufferedWriter, FileIO
+from io import BufferedWriter
 from pathlib import Path
 
 from blake3 import blake3
@@ -23,10 +23,11 @@ from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastErr
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.update.buffer_reuse import begin, keep_shards, make_room
 from weightcast.shared.files.disk_errors import disk_error
-from weightcast.shared.files.durable import named, open_regular, write_all
+from weightcast.shared.files.durable import named, write_all
 from weightcast.shared.files.paths import exists, is_directory
 
 
@@ -162,8 +163,8 @@ ROOM_BYTES = 1 << 20
 class NotThere(RetryLater):
     """A file that an index names did not show in time, or is gone."""
 
-    def __init__(self, path: Path, version: int) -> None:
-        super().__init__(f"{path} is not there", remedy="is the mount stale, or was the version pruned?")
+    def __init__(self, place: str, version: int) -> None:
+        super().__init__(f"{place} is not there", remedy="is the mount stale, or was the version pruned?")
         self.version = version
 
 
@@ -183,7 +184,7 @@ def journal_bytes(index: Index) -> int:
 
 def fetch(
     spool: Spool,
-    version_dir: Path,
+    files: Store,
     index: Index | ForeignIndex,
     incoming: Incoming,
     *,
@@ -192,7 +193,7 @@ def fetch(
     wait: Callable[[float], None] = time.sleep,
     on_wait: OnWait = ignore,
 ) -> None:
-    """Copies what `index` names from `version_dir`, telling `incoming` block by block. Raises NotThere when
+    """Copies what `index` names from `files`, telling `incoming` block by block. Raises NotThere when
     a file does not show within `visible_seconds`, DamagedFile when it does and is not what the index says,
     RetryLater when reading or writing fails."""
     target = spool.directory(index)
@@ -201,7 +202,7 @@ def fetch(
     for number, record in enumerate(_records(index)):
         path = target / record.name
         if not spool.has(path):
-            copy.run(version_dir / record.name, path, record, spool.spare(number))
+            copy.run(files, path, record, spool.spare(number))
             spool.verified(path)
         elif advance is not None:
             advance(record.size if record.size >= 0 else path.stat().st_size)
@@ -227,12 +228,13 @@ class _Copy:
     wait: Callable[[float], None]
     on_wait: OnWait
 
-    def run(self, source: Path, target: Path, record: FileRecord, spare: Path) -> None:
+    def run(self, files: Store, target: Path, record: FileRecord, spare: Path) -> None:
         """`spare`: what `target` is written over, where it is there."""
+        source = files.place(record.name)
         pause, retries = _RETRY_FIRST, 0
         while True:
             try:
-                self._once(source, target, record, spare)
+                self._once(files, target, record, spare)
                 return self.on_wait(None) if retries else None
             except FileNotFoundError as error:
                 failure: WeightcastError = NotThere(source, self.version)
@@ -244,26 +246,22 @@ class _Copy:
                 cause = error
             # a directory whose index was read is no longer late but gone: another way is planned
             waited = time.monotonic() - self.began
-            if waited + pause > self.seconds or not is_directory(source.parent):
+            if waited + pause > self.seconds or not files.present():
                 raise failure from cause
             # short, stale and torn reads of network file systems heal by themselves
             self.incoming.restart(target.name)
             left, retries = self.seconds - waited, retries + 1
-            self.on_wait(Awaited(self.version, str(source), failure.message, retries, waited, left))
+            self.on_wait(Awaited(self.version, source, failure.message, retries, waited, left))
             self.wait(pause)
             pause = min(2 * pause, _RETRY_MOST)
 
-    def _once(self, source: Path, target: Path, record: FileRecord, spare: Path) -> None:
+    def _once(self, files: Store, target: Path, record: FileRecord, spare: Path) -> None:
         digest, room = blake3(), memoryview(bytearray(_BLOCK))
         size = 0
-        with (
-            os.fdopen(open_regular(source), "rb", buffering=0) as read,
-            named(target),
-            _opened(target, spare) as write,
-        ):
+        with files.open(record.name) as body, named(target), _opened(target, spare) as write:
             failpoint("fetch.begun", target)
-            while block := _read(read, source, room):
-                count = len(block)
+            while count := body.readinto(room):
+                block = room[:count]
                 size += count
                 if 0 <= record.size < size:
                     break
@@ -276,16 +274,10 @@ class _Copy:
         failpoint("fetch.copied", target)
         if record.size >= 0 and (size != record.size or digest.hexdigest() != record.blake3):
             raise DamagedFile(
-                f"{source}: {size} bytes with digest {digest.hexdigest()[:16]}, "
+                f"{files.place(record.name)}: {size} bytes with digest {digest.hexdigest()[:16]}, "
                 f"the index says {record.size} bytes and {record.blake3[:16]}",
                 remedy="the file is damaged or not wholly visible yet; run `weightcast channel verify`",
             )
-
-
-def _read(file: FileIO, source: Path, room: memoryview) -> memoryview:
-    """What comes next of `source`, in `room`; empty at its end."""
-    with named(source):
-        return room[: file.readinto(room) or 0]
 
 
 def _opened(target: Path, spare: Path) -> BufferedWriter:

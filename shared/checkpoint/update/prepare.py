@@ -15,7 +15,9 @@ from pathlib import Path
 
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.directory_store import directory_of
 from weightcast.shared.channel.index import ForeignIndex, Index
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.update.fetch import Incoming, OnWait, Spool, check_space, fetch, ignore
 from weightcast.shared.checkpoint.update.patch import drop_journal
@@ -28,10 +30,10 @@ _LOOK_EVERY = 0.05
 
 @dataclass(frozen=True)
 class Shipment:
-    """One version and the channel directory that holds its shards."""
+    """One version and its files in the channel."""
 
     index: Index | ForeignIndex
-    directory: Path
+    files: Store
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,10 @@ class Fetching:
 
     def fetch(self, shipment: Shipment, incoming: Incoming) -> None:
         if self.pre_read is not None:
-            self.pre_read(shipment.index.version, shipment.directory)
+            self.pre_read(shipment.index.version, directory_of(shipment.files))
         fetch(
             self.spool,
-            shipment.directory,
+            shipment.files,
             shipment.index,
             incoming,
             visible_seconds=self.visible_seconds,

@@ -15,8 +15,10 @@ from blake3 import blake3
 from weightcast.shared.base.elements import Part, TensorTable
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.channel.channel import Channel, FullVersion
-from weightcast.shared.channel.index import ForeignIndex, Index
-from weightcast.shared.channel.layout import Layout, Pointer
+from weightcast.shared.channel.directory_store import DirectoryStore
+from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
+from weightcast.shared.channel.layout import Pointer, from_name
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.state.state import LocalState, Phase
 from weightcast.shared.checkpoint.update.fetch import Awaited, NotThere, OnWait, ignore
 from weightcast.shared.checkpoint.update.plan import (
@@ -36,7 +38,6 @@ from weightcast.shared.checkpoint.update.plan import (
 from weightcast.shared.checkpoint.update.stage import BadDelta
 from weightcast.shared.checkpoint.verify.repair import Delta, RepairSource
 from weightcast.shared.files.disk_errors import error_text
-from weightcast.shared.files.paths import exists
 
 _RETRY_EVERY = 0.2
 AnyIndex = Index | ForeignIndex | FullVersion
@@ -49,8 +50,12 @@ class Route:
 
     plan: Plan
     pointer: Pointer
+    store: Store
     indexes: dict[int, AnyIndex]
     multi_step: dict[tuple[int, int], Index] = field(default_factory=dict)
+
+    def files(self, version: int) -> Store:
+        return self.store.within(self.pointer.version_key(version))
 
     def leads_from(self, version: int) -> int:
         """The base version of the delta that a leg of the plan takes to `version`."""
@@ -66,16 +71,17 @@ class Route:
         then = self.plan.then if isinstance(self.plan, Seed | Relabel) else self.plan
         return then if isinstance(then, Patch) else None
 
-    def delta(self, version: int) -> tuple[Index | ForeignIndex, Path]:
-        """What a leg of the plan reads to arrive at `version`, and the directory it lies in."""
+    def delta(self, version: int) -> tuple[Index | ForeignIndex, Store]:
+        """What a leg of the plan reads to arrive at `version`, and its files."""
+        files = self.files(version)
         then = self._then
         base = None if then is None else then.multi_step.get(version)
         if base is not None:
-            return self.multi_step[version, base], Layout(self.pointer.prefix).from_dir(version, base)
+            return self.multi_step[version, base], files.within(from_name(base))
         index = self.indexes[version]
         if isinstance(index, FullVersion):
             raise RetryLater(f"version {version} is full weights, no delta", remedy="it is planned again")
-        return index, Layout(self.pointer.prefix).version_dir(version)
+        return index, files
 
 
 def find_route(
@@ -111,7 +117,7 @@ def find_route(
         reached=0 if state is None else state.position.version,
     )
     reader = _IndexReader(channel, pointer, table, time.monotonic(), visible_seconds, wait, on_wait)
-    route = Route(plan(facts), pointer, {})
+    route = Route(plan(facts), pointer, channel.store, {})
     while isinstance(route.plan, Need | Look):
         facts = _answered(facts, route, reader)
         route = replace(route, plan=plan(facts))
@@ -193,13 +199,13 @@ class _IndexReader:
 
     def _awaited(self, version: int, damage: DamagedFile | None, retries: int, waited: float) -> Awaited:
         reason = self._missing(version) if damage is None else damage.message
-        file = str(Layout(self.pointer.prefix).index(version))
+        file = self.channel.version(self.pointer, version).place(INDEX_NAME)
         return Awaited(version, file, reason, retries, waited, self.seconds - waited)
 
     def _missing(self, version: int) -> str:
-        path = Layout(self.pointer.prefix).index(version)
-        state = "is cut short" if exists(path) else "is not there"
-        return f"{path} {state} although the pointer names {self.pointer.version}"
+        files = self.channel.version(self.pointer, version)
+        state = "is cut short" if files.stat(INDEX_NAME) is not None else "is not there"
+        return f"{files.place(INDEX_NAME)} {state} although the pointer names {self.pointer.version}"
 
     def skip(self, version: int, base_version: int) -> Index | None:
         """None also for one that cannot be used: there are other ways."""
@@ -263,7 +269,7 @@ def _route(
     try:
         pointer = channel.pointer()
         if pointer is None:
-            pointer = Pointer(0, None, channel.directory)
+            pointer = Pointer(0)
         return find_route(
             channel,
             pointer,
@@ -287,16 +293,16 @@ def _way(channel: Channel, route: Route, base: Path | None) -> RepairSource | No
     deltas = tuple(Delta(*route.delta(version)) for leg in plan.then.legs for version in leg)
     if plan.version == 0:
         return None if base is None else RepairSource(base, True, deltas)
-    return RepairSource(_full_weights(channel, route, plan.version), False, deltas)
+    weights = _full_weights(channel, route, plan.version)
+    # other stores have no files that a repair could map
+    return RepairSource(weights.directory, False, deltas) if isinstance(weights, DirectoryStore) else None
 
 
-def _full_weights(channel: Channel, route: Route, version: int) -> Path:
+def _full_weights(channel: Channel, route: Route, version: int) -> Store:
     index = route.indexes.get(version)
-    if isinstance(index, FullVersion):
-        return index.directory
-    if isinstance(index, Index) and index.kind == "anchor":
-        return channel.layout.version_dir(version)
-    return channel.layout.anchor_dir(version)
+    if isinstance(index, FullVersion) or (isinstance(index, Index) and index.kind == "anchor"):
+        return channel.version(route.pointer, version)
+    return channel.anchor_files(version)
 
 
 SourceKey = tuple[int, int]

@@ -23,6 +23,7 @@ from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.delta_reader import open_delta
 from weightcast.shared.channel.index import STEP_ENCODINGS, ForeignIndex, Index
 from weightcast.shared.channel.run_files import BASE_LIMIT, Base, parse_base, write_base
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, gather
 from weightcast.shared.checkpoint.state.state import (
     EngineState,
@@ -48,10 +49,10 @@ AnyDelta = Index | ForeignIndex
 
 @dataclass(frozen=True)
 class Delta:
-    """A version's index and the directory of the channel in which its shards lie."""
+    """A version's index, and its files in the channel."""
 
     index: AnyDelta
-    directory: Path
+    files: Store
 
 
 @dataclass(frozen=True)
@@ -357,7 +358,7 @@ def _follow(table: TensorTable, scratch: _Scratch, walk: RepairPlan, advance: Ad
 def _step(table: TensorTable, scratch: _Scratch, delta: Delta, chunks: Sequence[Chunk]) -> None:
     """Shards are read where they lie: every chunk has a checksum and sums of its own, and the outcome is
     proven by the tensors' lanes."""
-    reader = open_delta(_as_payloads(delta.index), table, delta.directory)
+    reader = open_delta(_as_payloads(delta.index), table, delta.files)
     for chunk in chunks:
         words = gather(chunk, scratch.words_in)
         reader.step(chunk, words).changes.apply(words)
