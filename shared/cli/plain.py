@@ -45,7 +45,7 @@ class Option:
     def value(self, given: list[str] | None, environment: Mapping[str, str]) -> object:
         """Of the texts that were given, else of the environment. Raises ValueError for what is wrong or
         unusual."""
-        if given is None and self.env in environment and self.env is not None:
+        if given is None and self.env is not None and self.env in environment:
             given = [environment[self.env]] if self.kind is not list else [""]
         if given is None:
             if self.is_required:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,13 @@ def test_what_is_read_plainly_is_what_typer_reads(line: list[list[str]], environ
     plain = read(words, environment)
     if plain is not None:
         assert typed(words, environment) == plain
+
+
+def test_the_environment_of_the_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no key but text, unlike a dictionary."""
+    monkeypatch.setenv("WEIGHTCAST_CHANNEL", "/c")
+    values = Verb("verb", lambda **values: None, OPTIONS).read(["d"], os.environ)
+    assert values is not None and values["channel"] == Path("/c") and values["threads"] is None
 
 
 @pytest.mark.parametrize(
