@@ -171,7 +171,9 @@ class Publisher:
                 f"give options=PublisherOptions({', '.join(f'{name}=...' for name in other)})"
             )
         if not 0 <= rank < world_size:
-            raise Refused(f"rank {rank} of world_size {world_size}", remedy="ranks count from 0")
+            raise Refused(
+                f"rank {rank} with world_size {world_size}", remedy="give a rank from 0 to world_size - 1"
+            )
         directory = Path(channel)
         require_places(directory, Path(local))
         signer = Signer.load(options.sign_key, options.trusted_keys)

@@ -105,8 +105,8 @@ def _put_base(layout: Layout, described: Base, run_id: str | None) -> Base:
     same = found.root == described.root and not _differing_files(described, found)
     if not same or run_id not in (None, found.run_id):
         raise WrongRun(
-            f"{layout.base_json} is of another base or run, and {layout.channel} is not a channel yet",
-            remedy="is another init under way? If not, remove the file",
+            f"{layout.base_json} belongs to another base or run, and {layout.channel} is not a channel yet",
+            remedy="wait for the other init; if there is none, remove the file",
         )
     return found
 
@@ -174,7 +174,7 @@ def _check_rules(made: Channel, frozen: Sequence[str], aliases: Mapping[str, str
     if others:
         raise Refused(
             f"{made.directory} was made without {'; '.join(others)}",
-            remedy="these hold for a whole run: leave them out, or make another channel",
+            remedy="leave them out, or make another channel: they are fixed for a run",
         )
 
 

@@ -152,7 +152,7 @@ def _require_published(channel: ChannelOption, version: int) -> None:
     there = version == 0 or (version <= pointer.version and exists(opened.layout.index(version)))
     if not there:
         raise Refused(
-            f"version {version} is not in the channel", remedy="`weightcast channel log` lists versions"
+            f"version {version} is not in the channel", remedy="list versions with `weightcast channel log`"
         )
 
 

@@ -50,19 +50,19 @@ def resumed(directory: Path, state: Mapping[str, object]) -> Resumed:
         raise WrongRun(
             f"the checkpoint belongs to run {run_id}, {directory} is of run {found}: its hosts would go from "
             "this channel's weights to the checkpoint's",
-            remedy="open the channel that the run began with; for a new run make a channel from the weights "
-            "that its hosts shall start with",
+            remedy="open the channel of the run; for a new run make a channel from the weights "
+            "that its hosts start with",
         )
     newest = channel.pointer() or Pointer(0)
     if then > newest.version:
         raise Forked(
             f"the checkpoint was written at version {then}, {directory} ends at version {newest.version}",
-            remedy="is this an older copy of the channel? mount the one that was published to",
+            remedy="mount the channel that was published to; this one may be an older copy",
         )
     if _is_there(channel, then) and root_of(channel, newest, then) != root:
         raise Forked(
             f"version {then} of {directory} has other weights than when the checkpoint was written",
-            remedy="the channel was restored or written by another run: mount the one that was published to",
+            remedy="mount the channel that was published to; this one was restored or written by another run",
         )
     return Resumed(run_id, then, newest.version)
 
@@ -76,7 +76,5 @@ def _read(state: Mapping[str, object]) -> tuple[str, int, str]:
     run_id, version, root = (state.get(name) for name in ("run_id", "version", "root"))
     good = type(version) is int and version >= 0 and isinstance(run_id, str) and isinstance(root, str)
     if state.get("format") != FORMAT or not good:
-        raise Refused(
-            "this is no state of a publisher", remedy="give what state_dict() returned, as it was stored"
-        )
+        raise Refused("not a Publisher state_dict", remedy="give the mapping that state_dict() returned")
     return str(run_id), int(str(version)), str(root)

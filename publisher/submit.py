@@ -60,7 +60,7 @@ class Handle:
         if not self._job.source.free.wait(timeout):
             raise NotInTime(
                 f"the tensors of step {self.step} are still being compared",
-                remedy="wait longer: they must not change before",
+                remedy="wait longer; do not change them yet",
             )
         return self._begun
 
@@ -68,7 +68,9 @@ class Handle:
         """Waits until the version is out. Raises what the publication raised, Refused for a submission that
         gave way to a newer one or was withdrawn, NotInTime (it goes on then)."""
         if not self._done.wait(timeout):
-            raise NotInTime(f"step {self.step} is not published yet", remedy="ask again; it goes on")
+            raise NotInTime(
+                f"step {self.step} is not published yet", remedy="ask again: the publication continues"
+            )
         self._seen = True
         if self._error is not None:
             raise self._error
@@ -177,8 +179,8 @@ class Submissions:
         except RuntimeError as error:
             handle, self._running = self._running, None
             trouble = RetryLater(
-                f"no thread can be started: {error}",
-                remedy="nothing was published; submit again, and look at this process's limit of threads",
+                f"cannot start a thread: {error}",
+                remedy="submit again; raise this process's limit of threads (nothing was published)",
             )
             if handle is not None:
                 handle._give_up(trouble)

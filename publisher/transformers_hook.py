@@ -69,8 +69,8 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if channel is None:
             raise Refused(
                 "PublishCallback has no channel",
-                remedy="give one. restore_callback_states_from_checkpoint makes callbacks anew, without what "
-                "they were given: leave it off, the place in the channel is read anyway",
+                remedy="give one; turn off restore_callback_states_from_checkpoint, which makes callbacks "
+                "without their arguments (the place in the channel is restored anyway)",
             )
         if every < 1:
             raise Refused(f"every={every}", remedy="give a number of steps, 1 or more")

@@ -104,8 +104,8 @@ class _Book:
         lanes = self.step.after(unpack_lanes(base.lanes))
         if root(self.table, lanes) != expected:
             raise DamagedFile(
-                f"kept journals from version {base.version} do not lead to the root {expected[:16]}",
-                remedy="no such delta is made; hosts take the single steps",
+                f"kept journals from version {base.version} do not lead to root {expected[:16]}",
+                remedy="nothing to do: hosts read the single steps instead",
             )
         return lanes
 

@@ -41,7 +41,7 @@ def order_rollback(channel: Path, to: int) -> Rollback:
         newest = 0 if pointer is None else pointer.version
         raise Refused(
             f"there is no version {to} before the newest, {newest}",
-            remedy="`weightcast channel log` lists versions",
+            remedy="list versions with `weightcast channel log`",
         )
     order = Rollback(file.run_id, to, root_of(opened, pointer, to), time.time())
     pins.order_rollback(channel, order)
@@ -54,7 +54,10 @@ def root_of(channel: Channel, pointer: Pointer, version: int) -> str:
         return base.root
     index = channel.index(pointer, version, base.table)
     if not isinstance(index, Index):
-        raise Refused(f"version {version} is no longer in the channel", remedy="choose one that is kept")
+        raise Refused(
+            f"version {version} is no longer in the channel",
+            remedy="choose a version that `weightcast channel log` lists",
+        )
     return index.root
 
 
@@ -63,16 +66,16 @@ def standing(channel: Channel) -> Rollback | None:
     order, (file, _) = pins.read_rollback(channel.directory), channel.require_ours()
     if order is not None and order.run_id != file.run_id:
         raise Refused(
-            f"the order in {channel.directory} is of run {order.run_id}, not {file.run_id}",
-            remedy="`weightcast channel resume` withdraws it",
+            f"the rollback order in {channel.directory} is for run {order.run_id}, not {file.run_id}",
+            remedy="withdraw it with `weightcast channel resume`",
         )
     return order
 
 
 def held(order: Rollback) -> Held:
     return Held(
-        f"publishing is held since the rollback to version {order.to}",
-        remedy="`weightcast channel resume` lets it go on",
+        f"publishing is on hold since the rollback to version {order.to}",
+        remedy="resume with `weightcast channel resume`",
     )
 
 
@@ -125,7 +128,9 @@ def _bring(channel: Channel, scratch: Path, base: Path | None, order: Rollback) 
     try:
         updater.update_to(channel, order.to)
         if updater.local is None or updater.local.state.position.root != order.root:
-            raise RetryLater(f"version {order.to} could not be brought", remedy="it is tried again")
+            raise RetryLater(
+                f"version {order.to} could not be restored", remedy="nothing to do: the publisher tries again"
+            )
     finally:
         updater.close()
 

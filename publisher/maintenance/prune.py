@@ -198,7 +198,7 @@ def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Up
                 deleted += 1
             failpoint("prune.deleted", entry)
         except OSError as error:
-            kept = f"{entry} cannot be deleted: {error.strerror}"
+            kept = f"cannot delete {entry}: {error.strerror}"
     if kept:
         raise RetryLater(kept, remedy="delete it by hand")
     return deleted

@@ -34,7 +34,7 @@ def sign_channel(directory: Path, key: PrivateKey, advance: Advance | None = Non
     if problems:
         raise DamagedFile(
             f"{directory} is not signed: {problems[0].message} ({len(problems)} problems)",
-            remedy="`weightcast channel verify` lists them",
+            remedy="list them with `weightcast channel verify`",
         )
     signed = list(_statements(channel))
     for files, statement in signed:

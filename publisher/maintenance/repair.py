@@ -90,7 +90,7 @@ def repair(
         _make_again(directory, local, held, repairs)
     channel = Channel.open(directory, trust)
     if channel.foreign:
-        raise Refused(f"{directory} is another tool's channel", remedy="repair it with that tool")
+        raise Refused(f"{directory} belongs to another tool", remedy="repair it with that tool")
     if _restore_pointer(channel, held, repairs, advance) and local is not None:
         # only now it is known which versions must be there
         _make_again(directory, local, held, repairs)
@@ -99,7 +99,7 @@ def repair(
         _write_anchor(directory, local, repairs, write_anchor)
     repairs.left = faults(directory, advance, trust)
     repairs.notes += [
-        f"version {version} is committed but not announced: its publisher announces it at its next start"
+        f"version {version} is committed but not announced: start its publisher to announce it"
         for version in unannounced(Channel.open(directory))
     ]
     return repairs
@@ -119,7 +119,7 @@ def _restore_base(directory: Path, local: Path, repairs: Repairs) -> None:
             remedy="give the --local of this channel's publisher",
         )
     durable.replace(path, data)
-    repairs.done.append(f"base.json is restored from {local}")
+    repairs.done.append(f"base.json restored from {local}")
 
 
 def _base_in(path: Path) -> Base | None:
@@ -150,7 +150,7 @@ def _make_again(directory: Path, local: Path, held: Claim, repairs: Repairs) -> 
         file = read_channel_file(layout.channel_json)
         done, lost = remake(layout, local, held, range(max(1, file.horizon), _pointed(directory) + 1))
     except (WeightcastError, OSError) as error:
-        repairs.notes.append(f"nothing can be made again from {local}: {error}")
+        repairs.notes.append(f"cannot restore anything from {local}: {error}")
         return
     repairs.done += done
     repairs.notes += lost
@@ -171,7 +171,7 @@ def _restore_pointer(channel: Channel, held: Claim, repairs: Repairs, advance: A
         return False
     held.check()
     write_pointer(channel.directory, version)
-    repairs.done.append(f"latest names version {version} again, the highest that is whole")
+    repairs.done.append(f"latest restored to version {version}, the newest intact one")
     return True
 
 
@@ -200,7 +200,7 @@ def _move_away(channel: Channel, held: Claim, repairs: Repairs, advance: Advance
 
 def _to_trash(layout: Layout, path: Path, repairs: Repairs) -> None:
     if put_away(layout, path):
-        repairs.done.append(f"{path.relative_to(layout.channel)} is moved to .trash")
+        repairs.done.append(f"{path.relative_to(layout.channel)} moved to .trash")
 
 
 def _write_anchor(directory: Path, local: Path, repairs: Repairs, write_anchor: WriteAnchor) -> None:
@@ -211,9 +211,9 @@ def _write_anchor(directory: Path, local: Path, repairs: Repairs, write_anchor: 
     try:
         version = write_anchor()
         if version is not None:
-            repairs.done.append(f"an anchor of version {version} is written from {local}")
+            repairs.done.append(f"anchor of version {version} written from {local}")
     except (WeightcastError, OSError) as error:
-        repairs.notes.append(f"no anchor can be written from {local}: {error}")
+        repairs.notes.append(f"cannot write an anchor from {local}: {error}")
 
 
 @dataclass(frozen=True)
@@ -252,11 +252,11 @@ class Remake:
         try:
             yield from self._files(directory, index, bad)
         except (WeightcastError, OSError) as error:
-            self.lost.append(f"version {index.version} cannot be made again: {error}")
+            self.lost.append(f"version {index.version} cannot be restored: {error}")
             return
         if lost:
             self._restore_index(directory, position.version, data)
-            yield f"{directory.name}/{INDEX_NAME} is restored, byte for byte"
+            yield f"{directory.name}/{INDEX_NAME} restored byte for byte"
 
     def _index(self, directory: Path, position: Position) -> tuple[bytes | None, bool]:
         """What was committed, and whether the channel lost it. None where nobody knows it."""
@@ -274,7 +274,7 @@ class Remake:
             for name in sorted(self._made(scratch, index, bad)):
                 self.claim.check()
                 _put(self.layout, scratch / name, durable.make_within(directory, name))
-                yield f"{directory.name}/{name} is made again, byte for byte"
+                yield f"{directory.name}/{name} written again byte for byte"
         finally:
             drop_attempt(self.layout, scratch)
 
@@ -299,8 +299,8 @@ class Remake:
         for name, record in wanted.items():
             if any(check_files(scratch, [record])):
                 raise DamagedFile(
-                    f"{version_name(index.version)}/{name} comes out with other bytes than were committed",
-                    remedy="another release, or another library for compression, wrote it",
+                    f"{version_name(index.version)}/{name} differs from the committed file",
+                    remedy="repair with the release that wrote it and its compression library",
                 )
         return list(wanted)
 

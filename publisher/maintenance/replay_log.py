@@ -176,7 +176,9 @@ class Past:
         self._history = History(LocalPaths(directory))
         found = LocalCheckpoint.open(directory)
         if found is None:
-            raise RetryLater(f"{directory} is not seeded", remedy="it is tried again after a publication")
+            raise RetryLater(
+                f"{directory} is not seeded", remedy="nothing to do: tried again after the next publication"
+            )
         self._local = found
         self._seen: tuple[int, int] | None = None
         self._kept: Mapping[int, Kept] = {}
@@ -234,7 +236,9 @@ class Past:
             return
         known = read_state(self._local.paths.state)
         if known is None or known.phase is not Phase.CLEAN:
-            raise RetryLater(f"{self._local.directory} is not settled", remedy="it is tried again")
+            raise RetryLater(
+                f"{self._local.directory} is being updated", remedy="nothing to do: tried again soon"
+            )
         self._local.check_files()
         self._local.state = known
         self._kept = self._history.back_from(known.position)
@@ -335,7 +339,7 @@ class _Undo:
             low, high = np.searchsorted(record.index, [start, start + len(words)]).tolist()
             index = record.index[low:high] - np.uint64(start)
             if not np.array_equal(words[index], record.new[low:high]):
-                raise DamagedFile(f"{self._journal.path}: not the words that lie here")
+                raise DamagedFile(f"{self._journal.path}: does not match the local checkpoint")
             words[index] = record.old[low:high]
 
     def _record(self, place: PackedRecord) -> Record:

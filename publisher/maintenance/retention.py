@@ -103,7 +103,7 @@ def decide(situation: Situation, retention: Retention) -> Verdict:
     first = window(situation, retention)
     start = max((v for v, held in situation.versions.items() if v <= first and held.full), default=None)
     if start is None:
-        return Verdict(why_not=f"no full weights at or before version {first}, the first that is to be kept")
+        return Verdict(why_not=f"no full weights at or before version {first}, the first that must be kept")
     needed = _needed(situation, start)
     why = f"before version {first}, the first that is kept; version {start} has full weights"
     gone = tuple(

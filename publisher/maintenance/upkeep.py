@@ -168,7 +168,7 @@ class Upkeep:
     def _check(self) -> None:
         self.way.rest()
         if self._stop.is_set():
-            raise RetryLater("the publisher stops", remedy="the next one goes on")
+            raise RetryLater("the publisher stops", remedy="nothing to do: the next publisher continues")
 
     def step(self) -> str:
         """What was made, in words; empty when nothing is due. Raises Refused when the channel has another

@@ -81,14 +81,14 @@ class Signer:
             return
         if self.trust is not None:
             raise Refused(
-                "a publisher with trusted keys and none to sign with would refuse its own versions",
+                "trusted keys are given but no signing key: the publisher would refuse its own versions",
                 remedy="give --sign-key, or leave out --trusted-key",
             )
         signature = signature_path(layout.base_json)
         if exists(signature):
             raise Refused(
-                f"{layout.channel} is signed ({signature.name}), and no key is given to sign with",
-                remedy="give --sign-key; to sign no longer, remove that file and the hosts' --trusted-key",
+                f"{layout.channel} is signed ({signature.name}), but no signing key is given",
+                remedy="give --sign-key; to stop signing, remove that file and the hosts' --trusted-key",
             )
 
 
@@ -127,7 +127,8 @@ def commit_version(
         commit(layout, made, directory, index, data, claim, key)
     except FileExistsError as error:
         raise Forked(
-            f"{directory} was committed by somebody else", remedy="stop the other publisher of this channel"
+            f"{directory} was committed by another publisher",
+            remedy="stop the other publisher of this channel",
         ) from error
     return directory
 

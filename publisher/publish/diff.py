@@ -191,12 +191,12 @@ def _check_baseline(local: LocalCheckpoint, totals: _Accumulator, split: Iterabl
         if own == Lanes(*recorded[tensor].tolist()):
             raise RetryLater(
                 f"{local.table[tensor].name} changed while it was published; nothing was published",
-                remedy="publish again, and write into no weights until that has returned",
+                remedy="publish again, and do not write into the weights until it returns",
             )
         raise NeedsReseed(
             f"{local.directory}: {local.table[tensor].name} has drifted from version "
             f"{local.state.position.version}; nothing was published",
-            remedy="the publisher's local checkpoint is seeded again from base and channel",
+            remedy="publish again: the local checkpoint is seeded again from base and channel",
         )
 
 
@@ -206,10 +206,10 @@ def check_ties(weights: NewWeights, matched: Matched, table: TensorTable) -> Non
         spec = table[tensor]
         source = matched.sources.get(tensor, name)
         if weights.table[weights.table.numbers[name]].words != spec.words:
-            raise Refused(f"{name} is tied to {spec.name} and has another shape", remedy="tie the weights")
+            raise Refused(f"{name} is tied to {spec.name} but has another shape", remedy="tie the weights")
         if not weights.equal(name, source):
             raise Refused(
-                f"{name} is tied to {spec.name} and has other values",
+                f"{name} is tied to {spec.name} but has other values",
                 remedy="tie the weights before publishing, or make a channel without this alias",
             )
 

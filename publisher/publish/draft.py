@@ -181,6 +181,6 @@ def _proven(
             raise NeedsReseed(
                 f"{table[tensor].name} has drifted in the local checkpoint of one of the ranks; nothing was "
                 "published",
-                remedy="all of them are read in full before the next publication",
+                remedy="publish again: all ranks first read their local checkpoints in full",
             )
     return {tensor: whole.full for tensor, whole in added.items()}

@@ -184,7 +184,7 @@ class MemberRank:
             time.sleep(_POLL_SECONDS)
         raise NotInTime(
             f"{directory} did not reach version {attempt.version - 1} in time",
-            remedy="look at the process that owns it",
+            remedy="check the process that owns it",
         )
 
     def _given(

@@ -284,7 +284,7 @@ class OwnerRank:
         if not self._rank.alone or given.matched.absent:
             why = self._updater.trouble or "the local checkpoint is ahead of the channel"
             refused = Refused(
-                f"no delta can be made ({why}) and an anchor needs all tensors in one process",
+                f"cannot make a delta ({why}), and an anchor needs all tensors in one process",
                 remedy="publish once with world_size 1, or restore the publisher's local checkpoint",
             )
             self._call_off(channel, job.step, refused)
@@ -464,7 +464,7 @@ class OwnerRank:
         """Full weights of the current version beside it. False when they exist."""
         channel, local = self.recover(), self._updater.local
         if local is None or channel.pointed() == 0:
-            raise Refused("there is no version to anchor", remedy="publish one first")
+            raise Refused("nothing to anchor: no version is published", remedy="publish a version first")
         return write_anchor_beside(channel.layout, local, self._claim, self._options.key)
 
 

@@ -95,5 +95,5 @@ def check_doubles(assignment: ShardAssignment, table: TensorTable, parts: Sequen
                 other = ranks[next(n for n, digest in enumerate(digests) if digest != digests[0])]
                 raise Refused(
                     f"{table[tensor].name} has other values on rank {ranks[0]} than on rank {other}",
-                    remedy="replicas and tied tensors must be equal when they are published",
+                    remedy="make replicas and tied tensors equal before you publish them",
                 )

@@ -97,7 +97,7 @@ class ComparedWeights(NewWeights):
                 if not same:
                     raise NeedsReseed(
                         f"{self.local.directory} changed while it was compared; nothing was published",
-                        remedy="it is read in full before the next publication",
+                        remedy="publish again: it is first read in full",
                     )
         self._proofs.clear()
 
@@ -113,7 +113,7 @@ class ComparedWeights(NewWeights):
         """Reads old words from `local`. Raises RetryLater when that is lost, or at another version."""
         if local is None or local.state.position != self.position:
             raise RetryLater(
-                f"the channel went on from version {self.position.version} while it was compared with",
+                f"the channel left version {self.position.version} while it was compared",
                 remedy="nothing was published; submit again on all ranks",
             )
         self.local = local

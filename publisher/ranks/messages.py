@@ -81,7 +81,7 @@ def _rows(holds: Holds, table: TensorTable) -> list[list[object]]:
 
 def _holds(rows: object, table: TensorTable, what: str) -> Holds:
     if type(rows) is not list:
-        raise DamagedFile(f"{what}: what a rank holds is not an array")
+        raise DamagedFile(f"{what}: expected an array of held pieces")
     holds: dict[int, Box] = {}
     for row in cast(list[object], rows):
         for tensor, box in _boxes(row, table, what):
@@ -98,7 +98,7 @@ def _boxes(row: object, table: TensorTable, what: str) -> list[tuple[int, Box]]:
         raise DamagedFile(f"{what}: bad row {repr(row)[:60]}")
     tensors, *box = cast(list[tuple[int, ...]], numbers)
     if any(tensor >= len(table) for tensor in tensors):
-        raise DamagedFile(f"{what}: a tensor that the run does not have")
+        raise DamagedFile(f"{what}: unknown tensor number")
     if box:
         return [(tensor, Box(box[0], box[1])) for tensor in tensors]
     return [(tensor, Box.whole(table[tensor].shape)) for tensor in tensors]
@@ -154,7 +154,7 @@ def parse_sent(data: bytes, what: str) -> Sent:
     shares = dict(_share(row, what) for row in facts.array("shares"))
     digests = dict(_digest(row, what) for row in facts.array("digests"))
     if len(shares) != len(facts.array("shares")) or len(digests) != len(facts.array("digests")):
-        raise DamagedFile(f"{what}: something is listed twice")
+        raise DamagedFile(f"{what}: duplicate entry")
     return Sent(shares, digests)
 
 

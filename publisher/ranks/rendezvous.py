@@ -154,8 +154,8 @@ def await_plan(directory: Path, attempt: Attempt, table: TensorTable, deadline: 
             raise DamagedFile(f"{path}: {len(plan)} ranks in a world of {attempt.world_size}")
         return plan
     raise NotInTime(
-        f"version {attempt.version}: rank 0 did not tell in time what the ranks hold",
-        remedy="is rank 0 alive? nothing was published",
+        f"version {attempt.version}: rank 0 did not send the plan in time",
+        remedy="check rank 0, then publish again; nothing was published",
     )
 
 
@@ -214,7 +214,7 @@ def collect(
     raise NotInTime(
         f"version {attempt.version}: rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of "
         f"{attempt.world_size} left no part in time",
-        remedy="are all ranks alive, and do they publish the same step? nothing was published",
+        remedy="check that all ranks run and publish the same step; nothing was published",
     )
 
 
@@ -229,11 +229,11 @@ def _checked(draft: Index, attempt: Attempt, rank: int, assignment: ShardAssignm
         raise Refused(
             f"rank {rank} left a part of version {draft.version}, step {draft.step}; "
             f"rank 0 publishes version {attempt.version}, step {attempt.step}",
-            remedy="all ranks publish the same step with the same encoding",
+            remedy="publish the same step with the same encoding on all ranks",
         )
     if len(draft.parts) != 1 or draft.parts[0].segments != assignment.parts[rank].segments:
         raise Refused(
-            f"rank {rank} left another part than is its own", remedy="run the same release on all ranks"
+            f"rank {rank} left a part that is not its own", remedy="run the same release on all ranks"
         )
     return draft
 
@@ -266,7 +266,7 @@ def _raise_over(directory: Path) -> None:
     _raise_closed(directory)
     if is_cleared(directory):
         raise RetryLater(
-            "the attempt at a version was cleared away: rank 0 began again, or another publisher took over",
+            "the attempt was deleted: rank 0 restarted, or another publisher took over",
             remedy="publish again on this rank; nothing was published",
         )
 
@@ -306,7 +306,7 @@ def find_attempt(
         _raise_closed(directory)
     raise NotInTime(
         f"rank 0 opened no version above {above} for step {step} in time",
-        remedy="is rank 0 alive, and does it publish the same step?",
+        remedy="check that rank 0 runs and publishes the same step",
     )
 
 
@@ -364,7 +364,7 @@ def wait_for_commit(
         return index
     raise NotInTime(
         f"version {attempt.version} was not committed in time",
-        remedy="look at rank 0; this rank catches up by itself at the next publish",
+        remedy="check rank 0; this rank catches up at the next publish",
     )
 
 

@@ -73,8 +73,8 @@ def assign_shards(
             draft.take(tensor, spec, held)
     if problems:
         raise Refused(
-            f"the ranks' tensors do not make the model: {listing(problems)}",
-            remedy="each element is held by one rank, or the same piece by several",
+            f"the ranks' tensors do not cover the model: {listing(problems)}",
+            remedy="give each element on one rank, or the same piece on several",
         )
     return draft.done()
 

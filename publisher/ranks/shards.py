@@ -158,7 +158,7 @@ class FromRank:
         if _lanes(words) != share.old:
             raise NeedsReseed(
                 f"the local checkpoints of this rank and of rank {self.rank} differ; nothing was published",
-                remedy="both are read in full before the next publication",
+                remedy="publish again: both are first read in full",
             )
         if share.length:
             changes, _ = decode_step(read_blob(self.path, share), packed.chunk, words)

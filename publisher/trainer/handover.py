@@ -107,7 +107,7 @@ class HandOver:
         except OSError as error:
             raise RetryLater(
                 f"{self._export.directory}: {error.strerror or error}",
-                remedy="two copies of the weights must fit there: make the tmpfs larger",
+                remedy="enlarge the tmpfs: two copies of the weights must fit",
             ) from error
         finally:
             lock.release()
@@ -127,7 +127,7 @@ class HandOver:
             if time.monotonic() >= deadline:
                 raise RetryLater(
                     f"both slots of {self._export.directory} are being read",
-                    remedy="is more than one publisher started with this --hand-over?",
+                    remedy="start only one publisher with this --hand-over",
                 )
             time.sleep(_TRY_EVERY)
 

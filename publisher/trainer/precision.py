@@ -58,7 +58,7 @@ def cast_like(
             continue
         if not rounds(has, wanted):
             raise Refused(
-                f"{name} is {has}, the run has {wanted}: that is no rounding",
+                f"{name} is {has}, but the run has {wanted}: rounding cannot convert it",
                 remedy="quantise before publishing (docs/trainers.md)",
             )
         cast.append((name, CastTensor(tensor, wanted, _converted)))

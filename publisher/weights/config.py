@@ -73,7 +73,7 @@ def _parsed(data: bytes, path: Path) -> dict[str, Any]:
         said = None
     if not isinstance(said, dict):
         check_kind(data[:START], path)
-        raise Refused(f"{path} is not a JSON object", remedy="correct it: transformers refuses it too")
+        raise Refused(f"{path} is not a JSON object", remedy="correct the file")
     return said
 
 
@@ -87,15 +87,15 @@ def check_config(given: Path, base: Path | None, records: Sequence[FileRecord]) 
         return
     own = None if base is None else _bytes_of(base / CONFIG)
     if base is None or own is None or _digest(own) != recorded:
-        raise WrongRun(f"{given} is different from the run's, which is not here to compare", remedy=_REMEDY)
+        raise WrongRun(f"{given} differs from the run's config, which is not available here", remedy=_REMEDY)
     try:
         found = sorted(_differing(_parsed(own, base / CONFIG), _parsed(theirs, given)))
     except RecursionError as error:
-        raise Refused(f"{given} is nested too deep", remedy=_REMEDY) from error
+        raise Refused(f"{given} is nested too deeply", remedy=_REMEDY) from error
     if found:
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         names = ", ".join(found[:_NAMED]) + more
-        raise WrongRun(f"{given} says otherwise than the run's base: {names}", remedy=_REMEDY)
+        raise WrongRun(f"{given} contradicts the run's base: {names}", remedy=_REMEDY)
 
 
 def _bytes_of(path: Path) -> bytes | None:

@@ -290,7 +290,7 @@ def drifted(chunk: Chunk) -> NeedsReseed:
     return NeedsReseed(
         f"chunk {chunk.number} of {chunk.dtype}: the local checkpoint and its copy on the device differ; "
         "nothing was published",
-        remedy="the publisher's local checkpoint is seeded again from base and channel",
+        remedy="publish again: the local checkpoint is seeded again from base and channel",
     )
 
 

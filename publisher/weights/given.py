@@ -96,7 +96,7 @@ def pairs_of(named_tensors: object) -> Iterator[tuple[str, Any]]:
 
 def _no_pairs(given: object) -> Refused:
     return Refused(
-        f"{type(given).__name__} is no name with a tensor",
+        f"expected (name, tensor) pairs, got {type(given).__name__}",
         remedy="give model.state_dict(), or pairs of names and tensors",
     )
 
@@ -107,17 +107,19 @@ def dtype_of(name: str, tensor: Any) -> str:
         return tensor.dtype
     layout = str(getattr(tensor, "layout", "torch.strided")).removeprefix("torch.")
     if layout != "strided" or getattr(tensor, "is_nested", False):
-        raise Refused(f"{name} is no dense tensor ({layout})", remedy="give tensor.to_dense()")
+        raise Refused(
+            f"{name}: expected a dense tensor, got layout {layout}", remedy="give tensor.to_dense()"
+        )
     if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
         raise Refused(
-            f"{name} is no tensor but of type {type(tensor).__name__}",
+            f"{name}: expected a tensor, got {type(tensor).__name__}",
             remedy="give torch tensors or numpy arrays",
         )
     if getattr(tensor, "is_meta", False):
-        raise Refused(f"{name} is on the meta device: it has no values", remedy="load it first")
+        raise Refused(f"{name} is on the meta device and has no values", remedy="load it first")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _NUMPY_NAMES:
-        raise Refused(f"{name}: dtype {tensor.dtype} has no place in a safetensors file", remedy="cast it")
+        raise Refused(f"{name}: safetensors has no dtype {tensor.dtype}", remedy="cast it")
     return _NUMPY_NAMES[dtype]
 
 
@@ -127,7 +129,7 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
     if hasattr(tensor, "full_tensor") or isinstance(tensor, Shard):
         raise Refused(
             f"{name} is a shard of a distributed tensor",
-            remedy="give tensor.full_tensor() here; a Publisher on every rank takes shards as they are",
+            remedy="give tensor.full_tensor(), or open a Publisher on every rank",
         )
     shape = tuple(int(size) for size in tensor.shape)
     if isinstance(tensor, RawTensor | CastTensor):
@@ -137,7 +139,7 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
     spec = TensorSpec(name, dtype, shape, int(np.prod(shape, dtype=np.int64)) * itemsize)
     if isinstance(tensor, RawTensor) and (not itemsize or memoryview(tensor.data).nbytes != spec.nbytes):
         raise Refused(
-            f"{name}: {memoryview(tensor.data).nbytes} bytes are no {dtype} {list(shape)}",
+            f"{name}: {memoryview(tensor.data).nbytes} bytes do not make a {dtype} tensor {list(shape)}",
             remedy="give all bytes of the tensor",
         )
     return spec
@@ -176,9 +178,7 @@ def whole_step(step: SupportsIndex | None, world_size: int = 1) -> int | None:
     none among several ranks."""
     if step is None and world_size > 1:
         # by the step alone ranks know that they publish the same weights
-        raise Refused(
-            f"no step is given, and {world_size} ranks publish together", remedy="give the trainer's step"
-        )
+        raise Refused("step= is required when world_size > 1", remedy="give the trainer's step on every rank")
     if step is None:
         return None
     try:
@@ -186,5 +186,5 @@ def whole_step(step: SupportsIndex | None, world_size: int = 1) -> int | None:
     except TypeError:
         number = -1
     if not 0 <= number <= MAX_INTEGER:
-        raise Refused(f"step {step!r} is no number of a step", remedy="give an integer from 0 on, or none")
+        raise Refused(f"step {step!r} is not a step number", remedy="give an integer >= 0, or None")
     return number

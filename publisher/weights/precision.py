@@ -103,7 +103,7 @@ def check_finite(table: TensorTable, found: Mapping[int, int]) -> None:
     more = ", ..." if len(found) > _SHOWN else ""
     raise Refused(
         f"elements became NaN or infinite: {', '.join(some)}{more}",
-        remedy='look at the training run; non_finite="allow" (--non-finite allow) publishes them',
+        remedy='check the training run; publish them with non_finite="allow" (--non-finite allow)',
     )
 
 

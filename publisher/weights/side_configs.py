@@ -70,7 +70,9 @@ def carried_bytes(export: Path, configs: Mapping[str, str]) -> Mapping[str, byte
     data = {name: durable.read_file(export / name, _LIMIT, follow_links=True) for name in names}
     for name in names:
         if blake3(data[name]).hexdigest() != configs[name]:
-            raise Refused(f"{export / name} changed while it was read", remedy="publish it when it is whole")
+            raise Refused(
+                f"{export / name} changed while it was read", remedy="publish it after it is written"
+            )
     if (nbytes := sum(map(len, data.values()))) > CARRIED_LIMIT:
         raise Refused(
             f"{export}: {nbytes} bytes of changed config files, a version carries {CARRIED_LIMIT} at most",

@@ -115,7 +115,7 @@ class CheckpointWeights(NewWeights):
             self._read = ReadCheckpoint(self.checkpoint)
         except FileNotFoundError as error:
             raise Refused(
-                f"{error.filename or directory} is not there", remedy="give a checkpoint directory"
+                f"{error.filename or directory} does not exist", remedy="give a checkpoint directory"
             ) from error
         self.table, self.notes = self.checkpoint.table, self.checkpoint.notes
 

@@ -229,7 +229,7 @@ def test_as_verbs(runs: Runs, run: Run, capsys: pytest.CaptureFixture[str]) -> N
     assert "hosts that join" in capsys.readouterr().out
     assert weightcast(["channel", "repair", "--channel", str(run.channel), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["left"] == [] and "anchor is moved to .trash" in told["done"][0]
+    assert told["left"] == [] and "anchor moved to .trash" in told["done"][0]
     assert weightcast(["channel", "verify", "--channel", str(run.channel)]) == 0
     plant(runs, run, "shard", "removed")
     assert weightcast(["channel", "repair", "--channel", str(run.channel)]) == 3

@@ -115,7 +115,7 @@ def test_another_version_is_not_read(world: tuple[LocalCheckpoint, Model, Path])
     for elsewhere in (None, local):
         if elsewhere is not None:
             weights.position = replace(weights.position, version=7)
-        with pytest.raises(RetryLater, match="the channel went on from version"):
+        with pytest.raises(RetryLater, match="the channel left version"):
             weights.moved_to(elsewhere)
 
 

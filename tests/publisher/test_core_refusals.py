@@ -136,7 +136,7 @@ def test_what_is_no_step_is_refused_before_anything_is_read(place: Place, step: 
     before = snapshot(place.channel)
     with place.publisher() as publisher:
         for publish in (publisher.publish, publisher.submit):
-            with pytest.raises(Refused, match="is no number of a step"):
+            with pytest.raises(Refused, match="is not a step number"):
                 publish((pytest.fail("read") for _ in range(1)), step=step)  # type: ignore[operator]
     assert snapshot(place.channel) == before
 
@@ -144,12 +144,12 @@ def test_what_is_no_step_is_refused_before_anything_is_read(place: Place, step: 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"scalar": 3.0}, "scalar is no tensor but of type float"),
+        ({"scalar": 3.0}, "scalar: expected a tensor, got float"),
         ({"scalar": torch.empty((), device="meta")}, "scalar is on the meta device"),
-        (torch.nn.Linear(2, 2), "Linear is no name with a tensor"),
-        (None, "NoneType is no name with a tensor"),
-        (["scalar"], "str is no name with a tensor"),
-        ({3: np.float32(1)}, "tuple is no name with a tensor"),
+        (torch.nn.Linear(2, 2), "pairs, got Linear"),
+        (None, "pairs, got NoneType"),
+        (["scalar"], "pairs, got str"),
+        ({3: np.float32(1)}, "pairs, got tuple"),
     ],
     ids=["a number", "meta", "a module", "none", "names", "numbers"],
 )

@@ -176,7 +176,7 @@ def test_what_is_refused(tmp_path: Path, export: Path) -> None:
             hand_over.put([("a", array), ("a", array)])
         with pytest.raises(Refused, match="no tensor"):
             hand_over.put({"a": [1, 2]})
-        with pytest.raises(Refused, match="no number of a step"):
+        with pytest.raises(Refused, match="not a step number"):
             hand_over.put({"a": array}, step=True)
         assert Export(export).newest() is None
     link = tmp_path / "link"

@@ -224,7 +224,7 @@ def test_tensors_that_are_not_dense_are_refused_by_name(
     dense = as_torch(model["a"])
     with place.publisher(on_device=on_device) as publisher:
         for odd in (dense.to_sparse(), torch.nested.nested_tensor([dense], layout=torch.jagged)):
-            with pytest.raises(Refused, match="a is no dense tensor"):
+            with pytest.raises(Refused, match="a: expected a dense tensor"):
                 publisher.publish({"a": odd})
 
 

@@ -146,5 +146,5 @@ def test_a_base_that_is_not_there_to_compare(place: Place) -> None:
     with place.publisher() as publisher:
         publisher.publish_checkpoint(saved(place, json.dumps(BASE)))
         (place.pub / "config.json").write_text(changed(rope_theta=1.0))
-        with pytest.raises(WrongRun, match=r"config\.json is different from the run's"):
+        with pytest.raises(WrongRun, match=r"config\.json differs from the run's"):
             publisher.publish_checkpoint(saved(place, changed(rope_theta=1.0)))

@@ -41,17 +41,17 @@ QUOTED = [
     "the weights do not fit the run: ",
     " is missing",
     " is not part of the run",
-    " and has other values",
+    " but has other values",
     "frozen tensors changed: ",
     "elements became NaN or infinite: ",
-    ": that is no rounding",
-    " is a shard of a distributed tensor and this publisher has no other ranks",
-    "the ranks' tensors do not make the model: ",
+    ": rounding cannot convert it",
+    " is a shard of a distributed tensor, and this publisher has no other ranks",
+    "the ranks' tensors do not cover the model: ",
     " has other values on rank ",
     " left no part in time",
     " was not published: step ",
     ", which is alive",
-    "the channel went on from version ",
+    "the channel left version ",
 ]
 
 

@@ -192,5 +192,5 @@ def test_another_s_journals_are_not_believed(place: Place, tmp_path: Path) -> No
     bad_shard(place.channel / "weight_v000001")
     bad_shard(place.channel / "weight_v000003")
     done = repaired(place)
-    assert any("version 1 cannot be made again" in note for note in done.notes)
+    assert any("version 1 cannot be restored" in note for note in done.notes)
     assert [problem.version for problem in done.left if problem.part == "version"] == [1]

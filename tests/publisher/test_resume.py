@@ -103,5 +103,5 @@ def test_another_history_is_refused(place: Place, rng: np.random.Generator) -> N
 def test_what_is_no_state(place: Place, bad: dict[str, Any]) -> None:
     with place.publisher() as publisher:
         state = {**publisher.state_dict(), **bad} if bad else {}
-        with pytest.raises(Refused, match="no state of a publisher"):
+        with pytest.raises(Refused, match="not a Publisher state_dict"):
             publisher.load_state_dict(state)
