@@ -150,9 +150,7 @@ def test_versions_catching_up_and_pruning(places: Places, daemon: Daemon, run_id
     assert set(planned) | {row["version"] for row in plan["remove"]} == {1, 2, 3, 4}
     assert planned[2] == "kept by name or tagged" == planned[3]
     assert (
-        plan["why_not"]
-        == planned[4]
-        == "no full weights at or before version 1, the first that must be kept"
+        plan["why_not"] == planned[4] == "no full weights at or before version 1, the first that must be kept"
     )
 
 
