@@ -9,13 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Literal
 
 from weightcast.shared.base.errors import Refused, RetryLater, counted
 from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
 from weightcast.shared.channel.claims import Owner as ClaimOwner
-from weightcast.shared.channel.layout import Layout, read_pointer
+from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
 from weightcast.shared.channel.reports import (
     CAUSES,
     UPDATES_LIMIT,
@@ -27,10 +27,9 @@ from weightcast.shared.channel.reports import (
     StoredReport,
     TimeSource,
 )
-from weightcast.shared.channel.run_files import ChannelFile, parse_channel_file
+from weightcast.shared.channel.run_files import CHANNEL_FILE_LIMIT, ChannelFile, parse_channel_file
+from weightcast.shared.channel.store import Address, read_if_there
 from weightcast.shared.daemon.frozen import Frozen
-from weightcast.shared.files.durable import read_file
-from weightcast.shared.files.paths import is_directory
 
 REPORTS_PATH = "/v1/reports"
 """of the publisher, where hosts post what they cannot write into the channel"""
@@ -43,7 +42,6 @@ PAGE_BYTES = 8 << 20
 ENGINES_SHOWN, TEXT_SHOWN = 16, 512
 """of a host in a larger fleet; characters"""
 _BARE_TEXT = 64
-_CHANNEL_FILE_LIMIT = 16 << 20
 _LATEST = "latest"
 _MOST_PARTS = 64
 """of a path in a host's short name"""
@@ -264,7 +262,7 @@ class FleetReader:
 
     def __init__(
         self,
-        channel: Path,
+        channel: Address,
         bounds: Bounds | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
@@ -323,7 +321,7 @@ class FleetReader:
         return shown
 
 
-def _claim(channel: Path) -> ClaimOwner | None:
+def _claim(channel: Address) -> ClaimOwner | None:
     try:
         return owner_of(channel)
     except OSError:
@@ -338,19 +336,18 @@ def _owner(claim: ClaimOwner, now: float | None) -> Owner:
     return Owner(name=claim.name, state=state, heard_seconds_ago=silent)
 
 
-def _version_age(channel: Path, version: int | None, now: float | None) -> float | None:
-    layout = Layout(channel)
+def _version_age(channel: Address, version: int | None, now: float | None) -> float | None:
     if now is None or version is None:
         return None
     try:
-        written = (layout.index(version) if version else layout.channel_json).stat().st_mtime
+        found = open_store(channel).stat(index_key(version) if version else CHANNEL_JSON)
     except OSError:
         return None
-    return round(max(0.0, now - written), 3)
+    return None if found is None else round(max(0.0, now - found.written), 3)
 
 
-def _run_of(channel: Path) -> RunHead:
-    if not is_directory(channel):
+def _run_of(channel: Address) -> RunHead:
+    if not open_store(channel).present():
         raise RetryLater(f"{channel} is not a directory", remedy="mount it, or correct --channel")
     pointer, file = read_pointer(channel), _channel_file(channel)
     if pointer is None:
@@ -358,11 +355,9 @@ def _run_of(channel: Path) -> RunHead:
     return RunHead(pointer.run if file is None else file.run_id, pointer.version)
 
 
-def _channel_file(channel: Path) -> ChannelFile | None:
-    try:
-        return parse_channel_file(read_file(Layout(channel).channel_json, _CHANNEL_FILE_LIMIT))
-    except FileNotFoundError:
-        return None
+def _channel_file(channel: Address) -> ChannelFile | None:
+    data = read_if_there(open_store(channel), CHANNEL_JSON, CHANNEL_FILE_LIMIT)
+    return None if data is None else parse_channel_file(data)
 
 
 _REPORTED = {each.name for each in fields(Report)} & Host.model_fields.keys() - {

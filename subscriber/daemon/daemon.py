@@ -19,7 +19,8 @@ from weightcast.shared.base.errors import (
     WrongRun,
 )
 from weightcast.shared.channel.channel import NoChannel, require_named
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.layout import report_key
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter
 from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.checkpoint.state.state import Phase
@@ -337,7 +338,7 @@ class Start:
         options = self._sync.options
         if not self._is_seeded:
             with suppress(OSError):
-                Layout(options.channel).report(socket.gethostname(), str(options.local)).unlink()
+                open_store(options.channel).delete(report_key(socket.gethostname(), str(options.local)))
 
     def ended_well(self) -> None:
         self._ended_well = True

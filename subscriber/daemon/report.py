@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Protocol
 
 from weightcast.shared.base.errors import FIX_ENGINE, WeightcastError
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.layout import CHANNEL_JSON, LATEST
 from weightcast.shared.channel.reports import UPDATES_LIMIT, Report, Update, pack_report, write_report
 from weightcast.shared.daemon.backoff import Backoff, jittered
 from weightcast.shared.daemon.client import Daemon, parsed
 from weightcast.shared.daemon.fleet import REPORTS_PATH
 from weightcast.shared.daemon.logs import get_log
-from weightcast.shared.files.paths import exists
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.status import EngineStatus, HostStatus, UpdateStatus
 
@@ -62,12 +62,12 @@ class InChannel:
 
     def deliver(self, report: Report) -> float | None:
         """Nothing is made where no channel is mounted: then nothing is returned."""
-        layout = Layout(self._channel)
+        store = open_store(self._channel)
         began = self._now()
         try:
-            if not exists(layout.channel_json) and not exists(layout.latest):
+            if store.stat(CHANNEL_JSON) is None and store.stat(LATEST) is None:
                 return None
-            written = write_report(self._channel, report)
+            written = write_report(store, report)
         except OSError as error:
             raise Undelivered(
                 f"{self._channel}: no report of this host can be written: {error.strerror or error}; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightcast.shared.base.errors import Refused, RetryLater, WrongRun
 from weightcast.shared.channel.channel import Channel, NoChannel
-from weightcast.shared.channel.layout import Pointer
+from weightcast.shared.channel.layout import LATEST, Pointer
 from weightcast.shared.checkpoint.update.plan import Patch, Refuse, Relabel, Seed, Stay
 from weightcast.shared.checkpoint.update.sources import Route
 from weightcast.subscriber.groups.order import Order
@@ -35,7 +35,7 @@ class Planner:
         if order is not None:
             _require_run(channel, order)
             target = Target(str(order.version), order.version)
-        version = resolve(target, channel.directory, pointer)
+        version = resolve(target, channel.store, pointer)
         self._log.append(Aimed(version))
         if self._updater.local is not None:
             self._blocklist.unblock_due(self._updater.local)
@@ -48,11 +48,12 @@ class Planner:
             self._pointer_seen = True
             return pointer
         if channel.foreign:
-            raise NoChannel.within(channel.directory)
+            raise NoChannel.within(channel.place)
         state = self._host.state
         if self._pointer_seen or (state is not None and state.position.version > 0):
             raise RetryLater(
-                f"{channel.layout.latest} is gone", remedy="is the channel mounted? nothing is changed here"
+                f"{channel.store.place(LATEST)} is gone",
+                remedy="is the channel mounted? nothing is changed here",
             )
         return Pointer(0)
 
@@ -105,7 +106,7 @@ class Planner:
 def _require_run(channel: Channel, order: Order) -> None:
     if channel.file is not None and channel.file.run_id != order.run_id:
         raise WrongRun(
-            f"{channel.directory} is of run {channel.file.run_id}, the group's leader follows run "
+            f"{channel.place} is of run {channel.file.run_id}, the group's leader follows run "
             f"{order.run_id or 'of a foreign channel'}",
             remedy="give every host of a group the same channel",
         )

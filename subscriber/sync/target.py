@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from weightcast.shared.base.errors import USAGE, DamagedFile, Refused, RetryLater
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.pins import tagged
+from weightcast.shared.channel.store import Address
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Blocked
 from weightcast.shared.files.paths import file_name
@@ -53,7 +53,7 @@ def parse_target(text: str) -> Target:
     raise BadTarget(f"target {text[:80]!r} is none", remedy="give latest, a version's number or a tag")
 
 
-def resolve(target: Target, channel: Path, pointer: Pointer) -> int:
+def resolve(target: Target, channel: Address, pointer: Pointer) -> int:
     """The version that the target stands for now. Raises RetryLater for a tag that does not exist (yet)."""
     if target.text == LATEST:
         return pointer.version
@@ -62,7 +62,7 @@ def resolve(target: Target, channel: Path, pointer: Pointer) -> int:
     return read_tag(channel, target.text)
 
 
-def read_tag(channel: Path, name: str) -> int:
+def read_tag(channel: Address, name: str) -> int:
     """The six digits in `tags/<name>`."""
     try:
         return tagged(channel, name)

@@ -71,7 +71,7 @@ def recover_state(
     Raises WrongRun when it is another run's, RetryLater when the channel leads to no version."""
     if channel.foreign:
         raise Refused(
-            f"{paths.state} cannot be read, and {channel.directory} does not state what its versions are",
+            f"{paths.state} cannot be read, and {channel.place} does not state what its versions are",
             remedy="move the local checkpoint away and seed it again",
         )
     state = _found(paths, channel, _base(paths, channel), threads, advance)
@@ -141,7 +141,7 @@ def _nearest(channel: Channel, base: Base, lanes: LanesArray) -> tuple[Position,
         if best is None or distance <= best[0]:
             best = distance, position
     if best is None:
-        raise RetryLater(f"{channel.directory} shows no version", remedy="is the channel mounted?")
+        raise RetryLater(f"{channel.place} shows no version", remedy="is the channel mounted?")
     return best[1], epoch
 
 
