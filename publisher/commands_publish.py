@@ -133,7 +133,7 @@ def _look(
     """Before anything is claimed: what will be refused must not take the channel from a publisher."""
     file, described = channel.require_ours()
     order = standing(channel)
-    # one that was not carried out is the next owner's to carry out, but a living one is left to do it
+    # a pending order is the next owner's to carry out, but a living owner is left to do it
     if order is not None and (take_over or is_carried_out(channel, order)):
         raise held(order)
     refuse_local(checkpoint, local)
@@ -153,11 +153,11 @@ def _look(
 
 
 def _beside(make: Callable[[], object]) -> None:
-    """The version is out: that something beside it fails must not look as if it were not."""
+    """The version is published: a failure of maintenance must not look like a failed publication."""
     try:
         make()
     except (WeightcastError, OSError) as error:
-        print(f"warning: beside the version: {printable(error_text(error))}", file=sys.stderr)
+        print(f"warning: maintenance failed: {printable(error_text(error))}", file=sys.stderr)
 
 
 VERB = Verb("publish", publish, _OPTIONS)

@@ -41,8 +41,8 @@ def run_publisher(settings: PublisherSettings) -> None:
 
     def status() -> PublisherStatus:
         hosts = tuple(map(host_status, view.hosts().hosts))
-        beside = {"loop": loop.get(), "kernels": STATUS.get(), "hosts": hosts, "now": time.time()}
-        return publish_loop.status().model_copy(update={**beside, "report_error": view.report_intake.problem})
+        facts = {"loop": loop.get(), "kernels": STATUS.get(), "hosts": hosts, "now": time.time()}
+        return publish_loop.status().model_copy(update={**facts, "report_error": view.report_intake.problem})
 
     app = make_app(
         "weightcast publisher",

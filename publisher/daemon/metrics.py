@@ -16,7 +16,7 @@ CAUSES = ("step", "skip", "anchor")
 
 class PublisherMetrics:
     """`show` is called with every status, `published` and `failed` once for each publication: a checkpoint
-    that was refused unread is one that failed."""
+    that was refused unread counts as failed."""
 
     def __init__(self, registry: Metrics) -> None:
         self._run = metrics.facts(
@@ -34,9 +34,7 @@ class PublisherMetrics:
         self._held = metrics.number(
             registry, "held", "1 while a rollback keeps this publisher from publishing."
         )
-        self._upkeep = metrics.number(
-            registry, "upkeep_failing", "1 when the last work beside the versions did not succeed."
-        )
+        self._upkeep = metrics.number(registry, "upkeep_failing", "1 when the last maintenance work failed.")
         self._queue = metrics.number(registry, "queue_length", "Publications asked for and not ended.")
         self._waiting = metrics.number(registry, "inbox_waiting", "Watched checkpoints not yet complete.")
         self._refused = metrics.number(
@@ -57,9 +55,9 @@ class PublisherMetrics:
         """`kind`: the error's class."""
         self._publications.failed(kind)
 
-    def show_written(self, beside: Mapping[str, int]) -> None:
-        """`beside`: bytes of what was made beside the versions, since the start, by cause."""
-        for cause, nbytes in beside.items():
+    def show_written(self, written: Mapping[str, int]) -> None:
+        """`written`: bytes of anchors and multi-step deltas since the start, by cause."""
+        for cause, nbytes in written.items():
             self._publications.written.labels("written", cause).inc(nbytes - self._beside.get(cause, 0))
             self._beside[cause] = nbytes
 

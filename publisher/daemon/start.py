@@ -57,7 +57,7 @@ def open_watched(
 
 
 def _version_of(channel: Path) -> int:
-    """Of a channel that may not be there yet, or not be readable: that is told when it is opened."""
+    """Of a channel that may not be there yet, or not be readable: opening it reports that."""
     try:
         pointer = read_pointer(channel)
     except (OSError, WeightcastError):

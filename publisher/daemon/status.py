@@ -79,7 +79,7 @@ class InboxStatus(Frozen):
 
 
 class UpkeepStatus(Frozen):
-    """What is made beside the versions."""
+    """Anchors, multi-step deltas and pruning."""
 
     busy: bool = False
     """something is being made, or about to be"""

@@ -29,7 +29,7 @@ class VersionRow(Frozen):
     created: float
     """unix time on the publisher's clock"""
     bytes: int
-    """all files of the version, index included, without what lies beside it"""
+    """all files of the version, index included, without its anchor and multi-step deltas"""
     changed: int
     elements: int
     density: float
@@ -42,7 +42,7 @@ class VersionRow(Frozen):
     """kept by name"""
     tags: tuple[str, ...]
     anchor: bool
-    """full weights lie beside it, or it is full weights"""
+    """it has an anchor, or is one"""
     skips: tuple[int, ...]
     """older versions from which a delta leads here"""
 
@@ -85,7 +85,7 @@ class CatchUp(Frozen):
 class PlannedVersion(Frozen):
     version: int
     bytes: int
-    """of the version with all that lies beside it"""
+    """of the version with its anchor and multi-step deltas"""
     why: str
 
 
@@ -105,23 +105,23 @@ def version_rows(page: History, publish_seconds: Mapping[int, float]) -> Version
         tags.setdefault(version, []).append(name)
     rows = []
     for version in sorted(facts, reverse=True):
-        said, lies = facts[version], held[version]
-        nbytes = lies.shown.nbytes
+        row, stored = facts[version], held[version]
+        nbytes = stored.shown.nbytes
         rows.append(
             VersionRow(
                 version=version,
-                step=said.step,
-                created=said.created,
+                step=row.step,
+                created=row.created,
                 bytes=nbytes,
-                changed=said.changed,
-                elements=said.elements,
-                density=said.changed / said.elements if said.elements else 0.0,
-                ratio=said.full_bytes / nbytes if nbytes else None,
+                changed=row.changed,
+                elements=row.elements,
+                density=row.changed / row.elements if row.elements else 0.0,
+                ratio=row.full_bytes / nbytes if nbytes else None,
                 publish_seconds=publish_seconds.get(version),
                 kept=version in page.kept,
                 tags=tuple(sorted(tags.get(version, []))),
-                anchor=lies.full is not None,
-                skips=tuple(sorted(lies.shown.skips)),
+                anchor=stored.full is not None,
+                skips=tuple(sorted(stored.shown.skips)),
             )
         )
     return Versions(versions=tuple(rows), complete=page.complete)

@@ -69,7 +69,7 @@ class ReportIntake:
         """why reports are not written; empty when all are"""
 
     def take(self, data: bytes, run_id: str | None) -> None:
-        """Raises DamagedFile and UnknownFormat for what is no report, WrongRun for a host of another run,
+        """Raises DamagedFile and UnknownFormat for what is not a report, WrongRun for a host of another run,
         TooMany when they come more quickly than they are written, Refused when there are too many hosts."""
         with self._lock:
             self._spend()
@@ -117,7 +117,7 @@ class ReportIntake:
 
     def write(self) -> None:
         """For one thread. What cannot be written keeps nothing else from it, and is kept for the next time,
-        unless the host said something newer; what fails again and again beside others is given up."""
+        unless the host said something newer; what keeps failing while others are written is given up."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         failed: dict[str, _Waiting] = {}

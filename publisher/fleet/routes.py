@@ -26,7 +26,7 @@ from weightcast.shared.daemon.status import Failure
 
 MOST_STREAMS = 64
 REFRESH_SECONDS = 10.0
-"""after which the fleet is told again, though only the time changed"""
+"""after which the fleet is sent again, though only the time changed"""
 _LOOK_SECONDS = 0.2
 _PIECE_BYTES = 64 << 10
 """of an answer: whoever does not read it keeps no more than that in a buffer of its own"""
@@ -115,7 +115,7 @@ def _json(body: bytes) -> Response:
 
 
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:
-    """All who are told the same share `body`: the next piece is taken when the one before is on its way."""
+    """All receivers share `body`: the next piece is taken when the one before is on its way."""
     for start in range(0, len(body), _PIECE_BYTES):
         yield body[start : start + _PIECE_BYTES]
 

@@ -23,7 +23,7 @@ _SHARE, _AT_ONCE_SECONDS = 10, 0.2
 _LOOK_SECONDS = 10.0
 _LOOK_SHARE = 20
 _NEWEST = 16
-"""versions that are looked at again also while nobody watches: anchors are made beside them later"""
+"""versions that are looked at again also while nobody watches: anchors are added to them later"""
 _MORE = 64
 """versions beyond twice those that lay there, with which all directories are looked at: nobody may watch for
 months, and what was pruned is to be forgotten"""
@@ -65,8 +65,8 @@ class VersionHistory:
         """when the next look at all directories, that at the newest, and the reading of indexes may begin"""
 
     def read(self, *, look_around: bool) -> History:
-        """`look_around`: at all versions that were there before, not only at the newest, for what was made
-        beside them, and pruned. Raises WeightcastError and OSError where the channel cannot be read now."""
+        """`look_around`: at all versions that were there before, not only at the newest, for what was added
+        to them, and pruned. Raises WeightcastError and OSError where the channel cannot be read now."""
         if self._channel is None or self._channel.foreign:
             self._channel = Channel.open(self._directory)
         pointer = self._channel.pointer()
@@ -133,7 +133,7 @@ class VersionHistory:
 
 
 def _version_facts(channel: Channel, pointer: Pointer, version: int) -> VersionFacts | None:
-    """None for what cannot be read, or is no longer there: the next look at all directories tells."""
+    """None for what cannot be read or was removed: the next scan of all directories finds out."""
     try:
         index = channel.index(pointer, version, channel.require_ours()[1].table)
     except (WeightcastError, OSError):

@@ -136,9 +136,9 @@ class FleetView:
     def read_hosts(self) -> None:
         """One look. Raises WeightcastError and OSError when the channel cannot be read."""
         # a channel that is full can still be looked at
-        told = self.report_intake.problem
+        before_writing = self.report_intake.problem
         self.report_intake.write()
-        if self.report_intake.problem and not told:
+        if self.report_intake.problem and not before_writing:
             log.warning("posted reports not written", reason=self.report_intake.problem)
         before, fleet = self._fleet.get(), self._reader.read()
         self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))

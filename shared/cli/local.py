@@ -113,11 +113,11 @@ def _look(option: str, local: Path, names: Sequence[str], advance: Advance | Non
 
 
 def inspect_local(local: Path, threads: int, advance: Advance | None = None) -> Inspection:
-    """While the checkpoint stands still. Raises Refused when there is none, RetryLater while it is being
+    """While nothing changes the checkpoint. Raises Refused when there is none, RetryLater while it is being
     patched."""
     paths = LocalPaths(local)
     if not is_directory(paths.room):
-        raise Refused(f"{local} is no local checkpoint", remedy="give the --local of a daemon")
+        raise Refused(f"{local} is not a local checkpoint", remedy="give the --local of a daemon")
     with FileLock(paths.patch).holding(shared=True, seconds=LOCK_SECONDS):
         return inspect(local, threads=threads, advance=advance)
 
@@ -130,7 +130,7 @@ def repair_local(
     advance: Advance | None = None,
     trust: Trust | None = None,
 ) -> Repaired | None:
-    """Engines are not told: they are noted as in doubt, and reloaded by the next sync. Raises RetryLater
+    """Engines are marked as in doubt and reloaded by the next sync. Raises RetryLater
     while a daemon owns the checkpoint."""
     opened = Channel.open(channel, trust)
     with closing(LocalUpdater(channel, local, base, UpdaterOptions(threads, visible_seconds=0.0))) as updater:
@@ -188,6 +188,6 @@ def _show_engine(console: Console, found: EngineFound) -> None:
     for tensor, reason in found.refused.items():
         console.print(f"{name}: {printable(tensor)} cannot be read back: {printable(reason)}")
     if not found.differing:
-        told = found.tensors - len(found.refused)
+        read = found.tensors - len(found.refused)
         root = "" if found.root is None else f", root {found.root}"
-        console.print(f"{name}: {told} of {found.tensors} tensors are those of version {found.version}{root}")
+        console.print(f"{name}: {read} of {found.tensors} tensors are those of version {found.version}{root}")

@@ -69,9 +69,9 @@ def _all_said(code: int) -> int:
         return Interrupted.exit_code
     if lost is None:
         return code
-    told = disk_error(lost, "standard output")
-    Output().error(told)
-    return code or told.exit_code
+    error = disk_error(lost, "standard output")
+    Output().error(error)
+    return code or error.exit_code
 
 
 def _terminated(number: int, _: object) -> NoReturn:
@@ -90,7 +90,7 @@ def _end_at_once(code: int) -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # told in the interpreter's own way
+    except OSError:  # the interpreter reports it
         sys.exit(code)
     os._exit(code)
 
@@ -105,9 +105,9 @@ def run(arguments: list[str], sides: Sequence[EntryPoint] | None = None) -> int:
         output.error(error)
         return error.exit_code
     except OSError as error:
-        told = disk_error(error, "a file")
-        output.error(told)
-        return told.exit_code
+        failure = disk_error(error, "a file")
+        output.error(failure)
+        return failure.exit_code
     except KeyboardInterrupt:
         return _interrupted(output)
     except SystemExit as end:
@@ -139,7 +139,7 @@ def _plain_verb(arguments: Sequence[str]) -> Verb | None:
         return None
     try:
         verb: Verb = import_module(module).VERB
-    except (ImportError, AttributeError, OSError):  # a side that is missing here is told of by typer's way
+    except (ImportError, AttributeError, OSError):  # typer's path reports a missing side
         return None
     return verb
 

@@ -38,7 +38,7 @@ def settings_command(
     app: typer.Typer, name: str, cls: type[S], help: str
 ) -> Callable[[Callable[[S], None]], None]:
     """Decorator: `body(settings)` becomes the verb `name` of `app`, with one option for each setting of `cls`
-    that is no secret, and `--config FILE`. The options hand on text: `cls` judges all values together."""
+    that is not a secret, and `--config FILE`. The options hand on text: `cls` judges all values together."""
 
     def register(body: Callable[[S], None]) -> None:
         def verb(**flags: Any) -> None:

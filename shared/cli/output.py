@@ -1,7 +1,7 @@
 """What a command prints: one result on stdout (text or JSON), progress and errors on stderr.
 
 Where stderr cannot be written the work continues. A result on stdout that nobody reads changes nothing of the
-work either; one that cannot be written, to a full disk for example, is an error.
+work either; a failed write, to a full disk for example, is an error.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class _MayFail(io.FileIO):
 
 
 class _MayBeLeft(io.FileIO):
-    """A pipe whose reader has gone takes everything from then on, and so does a full disk, which is told at
-    the end."""
+    """A pipe whose reader has gone takes everything from then on, and so does a full disk, reported at the
+    end."""
 
     is_left = False
     trouble: OSError | None = None
@@ -185,7 +185,7 @@ class Output:
 
 
 def console(is_terminal: bool) -> Console:
-    """A console on stdout that prints text as it is: names from channels and engines are no markup."""
+    """A console on stdout that prints text as it is: names from channels and engines are not markup."""
     from rich.console import Console
 
     width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS

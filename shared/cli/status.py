@@ -71,7 +71,7 @@ def wake(
 
 def fetch_status(url: str, token: str | None, timeout_seconds: float) -> dict[str, Any]:
     """The status of the daemon at `url` (host:port or http[s]://…). Raises NotInTime if it does not answer,
-    RetryLater if it is too busy, Refused if it wants another token or is no daemon."""
+    RetryLater if it is too busy, Refused if it requires another token or is not a daemon."""
     with Daemon(url, token, timeout_seconds) as daemon:
         return parsed(daemon.get(STATUS_PATH), daemon.url)
 

@@ -22,7 +22,7 @@ class BadAddress(Refused):
 
 class Daemon:
     """The daemon at `url` (host:port or http[s]://…). Every call raises NotInTime if it does not answer,
-    RetryLater if it is too busy, Refused if it wants another token, refuses, or is no daemon.
+    RetryLater if it is too busy, Refused if it requires another token, refuses, or is not a daemon.
     `token_from`: where the token is set, for the remedy."""
 
     def __init__(

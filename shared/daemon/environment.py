@@ -28,7 +28,7 @@ _SETTINGS = (
 _OTHERS = (
     "CACHE",  # of compiled kernels
     "PATCH_DIR", "PATCH_LIMIT",  # of weightcast-engine, in an engine's process
-    "VERSION", "DIR", "PHASE", "DEADLINE", "ENGINE_NAME", "ENGINE_URL", "ENGINE_REASON",  # told to hooks
+    "VERSION", "DIR", "PHASE", "DEADLINE", "ENGINE_NAME", "ENGINE_URL", "ENGINE_REASON",  # set for hooks
     "ENGINES_FULL", "ENGINE_VENV", "SGLANG_VENV", "SGLANG_SERVER_VENV", "CHROMIUM", "PICTURES",  # of tests
 )  # fmt: skip
 SETTINGS = frozenset(PREFIX + name for name in _SETTINGS)
@@ -39,7 +39,7 @@ _OF_SERVICES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)|_PORT(_\d+_(TCP|UDP|SCTP
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Names with our prefix that nothing reads, and the nearest one that is read (empty: none is near)."""
+    """Names with our prefix that nothing reads, and the nearest one that is read (empty: nothing similar)."""
     # settings are read in any case
     names = {name: name.upper() for name in environment if name.upper().startswith(PREFIX)}
     strange = {name: upper for name, upper in names.items() if upper not in KNOWN and not _is_foreign(upper)}

@@ -61,7 +61,7 @@ class EngineLine(Frozen):
     kind: str
     state: str
     version: int | None
-    """the last one that it confirmed"""
+    """last confirmed"""
     confirmed_by: str
 
 
@@ -137,12 +137,12 @@ class Host(Frozen):
         return self._cut(TEXT_SHOWN, ENGINES_SHOWN)
 
     def bare(self) -> Host:
-        """Where it stands, and little of what it says."""
+        """Only standing and versions, with texts cut short."""
         return self._cut(_BARE_TEXT, 0)
 
     def _cut(self, text: int, engines: int) -> Host:
-        told = ("host", "local", "run_id", "target", "last_error", "remedy", "software")
-        cut: dict[str, object] = {name: getattr(self, name)[:text] for name in told}
+        texts = ("host", "local", "run_id", "target", "last_error", "remedy", "software")
+        cut: dict[str, object] = {name: getattr(self, name)[:text] for name in texts}
         return self.model_copy(update={**cut, "engines": self.engines[:engines], "updates": ()})
 
 
@@ -166,7 +166,7 @@ class LagCount(Frozen):
 
 
 class Bounds(Frozen):
-    """A report that stands still for so long is stale, then lost."""
+    """A report that does not change for this long is stale, then lost."""
 
     stale_seconds: float = STALE_SECONDS
     lost_seconds: float = LOST_SECONDS
@@ -409,7 +409,7 @@ def presence_of(silence: Silence, bounds: Bounds) -> Presence:
 
 
 def lag_of(host: Host, run: RunHead) -> int | None:
-    """A host that stands still does not know how far the others went."""
+    """A host that is stuck does not know how far the others are."""
     if host.target != _LATEST or run.latest is None or _is_other(host, run):
         return host.lag
     return None if host.served_version is None else run.latest - host.served_version

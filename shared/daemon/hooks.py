@@ -23,7 +23,7 @@ RETRY = 75
 _TAIL_BYTES = 2048
 _DRAIN_SECONDS = 1.0
 _running: dict[subprocess.Popen[bytes], bool] = {}
-"""hooks of this process that somebody waits for, and whether they were told to end"""
+"""hooks of this process that somebody waits for, and whether they were asked to end"""
 _changed = threading.Condition()
 
 
@@ -80,7 +80,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
 
 
 def _wait(process: subprocess.Popen[bytes], deadline_seconds: float) -> tuple[int | None, bool]:
-    """The exit code, or None if the deadline ended the process and its group; and whether it was told to
+    """The exit code, or None if the deadline ended the process and its group; and whether it was asked to
     end."""
     code: int | None = None
     with _changed:

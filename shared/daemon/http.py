@@ -86,7 +86,7 @@ def make_app(
         dependencies=bearer,
         docs_url=None,
         redoc_url=None,
-        # a redirect is no answer of ours, and fails on a query that is not UTF-8
+        # a redirect would not be our answer, and fails on a query that is not UTF-8
         redirect_slashes=False,
         responses={"default": {"model": Failure, "description": "Refused, or failed"}},
     )
@@ -284,8 +284,8 @@ def _header_bytes(scope: Scope) -> int:
 
 
 def _browser_refusal(method: str, headers: Headers) -> Response | None:
-    """Without a token the door is open to this machine's users, but not to web pages that their browsers
-    show: those come with a foreign Origin, or (a rebound name) with a Host that is no address."""
+    """Without a token the API is open to this machine's users, but not to web pages that their browsers
+    show: those come with a foreign Origin, or (a rebound name) with a Host that is not an address."""
     host = headers.get("host", "")
     if not _is_plain_host(host):
         return _failure(
@@ -321,7 +321,7 @@ async def _read_body(headers: Headers, receive: Receive) -> bytes | None:
     while size <= DISCARD_LIMIT:
         message = await receive()
         if message["type"] == "http.disconnect":
-            # Half a body is no body; nobody is there to read the answer.
+            # The body is incomplete, and nobody reads the answer.
             return None
         piece = message.get("body", b"")
         size += len(piece)
@@ -465,8 +465,8 @@ def drop_unread(listener: socket.socket) -> None:
 
 
 class Connection(H11Protocol):
-    """One that does not bring its request in time is closed. Where there are too many, the one that has been
-    waited for longest makes room for the newest: a health check comes through a crowd of idle ones. When all
+    """Closed when its request does not arrive in time. When there are too many, the one waiting longest
+    makes room for the newest: a health check gets through a crowd of idle ones. When all
     have a request under way, the newest is answered with 503 (uvicorn's `limit_concurrency`)."""
 
     _deadline: asyncio.TimerHandle | None = None

@@ -33,7 +33,7 @@ def setup_logs(
     stream: TextIO | None = None,
 ) -> None:
     """Configures structlog for this process and sends the standard library's records (uvicorn's, from level
-    warning) the same way. `stream` is stderr, as it stands when an event is written, when None."""
+    warning) the same way. `stream`: None for the stderr at the time of each event."""
     _structlog.configure = lambda: _configure(form, level, stream)
     _adopt_standard_logging(max(_LEVELS[level], logging.WARNING))
 

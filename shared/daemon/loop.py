@@ -1,6 +1,6 @@
 """A daemon: HTTP in the main thread, one work thread that steps, waits and steps again.
 
-The loop knows nothing of the step. After any error the next step starts from what lies on disk.
+The loop knows nothing of the step. After any error the next step starts from the state on disk.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class _Work:
         self.error: Exception | None = None
         """of on_start or on_stop: ends the daemon"""
         self.death = ""
-        """why the loop is no more, while the HTTP side stays to say so"""
+        """why the loop ended, while the HTTP side keeps reporting it"""
         self.ended = threading.Event()
 
     def start(self) -> None:
@@ -298,7 +298,7 @@ def run_daemon(
             server.run(sockets=[listener])
         finally:
             stop.request()
-            # of threads beside the step
+            # of background threads
             end_hooks(_hook_seconds(settings.stop_seconds))
             _forget_port(settings.port_file)
     _judge(work, settings.stop_seconds)
@@ -327,7 +327,7 @@ def _publish_port(path: Path | None, listener: socket.socket) -> None:
 
 
 def _forget_port(path: Path | None) -> None:
-    """Nobody shall read the port of an earlier run."""
+    """Nobody must read the port of an earlier run."""
     if path is not None:
         path.unlink(missing_ok=True)
 

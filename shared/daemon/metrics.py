@@ -33,7 +33,7 @@ from weightcast.shared.files.system import nearest_directory, space_of
 
 PREFIX = "weightcast"
 OTHER = "other"
-"""stands for values outside a closed set"""
+"""label of values outside a closed set"""
 CRASH = "crash"
 """an error that nobody foresaw"""
 NONE = -1

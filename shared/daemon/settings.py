@@ -133,7 +133,7 @@ class ServiceSettings(BaseSettings):
     @field_validator("*", mode="after")
     @classmethod
     def _name_paths_in_utf8(cls, value: object) -> object:
-        """Every path is shown in JSON, and some are told to engines."""
+        """Every path is shown in JSON, and some are passed to engines."""
         for path in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(path, Path) and not is_utf8(str(path.absolute())):
                 raise ValueError(

@@ -49,7 +49,7 @@ _POINTERS = tuple(b"%06d" % number for number in range(_ROUNDS))
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """`problem` is empty where all went as it must; `measured`: what the trial measures."""
+    """`problem` is empty where all went as it must; `measured`: what the probe measures."""
 
     measured: float = 0.0
     problem: str = ""
@@ -69,7 +69,7 @@ class ProbeResults:
 
 
 def run_probes(directory: Path) -> ProbeResults:
-    """Every trial by name, each in a directory of its own. Raises OSError when none can be made."""
+    """Every probe by name, each in a directory of its own. Raises OSError when none can be made."""
     found = {}
     with scratch_in(directory) as scratch:
         for name, probe in PROBES.items():
@@ -133,7 +133,7 @@ def _exclusive(room: Path) -> float:
     probes.exclusive(room)
     won = _race(room)
     if won != 1:
-        raise Unfit(f"{won} of {_RACERS} that made the same file at once were told that they did")
+        raise Unfit(f"{won} of {_RACERS} concurrent creators of one file succeeded, expected 1")
     return 0.0
 
 
@@ -181,7 +181,7 @@ _END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class PlaceFacts:
-    """`probed`: where the trials ran: the directory or one below it; None where nothing may be written."""
+    """`probed`: where the probes ran: the directory or one below it; None where nothing may be written."""
 
     path: Path
     there: bool
@@ -195,7 +195,7 @@ class PlaceFacts:
     world_writable: bool
     """everybody on the machine may replace files"""
     left: str
-    """why something of the trials is still there; empty: nothing is"""
+    """why something of the probes is still there; empty: nothing is"""
     probes: Mapping[str, ProbeOutcome] = field(default_factory=dict)
 
 
@@ -417,7 +417,7 @@ def _unthrottled(meminfo: dict[str, int], limit: int) -> int:
 
 
 def _amount(name: str, memory: int) -> int:
-    """Of a pair of vm.NAME_bytes and vm.NAME_ratio, of which the other one is 0."""
+    """Of the pair vm.NAME_bytes and vm.NAME_ratio: one is always 0."""
     nbytes, percent = (_number(_text(_VM / f"{name}_{unit}")) or 0 for unit in ("bytes", "ratio"))
     return nbytes or memory * percent // 100
 

@@ -116,7 +116,7 @@ def _judge(place: str, rules: Rules[Seen], seen: Seen) -> Iterator[Finding]:
             yield Finding(place, check, verdict.level, verdict.says, verdict.remedy)
 
 
-# trials: check, trial, level of a failed one, what a good one shows, remedy
+# probes: check, probe, level of a failed one, what a good one shows, remedy
 
 ProbeRule = tuple[str, str, Level, str, str]
 
@@ -500,7 +500,7 @@ def _machine_id(seen: MachineSeen) -> Verdict | None:
 
 def _identity(seen: MachineSeen) -> Verdict | None:
     known = seen.facts.boot_id and seen.facts.machine_id
-    return Verdict("ok", "machine restarts and process restarts are told apart") if known else None
+    return Verdict("ok", "machine restarts and process restarts can be distinguished") if known else None
 
 
 _MACHINE: Rules[MachineSeen] = (

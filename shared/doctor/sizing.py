@@ -27,7 +27,7 @@ _NEAR = 254
 _WHOLE_FROM = 0.75
 """share of changed words from which decoders show, and journals keep, all (shared/codec/container.py)"""
 _INDEX_TENSOR_BYTES = 84
-"""of an index's JSON for a changed tensor, besides its name, which stands there twice"""
+"""of an index's JSON for a changed tensor, in addition to its name, which occurs twice"""
 _INDEX_CHUNK_BYTES = 120
 _INDEX_FIXED_BYTES = 800
 
@@ -118,7 +118,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Role:
-    """`memory` cannot be given back; `cache` is page cache that should stay; `disk` is what lies in --local,
+    """`memory` cannot be given back; `cache` is page cache that should stay; `disk` is the use of --local,
     of it the publisher's history of journals as much as the weights at most (`--history-share`)."""
 
     name: str

@@ -177,7 +177,7 @@ def test_an_anchor_that_does_not_fit_is_told_beside_the_version(places: Places, 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (code, json.loads(out)["version"], places.latest()) == (0, 2, "000002")
-    assert "warning: beside the version" in err and "File too large" in err
+    assert "warning: maintenance failed" in err and "File too large" in err
 
 
 def test_publish_refuses_what_does_not_fit(places: Places, weightcast: Command) -> None:

@@ -80,7 +80,7 @@ class HandOverDirectory:
 
 
 class HandedWeights(CheckpointWeights):
-    """A slot that stands still: locked until `close`. Raises RetryLater once it is written again."""
+    """A slot that cannot change: locked until `close`. Raises RetryLater once it is written again."""
 
     def __init__(self, export: Export, handed: Handed) -> None:
         self._export, self._handed = export, handed

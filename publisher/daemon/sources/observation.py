@@ -108,7 +108,7 @@ def look(
     own: Collection[str] = (),
 ) -> Observation:
     """Reads the headers of unknown directories only. `has_arrived`: whether that was seen to be renamed into
-    place; `is_left`: whether that is never published; `own`: real paths of directories that are no trainer's.
+    place; `is_left`: whether that is never published; `own`: real paths of our own directories.
     Raises RetryLater when `watch` is not there."""
     tree, problems = _walk(watch, own)
     unknown = []
@@ -127,7 +127,7 @@ def look(
         except FileNotFoundError:
             continue  # removed meanwhile
         except OSError as error:
-            # One that cannot be read is no reason to publish no other.
+            # An unreadable checkpoint must not keep others from being published.
             problems[name] = failure_of(error).message, _READABLE
     waiting = tuple(Unpublished(name, *problem) for name, problem in problems.items())
     nothing = frozenset() if ROOT in tree and tree[ROOT].has_weights else frozenset({ROOT})
@@ -348,7 +348,7 @@ def consume(watch: Path, name: str, known: Marks) -> None:
 
 
 def consume_aside(watch: Path, name: str, known: Marks) -> None:
-    """The rest of `consume`, for one that was renamed first: its writer may have been at it until then."""
+    """The rest of `consume`, for a checkpoint that was renamed first: its writer may have changed it."""
     directory, aside = watch / name, _aside(watch / name)
     try:
         _require_known(aside, directory, known)
@@ -433,8 +433,8 @@ def _remove(grave: Path) -> None:
 
 
 def clock_offset(watch: Path) -> float:
-    """Seconds by which the watched file system's clock is ahead of this machine's; 0.0 where it cannot be
-    told, or by less than what clocks of one machine differ."""
+    """Seconds by which the watched file system's clock is ahead of this machine's; 0.0 where that is
+    unknown, or less than what clocks of one machine differ."""
     probe = watch / f"{_OURS}clock-{secrets.token_hex(8)}"
     try:
         with probe.open("x") as file:

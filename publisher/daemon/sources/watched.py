@@ -54,7 +54,7 @@ log = get_log("inbox")
 
 
 class RenamedDirectories:
-    """Names of directories that were seen to be renamed into place: told by one thread, taken by another."""
+    """Names of directories that were seen to be renamed into place: noted by one thread, taken by another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -143,7 +143,7 @@ class WatchedDirectory:
             log.info("checkpoints left alone", checkpoints=names[:_NAMED], count=len(names), remedy=_EXISTING)
 
     def _look(self) -> observation.Observation:
-        # Being put back is no arrival: the writer may be at it.
+        # Being put back does not count: the writer may be at it.
         self._arriving = self._renamed.take() - self._not_consumed
         found = observation.look(
             self.directory,
