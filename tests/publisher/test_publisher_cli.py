@@ -272,6 +272,6 @@ def test_run_deletes_nothing_of_its_own_run(places: Places, weightcast: Command,
     own = {"base": places.base, "channel": places.channel, "local": places.local, name: link}
     flags = [word for key, path in own.items() for word in (f"--{key.replace('_', '-')}", path)]
     code, _, err = weightcast("publisher", "run", *flags, "--watch", places.watch, "--consume")
-    assert code == 2 and f"{name}: {link} lies in the watched directory" in err
+    assert code == 2 and f"{name}: {link} is inside the watched directory" in err
     left = {path.name for path in (places.watch / "step_0").iterdir()}
     assert left == set(files_of(base_tensors()))

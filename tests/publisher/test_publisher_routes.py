@@ -94,7 +94,7 @@ def test_a_key_belongs_to_one_request(door: Door) -> None:
     assert door.post({**body, "key": "one"}).json() == first
     other = door.post({**body, "step": 2, "key": "one"})
     assert other.status_code == 409 and "key" in other.json()["message"]
-    assert "a key of its own" in other.json()["remedy"]
+    assert "a new key" in other.json()["remedy"]
     assert door.post(body).json()["id"] != first["id"]
     assert door.client.get(f"/v1/publications/{first['id']}").json() == first
     unknown = door.client.get("/v1/publications/0000")
