@@ -58,6 +58,7 @@ PAUSE_MODES: dict[Policy, str | None] = {"recompute": "retract", "abort": "abort
 UNREAD = "Failed to get weights iterator"
 """How SGLang begins the message of the one refusal that it gives before it touches a weight: it could not
 open the directory. Its other refusals come with changed or half-changed weights."""
+NO_PAUSE = "check that it is SGLang (the kind of --engine); then upgrade it, or use policy=wait"
 INFO_ROUTES = ("/server_info", "/get_server_info")
 RANKS = " | "
 """between the messages of data-parallel ranks"""
@@ -92,7 +93,9 @@ class SGLang(Adapter):
                 self._server.forget()
             return unreachable(failure)
         except EngineFailed as failure:
-            return facts if facts.process is not None else EngineFacts(False, hindrance=failure.message)
+            if facts.process is not None:
+                return facts
+            return EngineFacts(False, hindrance=failure.message, remedy=failure.remedy)
 
     def _drafter(self, process: str | None, seconds: float) -> str:
         """Raises StaleDrafter, and NoReply while it does not say."""
@@ -135,7 +138,7 @@ class SGLang(Adapter):
         if mode is not None:
             reply = self._wire.post("/pause_generation", {"mode": mode}, self._timeouts.control)
             lacks = reply.status in NO_ROUTE
-            reply.require_ok("upgrade SGLang, or use policy=wait" if lacks else "see the engine's log")
+            reply.require_ok(NO_PAUSE if lacks else "see the engine's log")
 
     def resume(self) -> None:
         self._post("/continue_generation", {}, "continue the engine by hand or restart it")

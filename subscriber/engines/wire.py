@@ -318,7 +318,11 @@ def not_an_engine(reply: Reply) -> EngineFacts:
     """`reply`: one of those in which nothing of an engine was told."""
     if reply.refusal is not None:
         return unreachable(reply.refusal)
-    return EngineFacts(reachable=False, hindrance=f"no engine is heard behind it: {reply.describe()}")
+    return EngineFacts(
+        reachable=False,
+        hindrance=f"no engine is heard behind it: {reply.describe()}",
+        remedy="check kind and address of --engine, and the proxy before it",
+    )
 
 
 def start_time(metrics: Reply) -> str | None:

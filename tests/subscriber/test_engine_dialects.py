@@ -133,7 +133,16 @@ def test_what_answers_in_the_place_of_an_engine_is_none(stage: Stage, kind: str,
         double.script(path, Answer(status, b"<html>"))
     facts = engine.probe()
     assert not facts.reachable and str(status) in facts.hindrance
+    assert kind == "webhook" or facts.remedy
     assert engine.probe().reachable
+
+
+def test_a_server_of_another_kind_is_not_blamed_for_its_age(stage: Stage) -> None:
+    engine, double = opened(stage, "sglang")
+    double.script("/pause_generation", Answer(404))
+    with pytest.raises(EngineFailed) as failed:
+        engine.pause()
+    assert "check that it is SGLang" in failed.value.remedy
 
 
 def test_an_absent_engine_was_sent_nothing(stage: Stage, kind: str) -> None:
