@@ -6,16 +6,18 @@ STAMP := $(VENV)/.installed
 
 .PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
 
-install: $(STAMP)
+install: $(STAMP) .typing/weightcast/subscriber
 
 # Editors, mypy and the import contracts see the flat folders as `weightcast.*` through the links in .typing.
+.typing/weightcast/subscriber:
+	@mkdir -p .typing/weightcast
+	@for p in benchmarks shared publisher subscriber; do ln -sfn ../../$$p .typing/weightcast/$$p; done
+
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { echo "weightcast needs Python 3.11 to 3.14 (set PYTHON=python3.14)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt install python3-venv"; exit 2; }
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo]'
-	@mkdir -p .typing/weightcast
-	@for p in benchmarks shared publisher subscriber; do ln -sfn ../../$$p .typing/weightcast/$$p; done
 	@echo "compiling kernels once (about a minute)"
 	@$(BIN)/python -c 'from weightcast.shared.codec.warm_up import warm_up; warm_up()'
 	@touch $(STAMP)
