@@ -26,6 +26,7 @@ from weightcast.shared.channel.store import (
     Entry,
     Stat,
     Store,
+    StoreError,
     check_key,
     store_error,
 )
@@ -56,6 +57,8 @@ def directory_of(store: Store) -> Path:
 def _mapped(path: Path) -> Iterator[None]:
     try:
         yield
+    except StoreError:
+        raise
     except OSError as error:
         raise store_error(error, str(path)) from error
 

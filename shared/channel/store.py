@@ -70,8 +70,6 @@ class Unavailable(StoreError):
 
 def store_error(error: OSError, place: str) -> StoreError:
     """What a call on the file system that holds `place` means to the caller of a store."""
-    if isinstance(error, StoreError):
-        return error
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return NotFound.at(place)
     if isinstance(error, FileExistsError):

@@ -19,6 +19,7 @@ from core_cases import (
     tensor,
     write_checkpoint,
 )
+from faulty_store import Fault, FaultyStore
 from field_reader import follow
 from field_writer import root_of, write_pointer, write_version
 
@@ -26,6 +27,8 @@ from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.memory_store import MemoryStore
+from weightcast.shared.channel.store import Address
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 
@@ -36,9 +39,20 @@ OURS = ("fast", "xor", "overwrite")
 FIELD = ("field-plain", "field-run")
 
 
-def bring(channel: Path, local: Path, base: Path | None = BASE) -> str:
+def in_memory(channel: Path) -> MemoryStore:
+    """A copy of a channel's directory."""
+    store = MemoryStore()
+    for path in channel.rglob("*"):
+        if path.is_file():
+            store.create(path.relative_to(channel).as_posix(), path.read_bytes())
+    return store
+
+
+def bring(channel: Address, local: Path, base: Path | None = BASE) -> str:
     """Follows to the pointer; the root that lies there."""
-    updater = LocalUpdater(channel, local, base, UpdaterOptions(visible_seconds=0.2))
+    updater = LocalUpdater(
+        channel, local, base, UpdaterOptions(visible_seconds=2.0 if isinstance(channel, FaultyStore) else 0.2)
+    )
     try:
         updater.update_to_latest(Channel.open(channel))
         assert updater.local is not None
@@ -60,6 +74,27 @@ def test_a_host_reads_what_was_written_once(tmp_path: Path, name: str) -> None:
 def test_a_host_reads_the_field_s_channels(tmp_path: Path, name: str) -> None:
     assert bring(CHANNELS / name, tmp_path / "local") == EXPECTED["roots"]["fast"]
     assert root_of(read_checkpoint(tmp_path / "local")) == EXPECTED["bytes"]
+
+
+@pytest.mark.parametrize("name", [*OURS, *FIELD])
+def test_a_host_reads_a_channel_that_is_not_a_directory(tmp_path: Path, name: str) -> None:
+    store = in_memory(CHANNELS / name)
+    expected = EXPECTED["roots"]["fast" if name in FIELD else name]
+    assert bring(store, tmp_path / "local") == expected
+    assert root_of(read_checkpoint(tmp_path / "local")) == EXPECTED["bytes"]
+    assert verify(Channel.open(store)) == []
+
+
+@pytest.mark.parametrize("fault", ["late", "unavailable", "cut", "wrong"])
+def test_a_fetch_over_a_faulty_store_ends_right(tmp_path: Path, fault: Fault) -> None:
+    store = FaultyStore(in_memory(CHANNELS / "fast"))
+    for name in store.names():
+        if name.startswith("weight_v"):
+            for shard in store.names(name):
+                if shard.endswith(".safetensors"):
+                    store.fail("open", f"{name}/{shard}", fault)
+    assert bring(store, tmp_path / "local") == EXPECTED["roots"]["fast"]
+    assert not store.unused
 
 
 @pytest.mark.parametrize("name", ["xor", "overwrite", *FIELD])
@@ -165,7 +200,12 @@ def test_drift_under_a_foreign_channel_is_found_where_it_is_touched(tmp_path: Pa
     old, new = bytes_of(models[2]), bytes_of(models[3])
     rot(tmp_path / "local", next(name for name in old if old[name] != new[name]))
     write_pointer(channel, 3)
-    updater = LocalUpdater(channel, tmp_path / "local", base, UpdaterOptions(visible_seconds=0.2))
+    updater = LocalUpdater(
+        channel,
+        tmp_path / "local",
+        base,
+        UpdaterOptions(visible_seconds=2.0 if isinstance(channel, FaultyStore) else 0.2),
+    )
     with pytest.raises(NeedsReseed):
         updater.update_to_latest(Channel.open(channel))
     updater.release()
