@@ -21,8 +21,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from weightcast.publisher.weights.device_side import Baselines, Near, OnDevice
-from weightcast.publisher.weights.device_words import differing, on_host, span_lanes
+from weightcast.publisher.weights.device_side import (
+    Baselines,
+    DeviceComparison,
+    OnDevice,
+    differing,
+    on_host,
+    span_lanes,
+)
 from weightcast.shared.base.elements import Chunk, TensorSpec, TensorTable, Words, grid, whole_part
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.warm_up import warm_up
@@ -59,9 +65,9 @@ class _Step:
         self.case, self.device = case, device
         self.old, self.new = (on_host(words).to(device, copy=True) for words in (case.old, case.new))
 
-    def near(self, options: OnDevice) -> Near:
+    def device_comparison(self, options: OnDevice) -> DeviceComparison:
         baselines = Baselines(options, whole_old=False)
-        return Near(baselines, lambda _: self.new, {0: self.device}, [Lanes()])
+        return DeviceComparison(baselines, lambda _: self.new, {0: self.device}, [Lanes()])
 
     def host(self, words: Words, chunk: Chunk) -> Words:
         (span,) = chunk.spans
@@ -71,7 +77,9 @@ class _Step:
 def ways(step: _Step) -> Mapping[str, tuple[Callable[[], object], float]]:
     """By name: the work over all chunks, and what it cannot but move."""
     spare = torch.empty_like(step.new)
-    held, pinned, fresh = (step.near(OnDevice("always", *room)) for room in ((_ALL, 0), (0, _ALL), (0, 0)))
+    held, pinned, fresh = (
+        step.device_comparison(OnDevice("always", *room)) for room in ((_ALL, 0), (0, _ALL), (0, 0))
+    )
     return {
         "copy on the device": (lambda: spare.copy_(step.new), 2),
         "compare": (lambda: [_compare(step, chunk) for chunk in step.chunks], 2),
@@ -95,9 +103,9 @@ def _hash(step: _Step, chunk: Chunk) -> Any:
     return span_lanes(chunk, step.new[span.start : span.stop])
 
 
-def _scan(step: _Step, near: Near) -> None:
+def _scan(step: _Step, on_device: DeviceComparison) -> None:
     for chunk in step.chunks:
-        if near.scan(chunk, step.host(step.case.old, chunk)) is None:
+        if on_device.scan(chunk, step.host(step.case.old, chunk)) is None:
             raise RuntimeError("not compared on the device: is it out of memory?")
 
 

@@ -468,7 +468,7 @@ class Publisher:
         if self._owner is None:
             return self._member.publish(job)
         try:
-            with contextlib.nullcontext() if self._upkeep is None else self._upkeep.way.publishing():
+            with contextlib.nullcontext() if self._upkeep is None else self._upkeep.throttle.publishing():
                 return self._owner.publish(job)
         finally:
             # also when it failed: it may have lacked the room that upkeep makes

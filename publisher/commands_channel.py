@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from weightcast.publisher.maintenance.orders import order_rollback
-from weightcast.publisher.maintenance.prune import GRACE_SECONDS, Living, empty_trash, is_due, situation
+from weightcast.publisher.maintenance.prune import GRACE_SECONDS, ActiveHosts, empty_trash, is_due, situation
 from weightcast.publisher.maintenance.prune import prune as carry_out
 from weightcast.publisher.maintenance.retention import Retention, Verdict, decide
 from weightcast.shared.base.errors import Refused
@@ -62,7 +62,7 @@ def prune(
     if not retention.bounded:
         raise typer.BadParameter("give --keep-versions, --keep-hours or both")
     opened, pointer = _opened(channel)
-    hosts = Living().versions(read_reports(channel))
+    hosts = ActiveHosts().versions(read_reports(channel))
     verdict = decide(situation(opened, pointer, hosts, time.time()), retention)
     deleted = 0
     if not dry_run and (verdict.removals or is_due(opened.layout, grace_seconds)):

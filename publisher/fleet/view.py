@@ -20,7 +20,7 @@ from weightcast.publisher.fleet.catch_up_cost import (
 )
 from weightcast.publisher.fleet.report_intake import ReportIntake
 from weightcast.publisher.fleet.version_history import History, VersionHistory
-from weightcast.publisher.maintenance.prune import LIVING_SECONDS
+from weightcast.publisher.maintenance.prune import ACTIVE_SECONDS
 from weightcast.publisher.maintenance.retention import Retention, Situation
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.reports import forget
@@ -153,7 +153,7 @@ class FleetView:
     def _read_versions(self) -> None:
         page = self._history.read(look_around=self._is_watched())
         fleet = self._fleet.get().fleet
-        living = [host for host in fleet.hosts if (host.heard_seconds_ago or 0.0) < LIVING_SECONDS]
+        living = [host for host in fleet.hosts if (host.heard_seconds_ago or 0.0) < ACTIVE_SECONDS]
         self._versions.set(
             ChannelPage(
                 versions=version_rows(page, self._publish_seconds()),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.publisher.maintenance.replay_log import Past
+from weightcast.publisher.maintenance.replay_log import ReplayLog
 from weightcast.publisher.publish.commit import commit, discard, new_beside, verify_files
 from weightcast.publisher.publish.diff import changed_elements
 from weightcast.shared.base.elements import Chunk, TensorTable, Words, grid
@@ -37,7 +37,7 @@ from weightcast.shared.files.paths import exists
 _SHARD = "model-00000-of-00001.safetensors"
 
 
-def due_skips(
+def due_multi_step(
     at: int, oldest: int, exists: Iterable[tuple[int, int]], most_span: int
 ) -> list[tuple[int, int]]:
     """Deltas to make, as (version, base version), the widest first, then the newest: from v - 2^k where 2^k
@@ -52,15 +52,15 @@ def due_skips(
     return sorted(due, key=lambda skip: (skip[1] - skip[0], -skip[0]))
 
 
-def existing_skips(layout: Layout, versions: Iterable[int], most_span: int) -> set[tuple[int, int]]:
+def existing_multi_step(layout: Layout, versions: Iterable[int], most_span: int) -> set[tuple[int, int]]:
     spans = [1 << k for k in range(1, most_span.bit_length())]
     wanted = ((v, v - span) for v in versions for span in spans if v % span == 0)
     return {(v, base) for v, base in wanted if exists(layout.from_dir(v, base) / INDEX_NAME)}
 
 
-def write_skip(
+def write_multi_step(
     layout: Layout,
-    past: Past,
+    log: ReplayLog,
     main: Index,
     base: Position,
     claim: Claim,
@@ -73,9 +73,9 @@ def write_skip(
     made = new_beside(directory, claim.epoch)
     failpoint("skip.begun", made)
     try:
-        data = _written(made, past, main, base, encoding)
-        index = parse_index(data, past.table)
-        _prove(made, past, index, base)
+        data = _written(made, log, main, base, encoding)
+        index = parse_index(data, log.table)
+        _prove(made, log, index, base)
         durable.sync_directory(made)
         failpoint("skip.written", made)
         commit(layout, made, directory, index, data, claim, key)
@@ -87,7 +87,7 @@ def write_skip(
     failpoint("skip.committed", directory)
 
 
-class _Book:
+class _Accumulator:
     """What the tensors of a delta add up to. `elements`: int64[tensors], changed ones."""
 
     def __init__(self, table: TensorTable) -> None:
@@ -110,34 +110,34 @@ class _Book:
         return lanes
 
 
-def _chunks(past: Past, main: Index, base: Position) -> Iterator[tuple[Chunk, Words, Words]]:
+def _chunks(log: ReplayLog, main: Index, base: Position) -> Iterator[tuple[Chunk, Words, Words]]:
     """Each chunk that may differ, with its words at the base and at the version."""
     for part in main.parts:
-        for chunk in grid(past.table, part):
-            if past.touches(chunk, main.version, base.version):
-                new = past.chunk_at(chunk, main.version)
+        for chunk in grid(log.table, part):
+            if log.touches(chunk, main.version, base.version):
+                new = log.chunk_at(chunk, main.version)
                 old = new.copy()
-                past.undo_chunk(chunk, old, main.version, base.version)
+                log.undo_chunk(chunk, old, main.version, base.version)
                 yield chunk, old, new
 
 
-def _written(directory: Path, past: Past, main: Index, base: Position, encoding: StepEncoding) -> bytes:
+def _written(directory: Path, log: ReplayLog, main: Index, base: Position, encoding: StepEncoding) -> bytes:
     """The shard; returns the index."""
-    table = past.table
+    table = log.table
     count = sum(1 for part in main.parts for _ in grid(table, part))
     writer = open_shard_writer(encoding, directory / _SHARD, table, count)
-    book = _Book(table)
+    totals = _Accumulator(table)
     try:
-        for chunk, old, new in _chunks(past, main, base):
+        for chunk, old, new in _chunks(log, main, base):
             changes = compare(old, new)
             if len(changes):
-                book.add(chunk, _append(writer, chunk, old, new, changes))
+                totals.add(chunk, _append(writer, chunk, old, new, changes))
         files = writer.close()
     except BaseException:
         writer.abandon()
         raise
-    lanes = book.check(base, main.root)
-    return write_index(_index(main, base, encoding, files, book, lanes), table)
+    lanes = totals.check(base, main.root)
+    return write_index(_index(main, base, encoding, files, totals, lanes), table)
 
 
 def _append(writer: ShardWriter, chunk: Chunk, old: Words, new: Words, changes: Changes) -> ChunkStep:
@@ -147,10 +147,15 @@ def _append(writer: ShardWriter, chunk: Chunk, old: Words, new: Words, changes: 
 
 
 def _index(
-    main: Index, base: Position, encoding: StepEncoding, files: PartFiles, book: _Book, lanes: LanesArray
+    main: Index,
+    base: Position,
+    encoding: StepEncoding,
+    files: PartFiles,
+    totals: _Accumulator,
+    lanes: LanesArray,
 ) -> Index:
-    table = book.table
-    tensors = TensorRecords.numbered(table, book.step.changed, lanes, book.elements)
+    table = totals.table
+    tensors = TensorRecords.numbered(table, totals.step.changed, lanes, totals.elements)
     nbytes = sum(file.size for file in files.files)
     return Index(
         run_id=main.run_id,
@@ -175,12 +180,12 @@ def _index(
     )
 
 
-def _prove(directory: Path, past: Past, index: Index, base: Position) -> None:
+def _prove(directory: Path, log: ReplayLog, index: Index, base: Position) -> None:
     """Decodes what lies there as a host would, from the base version's words."""
     verify_files(directory, index)
-    reader, book = open_delta(index, past.table, directory), _Book(past.table)
-    for chunk, old, _ in _chunks(past, index, base):
+    reader, totals = open_delta(index, log.table, directory), _Accumulator(log.table)
+    for chunk, old, _ in _chunks(log, index, base):
         if reader.touches(chunk):
-            book.add(chunk, reader.step(chunk, old))
+            totals.add(chunk, reader.step(chunk, old))
     reader.finish()
-    book.check(base, index.root)
+    totals.check(base, index.root)

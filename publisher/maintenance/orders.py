@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from weightcast.publisher.maintenance.replay_log import Past
+from weightcast.publisher.maintenance.replay_log import ReplayLog
 from weightcast.publisher.publish.publish import OwnerRank
 from weightcast.publisher.publish.publish_job import PublishJob, WeightSource
 from weightcast.publisher.publish.report import PublishReport
@@ -95,10 +95,10 @@ def carry_out(owner: OwnerRank, updater: LocalUpdater, channel: Channel, order: 
 def _weights(updater: LocalUpdater, channel: Channel, order: Rollback) -> Iterator[Callable[[], NewWeights]]:
     """What opens them, each time anew: from kept journals, or else from a copy that follows the channel to
     that version as a host would."""
-    past = _past(updater.paths.directory, order)
-    if past is not None:
-        with past:
-            yield lambda: PastWeights(past, order.to)
+    log = _replay_log(updater.paths.directory, order)
+    if log is not None:
+        with log:
+            yield lambda: ReplayedWeights(log, order.to)
         return
     scratch = updater.paths.room / "rollback"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -109,16 +109,16 @@ def _weights(updater: LocalUpdater, channel: Channel, order: Rollback) -> Iterat
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _past(local: Path, order: Rollback) -> Past | None:
+def _replay_log(local: Path, order: Rollback) -> ReplayLog | None:
     try:
-        past = Past(local)
+        log = ReplayLog(local)
     except (WeightcastError, OSError):
         return None
-    position = past.positions().get(order.to)
+    position = log.positions().get(order.to)
     if position is None or position.root != order.root:
-        past.close()
+        log.close()
         return None
-    return past
+    return log
 
 
 def _bring(channel: Channel, scratch: Path, base: Path | None, order: Rollback) -> None:
@@ -135,13 +135,13 @@ def _bring(channel: Channel, scratch: Path, base: Path | None, order: Rollback) 
         updater.close()
 
 
-class PastWeights(NewWeights):
-    """An older version as new weights. What is read is checked against the journals; who opened `past` closes
+class ReplayedWeights(NewWeights):
+    """An older version as new weights. What is read is checked against the journals; who opened `log` closes
     it."""
 
-    def __init__(self, past: Past, version: int) -> None:
-        self.table: TensorTable = past.table
-        self._words_in = past.words_at(version)
+    def __init__(self, log: ReplayLog, version: int) -> None:
+        self.table: TensorTable = log.table
+        self._words_in = log.words_at(version)
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         return self._words_in(self.table.numbers[name], start, stop)

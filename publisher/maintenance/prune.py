@@ -204,11 +204,11 @@ def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Up
     return deleted
 
 
-LIVING_SECONDS = 600.0
+ACTIVE_SECONDS = 600.0
 """since a report last changed here"""
 
 
-class Living:
+class ActiveHosts:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[tuple[str, str], tuple[int, float]] = {}
@@ -222,6 +222,6 @@ class Living:
             counter, since = before.get(key, (report.counter, now))
             changed = now if counter != report.counter else since
             self._seen[key] = report.counter, changed
-            if report.local_version is not None and now - changed < LIVING_SECONDS:
+            if report.local_version is not None and now - changed < ACTIVE_SECONDS:
                 found.append(report.local_version)
         return found

@@ -16,7 +16,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from weightcast.publisher.maintenance.prune import put_away, put_link_away
-from weightcast.publisher.maintenance.replay_log import History, Past
+from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
 from weightcast.publisher.publish.anchors import write_weights
 from weightcast.publisher.publish.commit import drop_attempt, new_parts_dir
 from weightcast.shared.base.elements import Chunk, Part, Words, grid
@@ -222,8 +222,8 @@ class Remake:
     were never announced."""
 
     layout: Layout
-    past: Past
-    history: History
+    replay_log: ReplayLog
+    journals: KeptJournals
     claim: Claim
     there: range
     only: int | None = None
@@ -232,7 +232,7 @@ class Remake:
 
     def versions(self) -> Iterator[str]:
         """Makes what can be made again, version by version; says what was."""
-        for version, position in sorted(self.past.positions().items()):
+        for version, position in sorted(self.replay_log.positions().items()):
             if self.only not in (None, version):
                 continue
             if version in self.there or (version > 0 and is_directory(self.layout.version_dir(version))):
@@ -243,7 +243,7 @@ class Remake:
         data, lost = self._index(directory, position)
         if data is None:
             return
-        index = parse_index(data, self.past.table)
+        index = parse_index(data, self.replay_log.table)
         bad = [record for record in index.all_files if any(check_files(directory, [record]))]
         if not bad and not lost:
             return
@@ -264,7 +264,7 @@ class Remake:
             data = durable.read_file(directory / INDEX_NAME, INDEX_LIMIT)
             if blake3(data).hexdigest() == position.digest:
                 return data, False
-        return self.history.index(position), True
+        return self.journals.index(position), True
 
     def _files(self, directory: Path, index: Index, bad: list[FileRecord]) -> Iterator[str]:
         if not bad:
@@ -283,19 +283,19 @@ class Remake:
         not."""
         wanted = {record.name: record for record in bad}
         for record in index.carried:
-            kept = Carried(self.history.paths).path(record)
+            kept = Carried(self.journals.paths).path(record)
             if kept is not None:
                 durable.replace(
                     durable.make_within(scratch, f"{CARRIED}/{record.name}"), durable.pieces_of(kept)
                 )
         if index.kind == "anchor":
-            words = self.past.words_at(index.version)
-            write_weights(scratch, self.past.table, words, self.past.files_beside)
+            words = self.replay_log.words_at(index.version)
+            write_weights(scratch, self.replay_log.table, words, self.replay_log.files_beside)
         else:
             for part in index.parts:
                 name = _shard_of(index, part)
                 if name in wanted:
-                    _write_part(scratch / name, self.past, index, part)
+                    _write_part(scratch / name, self.replay_log, index, part)
         for name, record in wanted.items():
             if any(check_files(scratch, [record])):
                 raise DamagedFile(
@@ -305,7 +305,7 @@ class Remake:
         return list(wanted)
 
     def _restore_index(self, directory: Path, version: int, data: bytes) -> None:
-        path, signature = directory / INDEX_NAME, self.history.signature(version)
+        path, signature = directory / INDEX_NAME, self.journals.signature(version)
         put_link_away(self.layout, path)
         if signature is not None:
             durable.replace(signature_path(path), signature)
@@ -318,19 +318,19 @@ def _shard_of(index: Index, part: Part) -> str:
     return next((record.file for record in index.chunks if record.key.part == part.number), "")
 
 
-def _write_part(path: Path, past: Past, index: Index, part: Part) -> None:
+def _write_part(path: Path, log: ReplayLog, index: Index, part: Part) -> None:
     """As it was published: the words of both versions, encoded once more."""
     if index.encoding is None:
         raise DamagedFile(f"version {index.version} has no encoding")
     # a rank knows of one part, its own
     part = Part(0, part.segments)
-    count = sum(1 for _ in grid(past.table, part))
-    writer = open_shard_writer(index.encoding, path, past.table, count)
+    count = sum(1 for _ in grid(log.table, part))
+    writer = open_shard_writer(index.encoding, path, log.table, count)
     try:
-        for chunk in grid(past.table, part):
-            new = past.chunk_at(chunk, index.version)
+        for chunk in grid(log.table, part):
+            new = log.chunk_at(chunk, index.version)
             old = new.copy()
-            past.undo_chunk(chunk, old, index.version, index.base_version)
+            log.undo_chunk(chunk, old, index.version, index.base_version)
             _append(writer, chunk, old, new)
         writer.close()
     except BaseException:
@@ -358,8 +358,8 @@ def remake(
 ) -> tuple[list[str], list[str]]:
     """What was made, and what could not be. `only`: the one version to look at. Raises RetryLater and
     NeedsReseed when the local checkpoint cannot be read now."""
-    with Past(local) as past:
-        run = Remake(layout, past, History(LocalPaths(local)), claim, there, only)
+    with ReplayLog(local) as log:
+        run = Remake(layout, log, KeptJournals(LocalPaths(local)), claim, there, only)
         return list(run.versions()), run.lost
 
 
@@ -397,7 +397,7 @@ class ChannelCheck:
 
     def _files(self, layout: Layout, local: LocalCheckpoint) -> Iterator[int | None]:
         """After each file that was read: its version where the file is damaged or lost, else None."""
-        history = History(local.paths)
+        history = KeptJournals(local.paths)
         for version, kept in history.back_from(local.state.position).items():
             data = None if version in self._given_up else history.index(kept.step.target)
             if data is None:

@@ -39,7 +39,7 @@ _STEP_LIMIT = 256 << 20
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptJournal:
     """A step whose journal is kept at `path`."""
 
     step: Step
@@ -47,7 +47,7 @@ class Kept:
     nbytes: int
 
 
-class History:
+class KeptJournals:
     def __init__(self, paths: LocalPaths) -> None:
         self.paths = paths
         self._directory = paths.room / "history"
@@ -144,20 +144,20 @@ class History:
     def _numbers(self, pattern: str) -> list[int]:
         return [int(path.stem) for path in matching(self._directory, pattern) if path.stem.isdecimal()]
 
-    def back_from(self, position: Position) -> Mapping[int, Kept]:
+    def back_from(self, position: Position) -> Mapping[int, KeptJournal]:
         """The steps that led to `position`, by the version that each led to, without a gap."""
-        found: dict[int, Kept] = {}
+        found: dict[int, KeptJournal] = {}
         at = position
         while (kept := self._read(at.version)) is not None and _same(kept.step.target, at):
             found[at.version] = kept
             at = kept.step.base
         return found
 
-    def _read(self, version: int) -> Kept | None:
+    def _read(self, version: int) -> KeptJournal | None:
         path = self._journal(version)
         try:
             data = parse_object(read_file(self._step(version), _STEP_LIMIT), str(path))
-            return Kept(parse_step(data), path, path.stat().st_size)
+            return KeptJournal(parse_step(data), path, path.stat().st_size)
         except (WeightcastError, OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -166,14 +166,14 @@ def _same(one: Position, other: Position) -> bool:
     return (one.version, one.digest, one.root) == (other.version, other.digest, other.root)
 
 
-class Past:
+class ReplayLog:
     """Words at any version that kept journals lead back to. For one thread, beside the owner's."""
 
     def __init__(self, directory: Path, check: Callable[[], None] = lambda: None) -> None:
         """`check` is called between pieces and may raise to give up. Raises RetryLater when nothing lies in
         `directory` now that could be read."""
         self._check = check
-        self._history = History(LocalPaths(directory))
+        self._journals = KeptJournals(LocalPaths(directory))
         found = LocalCheckpoint.open(directory)
         if found is None:
             raise RetryLater(
@@ -181,7 +181,7 @@ class Past:
             )
         self._local = found
         self._seen: tuple[int, int] | None = None
-        self._kept: Mapping[int, Kept] = {}
+        self._kept: Mapping[int, KeptJournal] = {}
         self._undos: dict[int, _Undo] = {}
         try:
             with self._local.reading():
@@ -196,7 +196,7 @@ class Past:
         self._undos.clear()
         self._local.close()
 
-    def __enter__(self) -> Past:
+    def __enter__(self) -> ReplayLog:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -241,7 +241,7 @@ class Past:
             )
         self._local.check_files()
         self._local.state = known
-        self._kept = self._history.back_from(known.position)
+        self._kept = self._journals.back_from(known.position)
         self._seen = seen
 
     def words_at(self, version: int) -> WordsIn:
@@ -302,7 +302,7 @@ def _dropped(number: int) -> RetryLater:
 class _Undo:
     """One kept journal; its records are found by tensor and word."""
 
-    def __init__(self, kept: Kept, table: TensorTable) -> None:
+    def __init__(self, kept: KeptJournal, table: TensorTable) -> None:
         self._journal = JournalReader(kept.path, table)
         try:
             header, step = self._journal.header, kept.step

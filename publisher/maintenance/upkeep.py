@@ -10,23 +10,26 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from weightcast.publisher.maintenance.multi_step_deltas import due_skips, existing_skips, write_skip
+from weightcast.publisher.maintenance.multi_step_deltas import (
+    due_multi_step,
+    existing_multi_step,
+    write_multi_step,
+)
 from weightcast.publisher.maintenance.orders import standing
 from weightcast.publisher.maintenance.prune import (
     GRACE_SECONDS,
-    Living,
+    ActiveHosts,
     empty_trash,
     forget_hosts,
     prune,
     situation,
 )
-from weightcast.publisher.maintenance.replay_log import History, Past
+from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
 from weightcast.publisher.maintenance.retention import Retention, decide
-from weightcast.publisher.maintenance.throttle import GiveWay, Pace, fewest_bytes
 from weightcast.publisher.publish.anchors import Full, write_anchor
 from weightcast.publisher.publish.commit import UNSIGNED, Signer, discard
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
@@ -35,7 +38,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import ANCHOR, Layout, Pointer, base_of, version_of
-from weightcast.shared.channel.render import look
+from weightcast.shared.channel.render import Shown, look
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import Step
@@ -45,6 +48,76 @@ from weightcast.shared.codec.container import StepEncoding
 from weightcast.shared.daemon.backoff import Due
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import exists, is_own_directory
+
+_REST = 9
+"""times as long as a piece of work took"""
+_MOST_SECONDS = 1.0
+"""of rest after a piece: what is due gets done under a trainer that never waits, too"""
+
+
+class Throttle:
+    """`publishing` is for the thread that publishes, `begin` and `rest` for the one that gives way. `most`:
+    seconds of rest after a piece of work."""
+
+    def __init__(self, most: float = _MOST_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._free = threading.Event()
+        self._free.set()
+        self._most, self._clock = most, clock
+        self._worked_since = clock()
+
+    @contextlib.contextmanager
+    def publishing(self) -> Iterator[None]:
+        self._free.clear()
+        try:
+            yield
+        finally:
+            self._free.set()
+
+    def begin(self) -> None:
+        """Work begins after a time in which nothing was to do."""
+        self._worked_since = self._clock()
+
+    def rest(self) -> None:
+        """Called between pieces of work, with no lock held. Returns at once where nothing is published."""
+        worked = self._clock() - self._worked_since
+        self._free.wait(min(_REST * worked, self._most))
+        self._worked_since = self._clock()
+
+
+_FADING = 0.9
+"""of what was measured, per version"""
+
+
+class PatchRate:
+    """Seconds per byte of delta, over the last ten versions or so."""
+
+    def __init__(self) -> None:
+        self._bytes = self._seconds = 0.0
+        self._first = True
+
+    def measured(self, nbytes: int, seconds: float) -> None:
+        if self._first:
+            # kernels may have been compiled meanwhile
+            self._first = False
+            return
+        self._bytes = _FADING * self._bytes + nbytes
+        self._seconds = _FADING * self._seconds + seconds
+
+    def seconds_for(self, nbytes: int) -> float:
+        """0 until something was measured."""
+        return nbytes * self._seconds / self._bytes if self._bytes else 0.0
+
+
+def fewest_bytes(shown: Mapping[int, Shown], start: int, target: int) -> int | None:
+    """Of deltas that lead from version `start` to `target`; None when none do."""
+    best = {start: 0}
+    for version in sorted(version for version in shown if start < version <= target):
+        hops = {version - 1: shown[version].nbytes, **shown[version].skips}
+        ways = [best[base] + nbytes for base, nbytes in hops.items() if base in best]
+        if ways:
+            best[version] = min(ways)
+    return best.get(target)
+
 
 _ESTIMATE_EVERY = 16
 """versions"""
@@ -117,15 +190,15 @@ class Upkeep:
         self._channel, self._local, self._claim, self._options = channel, local, claim, options
         self._signer = signer
         self._paths = LocalPaths(local)
-        self._history = History(self._paths)
+        self._journals = KeptJournals(self._paths)
         self._unspared = 0
         """bytes of the last journal, where none is left that the next one is written over"""
         self._stop = threading.Event()
-        self.way = GiveWay()
-        self._living, self._hosts_due = Living(), Due(_HOSTS_EVERY)
+        self.throttle = Throttle()
+        self._active, self._hosts_due = ActiveHosts(), Due(_HOSTS_EVERY)
         self._swept = False
         self._chain = Chain()
-        self._pace, self._estimated = Pace(), 0
+        self._pace, self._estimated = PatchRate(), 0
         self.written = {"skip": 0, "anchor": 0}
         """bytes since the start, by what they were for; other threads may read them"""
 
@@ -136,9 +209,9 @@ class Upkeep:
         if shown is not None:
             self._pace.measured(shown.nbytes, seconds)
         span = max(self._options.skip_span, self._options.anchor_every, 1)
-        self._history.keep(step, Layout(self._channel))
+        self._journals.keep(step, Layout(self._channel))
         full = Channel.open(self._channel).require_ours()[1].table.nbytes
-        self._history.trim(2 * span, int(self._options.history_share * full))
+        self._journals.trim(2 * span, int(self._options.history_share * full))
 
         # kept, it is not there to be written over by the next one
         kept = self._paths.journal(step.journal).stat().st_size
@@ -154,7 +227,7 @@ class Upkeep:
             order = standing(Channel.open(self._channel))
         except (WeightcastError, OSError):
             return False
-        return self._history.drop_oldest(None if order is None else order.to)
+        return self._journals.drop_oldest(None if order is None else order.to)
 
     def _make_spare(self) -> None:
         nbytes, self._unspared = self._unspared, 0
@@ -166,7 +239,7 @@ class Upkeep:
         self._stop.set()
 
     def _check(self) -> None:
-        self.way.rest()
+        self.throttle.rest()
         if self._stop.is_set():
             raise RetryLater("the publisher stops", remedy="nothing to do: the next publisher continues")
 
@@ -204,15 +277,15 @@ class Upkeep:
         return made or self._prune(channel, pointer)
 
     def _make(self, channel: Channel, pointer: Pointer) -> str:
-        with Past(self._local, self._check) as past:
-            if past.here.version != pointer.version:
+        with ReplayLog(self._local, self._check) as log:
+            if log.here.version != pointer.version:
                 return ""
-            return self._make_skip(channel, pointer, past) or self._make_anchor(channel, pointer, past)
+            return self._make_skip(channel, pointer, log) or self._make_anchor(channel, pointer, log)
 
     def _prune(self, channel: Channel, pointer: Pointer) -> str:
         if not self._options.retention.bounded:
             return ""
-        hosts = self._living.versions(read_reports(channel.directory))
+        hosts = self._active.versions(read_reports(channel.directory))
         verdict = decide(situation(channel, pointer, hosts, time.time()), self._options.retention)
         prune(channel, verdict, self._claim)
         return f"{counted(len(verdict.removals), 'version')} pruned" if verdict.removals else ""
@@ -232,18 +305,18 @@ class Upkeep:
                     discard(channel.layout, entry)
         self._swept = True
 
-    def _make_skip(self, channel: Channel, pointer: Pointer, past: Past) -> str:
-        positions, span = past.positions(), self._options.skip_span
-        made = existing_skips(channel.layout, positions, span)
-        for version, base_version in due_skips(pointer.version, min(positions), made, span):
-            main = channel.index(pointer, version, past.table)
+    def _make_skip(self, channel: Channel, pointer: Pointer, log: ReplayLog) -> str:
+        positions, span = log.positions(), self._options.skip_span
+        made = existing_multi_step(channel.layout, positions, span)
+        for version, base_version in due_multi_step(pointer.version, min(positions), made, span):
+            main = channel.index(pointer, version, log.table)
             base = positions.get(base_version)
             if not isinstance(main, Index) or base is None or main.digest != positions[version].digest:
                 continue
             try:
-                write_skip(
+                write_multi_step(
                     channel.layout,
-                    past,
+                    log,
                     main,
                     base,
                     self._claim,
@@ -252,19 +325,19 @@ class Upkeep:
                 )
             except DamagedFile:
                 # one of the journals is wrong, and which one is not worth finding out
-                self._history.clear()
+                self._journals.clear()
                 raise
             self._wrote("skip", channel.layout.from_dir(version, base_version))
             return f"delta of version {version} from version {base_version}"
         return ""
 
-    def _make_anchor(self, channel: Channel, pointer: Pointer, past: Past) -> str:
-        self._follow_chain(channel, pointer, past.table.nbytes)
-        positions = past.positions()
-        version = due_anchor(pointer.version, self._chain, past.table.nbytes, self._options, positions.keys())
+    def _make_anchor(self, channel: Channel, pointer: Pointer, log: ReplayLog) -> str:
+        self._follow_chain(channel, pointer, log.table.nbytes)
+        positions = log.positions()
+        version = due_anchor(pointer.version, self._chain, log.table.nbytes, self._options, positions.keys())
         if version is None:
             return ""
-        full = Full(positions[version], past.base, past.words_at(version), past.files_beside)
+        full = Full(positions[version], log.base, log.words_at(version), log.files_beside)
         write_anchor(channel.layout, full, self._claim, self._signer.key)
         self._chain = Chain()
         self._wrote("anchor", channel.layout.anchor_dir(version))
@@ -324,7 +397,7 @@ class Background:
         self._thread.join()
 
     def _run(self) -> None:
-        _give_way()
+        _lower_priority()
         while not self._ending.is_set():
             self._wanted.wait(self._upkeep.rest_seconds)
             self._working = True
@@ -333,7 +406,7 @@ class Background:
             self._working = False
 
     def _work(self) -> None:
-        self._upkeep.way.begin()
+        self._upkeep.throttle.begin()
         try:
             while not self._ending.is_set():
                 made = self._upkeep.step()
@@ -348,7 +421,7 @@ class Background:
             self.problem = f"{type(known).__name__}: {known}"
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Linux gives each thread a priority of its own."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

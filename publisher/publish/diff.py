@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.publisher.ranks.messages import SegmentSums
-from weightcast.publisher.weights.device_side import Near, drifted
+from weightcast.publisher.weights.device_side import DeviceComparison, drifted
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.precision import NonFinite, became_non_finite, check_finite
 from weightcast.publisher.weights.tensors import NewWeights
@@ -71,8 +71,8 @@ def write_difference(
     frozen tensor changed, or elements became NaN or infinite that are not to, NeedsReseed when the local
     checkpoint is not what its state says; of tensors that the part has not alone the caller proves that. The
     writer is closed on success only."""
-    near = weights.near(local, matched) if merged is None else None
-    comparison = _Comparison(local, weights, matched, writer, near, merged)
+    on_device = weights.device_comparison(local, matched) if merged is None else None
+    comparison = _Comparison(local, weights, matched, writer, on_device, merged)
     totals = _Accumulator(len(local.table))
     for one in ordered(comparison.compare, grid(local.table, part), threads):
         writer.append(one.chunk, one.prepared, one.new, one.step)
@@ -84,8 +84,8 @@ def write_difference(
         check_finite(local.table, totals.non_finite)
     split = {tensor: totals.segment_sums(tensor) for tensor in _split(local.table, part)}
     _check_baseline(local, totals, split)
-    if near is not None:
-        near.done(totals.full_lanes())
+    if on_device is not None:
+        on_device.done(totals.full_lanes())
     tensors = TensorRecords.numbered(local.table, totals.step.changed, totals.full, totals.elements)
     return Difference(writer.close(), tensors, split, totals.non_finite)
 
@@ -101,15 +101,15 @@ class _Comparison:
     weights: NewWeights
     matched: Matched
     writer: ShardWriter
-    near: Near | None
+    on_device: DeviceComparison | None
     merged: Callable[[Chunk], Words] | None
 
     def compare(self, chunk: Chunk) -> _Compared:
         old = self.local.chunk_words(chunk)
-        near = None if self.near is None else self.near.scan(chunk, old)
-        if near is not None:
-            changes = near.changes
-            return self._encoded(chunk, old, lambda: self._fetched(chunk, old, changes), near)
+        on_device = None if self.on_device is None else self.on_device.scan(chunk, old)
+        if on_device is not None:
+            changes = on_device.changes
+            return self._encoded(chunk, old, lambda: self._fetched(chunk, old, changes), on_device)
         new = self.merged(chunk) if self.merged is not None else self._new(chunk)
         return self._encoded(chunk, old, lambda: new, scan(chunk, old, new))
 

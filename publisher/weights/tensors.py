@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weightcast.publisher.weights.device_side import Baselines, Near
-from weightcast.publisher.weights.device_words import words_of
+from weightcast.publisher.weights.device_side import Baselines, DeviceComparison, words_of
 from weightcast.publisher.weights.given import (
     CastTensor,
     RawTensor,
@@ -91,7 +90,7 @@ class NewWeights(ABC):
             for start, stop in _pieces(one.words)
         )
 
-    def near(self, local: LocalCheckpoint, matched: Matched) -> Near | None:
+    def device_comparison(self, local: LocalCheckpoint, matched: Matched) -> DeviceComparison | None:
         """What compares tensors where they live. None: all are compared on the host."""
         return None
 
@@ -248,13 +247,14 @@ class GivenWeights(NewWeights):
 
     @property
     def on_device(self) -> bool:
-        """Whether `near` may be asked for something: whole tensors lie where they are to be compared."""
+        """Whether `device_comparison` may be asked for something: whole tensors lie where they are to be
+        compared."""
         if self._baselines is None or any(one.spec != one.whole for one in self._given.values()):
             return False
         takes = self._baselines.options.takes
         return any(in_torch(one.tensor) and takes(one.tensor) for one in self._given.values())
 
-    def near(self, local: LocalCheckpoint, matched: Matched) -> Near | None:
+    def device_comparison(self, local: LocalCheckpoint, matched: Matched) -> DeviceComparison | None:
         baselines = self._baselines
         if baselines is None:
             return None

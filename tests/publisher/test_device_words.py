@@ -13,7 +13,7 @@ from weightcast.shared.digest.checksums import Lanes, hash_bytes
 
 torch = pytest.importorskip("torch")
 
-from weightcast.publisher.weights.device_words import differing, fetch, has_whole_eights, on_host, span_lanes  # noqa: E402
+from weightcast.publisher.weights.device_side import differing, fetch, has_whole_eights, on_host, span_lanes  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GOLDEN = {

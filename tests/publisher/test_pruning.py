@@ -20,7 +20,7 @@ from waiting import wait_until
 
 from weightcast.publisher import Publisher
 from weightcast.publisher.maintenance.orders import order_rollback
-from weightcast.publisher.maintenance.prune import LIVING_SECONDS, Living, Uptime, empty_trash
+from weightcast.publisher.maintenance.prune import ACTIVE_SECONDS, ActiveHosts, Uptime, empty_trash
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
@@ -158,10 +158,10 @@ def test_a_reader_that_loses_the_race_plans_again(place: Place) -> None:
 
 def test_reports_count_while_they_change() -> None:
     now = [0.0]
-    living = Living(lambda: now[0])
+    living = ActiveHosts(lambda: now[0])
     place = Place(Path("/x"), {})
     assert living.versions([report(place, 4)]) == [4]
-    now[0] = LIVING_SECONDS + 1
+    now[0] = ACTIVE_SECONDS + 1
     assert living.versions([report(place, 4)]) == []
     assert living.versions([report(place, 4, counter=2)]) == [4]
 

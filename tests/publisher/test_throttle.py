@@ -10,8 +10,7 @@ from core_cases import some_changed
 from publisher_cases import make_place
 from waiting import wait_until
 
-from weightcast.publisher.maintenance.throttle import GiveWay
-from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.maintenance.upkeep import Throttle, UpkeepOptions
 
 
 class Clock:
@@ -25,7 +24,7 @@ class Clock:
 def test_work_rests_until_a_publication_ends() -> None:
     """For up to an hour, were it not to end."""
     clock, begun, rested = Clock(), threading.Event(), threading.Event()
-    way = GiveWay(most=3600.0, clock=clock)
+    way = Throttle(most=3600.0, clock=clock)
 
     def work() -> None:
         way.begin()
@@ -43,7 +42,7 @@ def test_work_rests_until_a_publication_ends() -> None:
 
 def test_work_goes_on_under_a_publication_that_does_not_end() -> None:
     clock = Clock()
-    way = GiveWay(most=0.01, clock=clock)
+    way = Throttle(most=0.01, clock=clock)
     with way.publishing():
         way.begin()
         clock.now += 1e9
@@ -53,7 +52,7 @@ def test_work_goes_on_under_a_publication_that_does_not_end() -> None:
 def test_time_in_which_nothing_was_to_do_is_not_rested_for() -> None:
     """It would rest for an hour."""
     clock = Clock()
-    way = GiveWay(most=3600.0, clock=clock)
+    way = Throttle(most=3600.0, clock=clock)
     clock.now += 1e9
     with way.publishing():
         way.begin()

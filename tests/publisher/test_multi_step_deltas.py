@@ -16,10 +16,9 @@ from publisher_cases import Place, make_place
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.maintenance.multi_step_deltas import due_skips
-from weightcast.publisher.maintenance.replay_log import History, Past
-from weightcast.publisher.maintenance.throttle import Pace, fewest_bytes
-from weightcast.publisher.maintenance.upkeep import Chain, UpkeepOptions, due_anchor
+from weightcast.publisher.maintenance.multi_step_deltas import due_multi_step
+from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
+from weightcast.publisher.maintenance.upkeep import Chain, PatchRate, UpkeepOptions, due_anchor, fewest_bytes
 from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
@@ -90,12 +89,12 @@ def hops(route: Route) -> Sequence[int]:
 
 
 def test_which_are_due() -> None:
-    assert due_skips(8, 0, set(), 8) == [
+    assert due_multi_step(8, 0, set(), 8) == [
         *((8, 0), (8, 4), (4, 0)),
         *((8, 6), (6, 4), (4, 2), (2, 0)),
     ]
-    assert due_skips(8, 3, {(8, 4)}, 64) == [(8, 6), (6, 4)]
-    assert due_skips(8, 8, set(), 64) == due_skips(9, 0, set(), 0) == []
+    assert due_multi_step(8, 3, {(8, 4)}, 64) == [(8, 6), (6, 4)]
+    assert due_multi_step(8, 8, set(), 64) == due_multi_step(9, 0, set(), 0) == []
 
 
 def test_which_anchor_is_due() -> None:
@@ -115,7 +114,7 @@ def test_which_anchor_is_due() -> None:
 
 
 def test_how_long_catching_up_takes() -> None:
-    pace = Pace()
+    pace = PatchRate()
     pace.measured(10, 1000.0)
     assert pace.seconds_for(100) == 0.0, "the first one compiles"
     for _ in range(3):
@@ -302,10 +301,10 @@ def test_the_first_journals_find_a_spare_too(place: Place) -> None:
 
 def test_a_journal_that_is_dropped_while_a_delta_is_made_costs_no_other(place: Place) -> None:
     models = [place.model]
-    history = History(LocalPaths(place.pub))
+    history = KeptJournals(LocalPaths(place.pub))
     with place.publisher(upkeep=SPANS) as publisher:
         grow(publisher, place, models, 4)
-        with Past(place.pub) as past:
+        with ReplayLog(place.pub) as past:
             history.drop(1)
             with pytest.raises(RetryLater, match="version 1 is no longer kept"):
                 past.words_at(0)(0, 0, 1)
@@ -329,7 +328,7 @@ def test_nobody_reads_a_new_version_before_its_journal_is_kept(place: Place) -> 
         grow(publisher, place, models, 1)
         with watched(look):
             grow(publisher, place, models, 1)
-        with Past(place.pub) as past:
+        with ReplayLog(place.pub) as past:
             assert set(past.positions()) == {0, 1, 2}
     assert seen == ["patch.recorded", "history.linked", "history.kept"]
 
