@@ -101,6 +101,10 @@ def _removed(directory: Path) -> str:
         time.sleep(LOOK_EVERY)
 
 
+_NOT_OF_ITS_KIND = frozenset({errno.EACCES, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG})
+"""lasting errors that another kind of file system does not cure"""
+
+
 @dataclass(frozen=True)
 class Need:
     """`check`: its name; `remedy`: where the file system does not meet it."""
@@ -110,14 +114,15 @@ class Need:
     remedy: str
 
     def problem(self, directory: Path) -> str:
-        """Empty when it is met in `directory`, which is made. Raises OSError for what may pass."""
+        """Empty when it is met in `directory`, which is made. Raises OSError for what says nothing of
+        the file system's kind."""
         directory.mkdir()
         try:
             self.probe(directory)
         except Unfit as unfit:
             return str(unfit)
         except OSError as error:
-            if not is_lasting(error):
+            if not is_lasting(error) or error.errno in _NOT_OF_ITS_KIND:
                 raise
             return call_text(error)
         return ""

@@ -12,7 +12,7 @@ from failing_calls import failing
 
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room, own
-from weightcast.shared.files.disk_errors import DiskError
+from weightcast.shared.files.disk_errors import DiskError, disk_remedy
 from weightcast.shared.files.probes import CHANNEL_NEEDS, LOCAL_NEEDS, Need, require, scratch_in
 
 REFUSED_CALLS = [
@@ -54,6 +54,15 @@ def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
     with failing("mkdir", tmp_path, errno.EACCES), pytest.raises(DiskError) as denied:
         require("--local", tmp_path / "host", LOCAL_NEEDS)
     assert denied.value.exit_code == 3 and f"user {os.geteuid()}" in denied.value.remedy
+
+
+@pytest.mark.parametrize(("call", "code"), [("rename", errno.EACCES), ("open", errno.EROFS)])
+def test_missing_rights_are_not_blamed_on_the_file_system_s_kind(
+    tmp_path: Path, call: str, code: int
+) -> None:
+    with failing(call, tmp_path, code), pytest.raises(DiskError) as denied:
+        require("--channel", tmp_path, CHANNEL_NEEDS)
+    assert denied.value.exit_code == 3 and denied.value.remedy == disk_remedy(OSError(code, ""))
 
 
 def test_files_that_cannot_be_removed_again(tmp_path: Path) -> None:
