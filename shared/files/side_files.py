@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcast.shared.base.errors import DamagedFile, Refused
-from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.hf_checkpoint import Checkpoint, dangling, is_dangling
 from weightcast.shared.files.paths import is_directory, is_link, printable, relative_name
 from weightcast.shared.files.safetensors import START, check_kind, read_header_of
@@ -38,6 +37,9 @@ _TRAINING = re.compile(
 """state of a trainer, and its own checkpoints in the directory"""
 _FOR_PEOPLE = re.compile(r"\.(png|jpe?g|gif|webp|svg|pdf|mp4|mp3|wav|flac)$", re.IGNORECASE)
 """no engine reads them, whatever they hold"""
+_READ_AS_JSON = re.compile(
+    r"(.*tokenizer.*|.*config.*|.*processor.*|vocab|added_tokens|special_tokens_map|chat_template.*)\.json"
+)
 _DOCUMENT = re.compile(r"(README|LICEN[CS]E|NOTICE|CHANGELOG|USE_POLICY).*", re.IGNORECASE)
 _TRIVIAL = frozenset(
     (".cache", ".git", ".gitattributes", ".gitignore", ".gitkeep", ".DS_Store", ".ipynb_checkpoints")
@@ -80,12 +82,16 @@ def side_files(checkpoint: Checkpoint) -> SideFiles:
 
 
 def check_pointers(checkpoint: Checkpoint) -> None:
-    """Raises DamagedFile where a file beside the weights is a Git LFS pointer: a tokenizer, mostly."""
+    """Raises DamagedFile where a file beside the weights is a Git LFS pointer: a tokenizer, mostly; and where
+    a JSON file that engines read is a page, as gated repositories answer."""
     for name, path in side_files(checkpoint).files.items():
-        if not _FOR_PEOPLE.search(name) and path.stat().st_size <= 2 * START:
-            start = read_file(path, 2 * START, follow_links=checkpoint.links)
-            if start.startswith(b"version https://"):
-                check_kind(start, path)
+        if _FOR_PEOPLE.search(name):
+            continue
+        with path.open("rb") as file:
+            start = file.read(2 * START + 1)
+        is_pointer = start.startswith(b"version https://") and len(start) <= 2 * START
+        if is_pointer or (_READ_AS_JSON.fullmatch(path.name) and start.lstrip().startswith(b"<")):
+            check_kind(start, path)
 
 
 def _walk(

@@ -270,6 +270,19 @@ def test_adapters_are_named_as_such(tmp_path: Path) -> None:
         open_checkpoint(tmp_path, follow_links=True)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "text_encoder/config.json"])
+def test_a_page_for_a_file_that_engines_read_is_refused_in_a_base(tmp_path: Path, name: str) -> None:
+    path = single(tmp_path) / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"\n<!DOCTYPE html>" + b" " * 4000)
+    (tmp_path / "results.json").write_bytes(b"<html>")
+    (tmp_path / "vocab.txt").write_bytes(b"<unk>\n")
+    with pytest.raises(DamagedFile, match=rf"{name} is an HTML or XML page"):
+        open_base(tmp_path)
+    path.unlink()
+    open_base(tmp_path)
+
+
 def test_a_pointer_for_a_tokenizer_is_refused_in_a_base(tmp_path: Path) -> None:
     (single(tmp_path) / "tokenizer.json").write_bytes(LFS)
     with pytest.raises(DamagedFile, match=r"tokenizer\.json is a Git LFS pointer"):
