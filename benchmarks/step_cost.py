@@ -28,7 +28,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from weightcast.publisher import Handle, Publisher, PublisherOptions, Shard, cast_like, init_channel
+from weightcast.publisher import (
+    Handle,
+    Publisher,
+    PublisherOptions,
+    Shard,
+    cast_like,
+    init_channel,
+)
 from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.submit import Hold
 from weightcast.publisher.trainer.handover import HandOver

@@ -17,32 +17,29 @@ from weightcast.shared.digest.checksums import ZERO, Lanes, LanesArray
 from weightcast.shared.digest.root import mix_a, mix_b
 from weightcast.shared.kernels import load
 from weightcast.shared.kernels.constants import (
+    BAD_GAPS,
+    BAD_PLACE,
+    BAD_STEPS,
     CODING,
     COUNT,
     ESCAPE,
+    ESCAPED_GAP,
     GREATEST,
     K_REST,
     LONGEST,
     MIX_A,
     MIX_B,
     NOTHING,
+    OUT_OF_ORDER,
     RICE,
     RUNS,
     SLACK,
-    K,
-    Table,
-)
-from weightcast.shared.kernels.constants import plan_contexts as plan_contexts
-from weightcast.shared.kernels.places import (
-    BAD_GAPS,
-    BAD_PLACE,
-    BAD_STEPS,
-    ESCAPED_GAP,
-    OUT_OF_ORDER,
     Array32,
     Begin,
     Counts,
+    K,
     Masks,
+    Table,
     Taken,
     at_once,
     check_masks,
@@ -50,6 +47,7 @@ from weightcast.shared.kernels.places import (
     places_under,
     unpack_gaps,
 )
+from weightcast.shared.kernels.constants import plan_contexts as plan_contexts
 
 
 def install() -> None:

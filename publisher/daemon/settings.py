@@ -20,7 +20,13 @@ from weightcast.shared.channel.signing import load_private_key
 from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.daemon.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
 from weightcast.shared.daemon.settings import PUBLISHER_PORT, ServiceSettings, Token, problem_of
-from weightcast.shared.files.paths import exists, file_name, is_within, require_directory, require_places
+from weightcast.shared.files.paths import (
+    exists,
+    file_name,
+    is_within,
+    require_directory,
+    require_places,
+)
 
 THREADS = 2
 """at most, unless set: the trainer needs the cores"""

@@ -26,7 +26,14 @@ from weightcast.shared.base.errors import DamagedFile, Forked, Refused, RetryLat
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.index import CARRIED, INDEX_LIMIT, INDEX_NAME, FileRecord, Index, file_record
+from weightcast.shared.channel.index import (
+    CARRIED,
+    INDEX_LIMIT,
+    INDEX_NAME,
+    FileRecord,
+    Index,
+    file_record,
+)
 from weightcast.shared.channel.layout import Layout, Pointer, TornPointer, read_pointer, write_pointer
 from weightcast.shared.channel.signing import (
     PrivateKey,

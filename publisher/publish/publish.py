@@ -26,7 +26,13 @@ from weightcast.publisher.publish.commit import (
 )
 from weightcast.publisher.publish.diff import refuse_moved
 from weightcast.publisher.publish.draft import DeltaHeader, PartWriter, assemble
-from weightcast.publisher.publish.early import EarlyInput, SpooledDelta, compare_early, compares_early, spool
+from weightcast.publisher.publish.early import (
+    EarlyInput,
+    SpooledDelta,
+    compare_early,
+    compares_early,
+    spool,
+)
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
 from weightcast.publisher.publish.rank_publish import Meeting, check_doubles
 from weightcast.publisher.publish.recovery import Recovery, committed

@@ -15,7 +15,16 @@ from weightcast.publisher.ranks.shard_assignment import Holds, ShardAssignment
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.shard_spec import Box, Run, runs_of
 from weightcast.publisher.weights.tensors import NewWeights
-from weightcast.shared.base.elements import Chunk, ChunkKey, Part, Span, TensorTable, Words, grid, padded
+from weightcast.shared.base.elements import (
+    Chunk,
+    ChunkKey,
+    Part,
+    Span,
+    TensorTable,
+    Words,
+    grid,
+    padded,
+)
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.codec.changes import changes_of

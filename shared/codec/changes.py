@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import BLOCK_WORDS, Chunk, Words
 from weightcast.shared.digest.sums import SpanSums
+from weightcast.shared.kernels.constants import places_under
 from weightcast.shared.kernels.load import kernels
-from weightcast.shared.kernels.places import places_under
 
 Index = NDArray[np.uint32]
 
@@ -64,7 +64,7 @@ class Counted:
         return np.repeat(self.shifts.astype(np.uint32), np.diff(borders, append=len(index)))
 
     def pick(self, words: Words) -> Words:
-        """The words of the spans, one after the other; a view if there is no padding."""
+        """The words of the spans, one after the other; a view if unpadded."""
         if not self.padded:
             return words[: self.words]
         return np.concatenate([words[offset : offset + count] for offset, count in self.spans.tolist()])
@@ -118,7 +118,7 @@ class Changes:
 
 
 def worth_masks(changed: int, words: int) -> bool:
-    """Whether a bit per word is no larger than a list of changes."""
+    """Whether a bit per word takes at most the space of a list of changes."""
     return _LISTED_BITS * changed >= words
 
 

@@ -32,7 +32,14 @@ import xxhash
 from weightcast.shared.base.elements import ByteArray, Chunk, WordKind, Words
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.codec import dense, magnitudes, positions, sparse
-from weightcast.shared.codec.changes import Changes, Counted, all_of, changes_of, masked_changes, worth_masks
+from weightcast.shared.codec.changes import (
+    Changes,
+    Counted,
+    all_of,
+    changes_of,
+    masked_changes,
+    worth_masks,
+)
 from weightcast.shared.codec.sparse import DecodedStep
 
 StepEncoding = Literal["fast", "small"]

@@ -33,10 +33,18 @@ from weightcast.shared.codec.magnitudes import (
     unplanned,
 )
 from weightcast.shared.digest.sums import SpanSums, spans_in
-from weightcast.shared.kernels.constants import K_LIMIT, MARGIN, SLACK, rice_parameter
+from weightcast.shared.kernels.constants import (
+    BAD_GAPS,
+    BAD_PLACE,
+    BAD_STEPS,
+    K_LIMIT,
+    MARGIN,
+    SLACK,
+    Taken,
+    rice_parameter,
+)
 from weightcast.shared.kernels.load import kernels
 from weightcast.shared.kernels.parallel import scratch
-from weightcast.shared.kernels.places import BAD_GAPS, BAD_PLACE, BAD_STEPS, Taken
 
 DecodedStep = tuple[Changes, SpanSums]
 """changes, and the sums per span that prove them"""

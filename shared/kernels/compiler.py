@@ -19,13 +19,7 @@ import numpy as np
 from llvmlite import binding, ir
 from numpy.typing import NDArray
 
-from weightcast.shared.kernels.loader import (
-    DESTRUCTOR,
-    Code,
-    Kernel,
-    Store,
-    cache_directory,
-)
+from weightcast.shared.kernels.loader import DESTRUCTOR, Code, Kernel, Store, cache_directory
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Scalar = TypeVar("Scalar", bound=np.generic)

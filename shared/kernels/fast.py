@@ -10,10 +10,22 @@ import numpy as np
 
 from weightcast.shared.base.elements import ByteArray, WordKind, Words
 from weightcast.shared.kernels.compiler import I64, SHIFTS, U64, frozen, kernel, unwritable
-from weightcast.shared.kernels.constants import EXPONENTS, GREATEST, NOTHING, RUNS, Table
+from weightcast.shared.kernels.constants import (
+    BAD_GAPS,
+    BAD_PLACE,
+    BAD_STEPS,
+    EXPONENTS,
+    GOOD,
+    GREATEST,
+    NOTHING,
+    RUNS,
+    Array32,
+    Counts,
+    Table,
+    Taken,
+)
 from weightcast.shared.kernels.mix import MARGIN, SUMS, add8, closed, empty, merge8
 from weightcast.shared.kernels.parallel import scratch
-from weightcast.shared.kernels.places import BAD_GAPS, BAD_PLACE, BAD_STEPS, GOOD, Array32, Counts, Taken
 from weightcast.shared.kernels.rice import (
     plan_contexts,
     read_gaps,
@@ -98,7 +110,7 @@ def _placed(index, first, last, shift, wide, words, places):
 
 @kernel
 def _take_runs(data, at, end, k, k_rest, run, order, first, stop, steps):
-    """Values for the changes order[first:stop], of which all but some are 0. `run`: zeros left. Returns the
+    """Values for the changes order[first:stop], most of them 0. `run`: zeros left. Returns the
     next bit, -1 for damage, and the zeros left."""
     filled = first + run
     while filled < stop:

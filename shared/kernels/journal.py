@@ -6,7 +6,7 @@ import numpy as np
 
 from weightcast.shared.base.elements import ByteArray, Words
 from weightcast.shared.kernels.compiler import I64, U64, frozen, inlined, kernel, unwritable
-from weightcast.shared.kernels.places import (
+from weightcast.shared.kernels.constants import (
     ESCAPED_GAP,
     OUT_OF_ORDER,
     Array32,

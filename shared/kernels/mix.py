@@ -1,7 +1,7 @@
 """The mix of 64 words at a time, in vectors as wide as the machine has them.
 
 LLVM left alone takes half of a 512-bit machine's width; vectors that the code names are not narrowed. A sum
-in progress lies in uint64[32], 8 lanes each: both sums, both products of the words' numbers.
+in progress is uint64[32], 8 lanes each: both sums, both products of the words' numbers.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _products(builder: Any, numbers: Any) -> list[Any]:
 def _count(
     builder: Any, place: Callable[[int], Any], row: int, words: Any, products: list[Any], counted: Any
 ) -> None:
-    """Adds both mixes of the words that are `counted` to the two sums from `row` on; place(row): where one
-    lies."""
+    """Adds both mixes of the words that are `counted` to the two sums from `row` on; place(row): pointer
+    to one."""
     for lane, mixed in enumerate((mixed_a, mixed_b)):
         here = place(row + lane)
         chosen = builder.select(counted, mixed(builder, words, products[lane]), _each(0))
@@ -130,7 +130,7 @@ def mix64(typing, data, first, like, sums):
 @intrinsic
 def mix_changed64(typing, old, new, first, like, place, sums):
     """Of 64 words from word `first` of two byte arrays on, the 8-byte words that differ into `sums` as
-    `keep8` has them. `place`: a sum in progress of which only the products move on."""
+    `keep8` has them. `place`: a sum in progress; only its products advance."""
 
     def build(context, builder, signature, args):
         width = signature.args[3].dtype.bitwidth // 8

@@ -109,7 +109,7 @@ class Scratch(threading.local):
         return buffer[:size].view(dtype)
 
     def lend(self, name: str, dtype: type[Scalar] | np.dtype[Scalar], count: int) -> NDArray[Scalar]:
-        """As `take`, but never memory of which a view still exists."""
+        """As `take`, but never memory that a view still refers to."""
         size = count * np.dtype(dtype).itemsize
         return self._free_buffer(self._lent.setdefault(name, []), size).window()[:size].view(dtype)
 

@@ -19,10 +19,10 @@ from weightcast.shared.kernels.constants import (
     LONGEST,
     RICE,
     RUNS,
+    Array32,
     K,
     Table,
 )
-from weightcast.shared.kernels.places import Array32
 from weightcast.shared.kernels.vectors import load64, on_stack, reaching64, store64, trailing_zeros
 
 _NO_VALUE = 1 << 40
@@ -90,8 +90,8 @@ def take_values(data: ByteArray, start: int, stop: int, k: int, values: Array32)
 
 @kernel
 def _spread(index, borders, shifts):
-    """Positions get the padding before their spans, in place. `borders`: where spans begin with no padding
-    counted, then one that no position reaches."""
+    """Positions get the padding before their spans, in place. `borders`: where spans begin without padding,
+    then a position that is never reached."""
     first = 0
     for span in range(shifts.size):
         low, high = first, index.size

@@ -20,6 +20,7 @@ from weightcast.shared.kernels.compiler import (
     types,
     unwritable,
 )
+from weightcast.shared.kernels.constants import Array32
 from weightcast.shared.kernels.mix import (
     SUMS,
     closed,
@@ -31,7 +32,6 @@ from weightcast.shared.kernels.mix import (
     opened,
 )
 from weightcast.shared.kernels.parallel import scratch
-from weightcast.shared.kernels.places import Array32
 from weightcast.shared.kernels.vectors import (
     FLOATS,
     HALF,
@@ -235,8 +235,8 @@ def _listed_all(old, new, start, stop, number, index, before, after, at, sums):
 @kernel
 def _scanned(old, new, spans, shift, all_new, index, before, after, book):
     """`spans`: int64[n, 3], offset, words, number of the chunk's 8-byte word 0 in its tensor's count. Blocks
-    pass through here while they are in the nearest cache, so memory is read once. `index` starts after an
-    entry that is no position."""
+    pass through here while they are in the nearest cache, so memory is read once. `index` starts after a
+    placeholder."""
     masks, found = on_stack(_MASKS, U64(0)), I64(1)
     sums, touched = on_stack(SUMS, U64(0)), on_stack(SUMS, U64(0))
     for n in range(spans.shape[0]):
@@ -280,7 +280,7 @@ def scanned(
 ) -> tuple[Array32, Words, Words]:
     """As `compared`. `spans`: int64[n, 3], offset, words, number of the chunk's 8-byte word 0 in the tensor's
     count. Into `book`, uint64[n, 7], zeros, per span: lanes of its new words; lanes of the old and the new
-    8-byte words that hold changes; how many words change. What lies between spans is equal zeros. Lanes of
+    8-byte words that hold changes; how many words change. Padding between spans is zeros. Lanes of
     all new words only if `whole`."""
     room, most = scratch(), len(old) + _ROOM
     index = room.lend("scanned index", np.uint32, most)

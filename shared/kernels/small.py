@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import WordKind, Words
 from weightcast.shared.kernels.compiler import I64, U64, frozen, inlined, kernel, unwritable
-from weightcast.shared.kernels.places import Array32, Counts
+from weightcast.shared.kernels.constants import Array32, Counts
 from weightcast.shared.kernels.vectors import (
     LOW,
     exponent,
@@ -25,7 +25,7 @@ _ALL = (1 << 64) - 1
 
 @inlined
 def _masks(old, first, valid, low, least, like, masks):
-    """Which of 64 words from `first` on are of which class. Classes nest, so each comparison closes one."""
+    """For each class the words among 64 from `first` on. Classes nest, so each comparison closes one."""
     reached1 = reaching64(old, first, like, low, least[1]) & valid
     reached2 = reaching64(old, first, like, low, least[2]) & valid
     reached3 = reaching64(old, first, like, low, least[3]) & valid
@@ -40,7 +40,7 @@ def _masks(old, first, valid, low, least, like, masks):
 
 @inlined
 def _valid(left):
-    """The lanes of a block of which `left` words remain in its span."""
+    """The lanes of a block whose span has `left` words left."""
     return U64(_ALL) if left >= 64 else (U64(1) << U64(left)) - U64(1)
 
 

@@ -21,12 +21,7 @@ from weightcast.shared.files.side_files import left_text
 from weightcast.subscriber.engines.reload import Engines
 from weightcast.subscriber.engines.rules import noted
 from weightcast.subscriber.groups.lead import Lead
-from weightcast.subscriber.status import (
-    MoveKind,
-    State,
-    UpdateStatus,
-    WaitingFor,
-)
+from weightcast.subscriber.status import MoveKind, State, UpdateStatus, WaitingFor
 from weightcast.subscriber.sync.step_log import (
     Advanced,
     Degraded,

@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 from weightcast.shared.base.elements import DTYPES, Chunk, Words, kind_of
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.codec.changes import Changes, compare
-from weightcast.shared.codec.container import (
-    HEADER,
-    Mode,
-    StepEncoding,
-    decode_chunk,
-    encode_chunk,
-)
+from weightcast.shared.codec.container import HEADER, Mode, StepEncoding, decode_chunk, encode_chunk
 
 compiles = settings(deadline=None)  # the first example compiles
 

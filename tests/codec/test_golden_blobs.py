@@ -13,13 +13,7 @@ import reference_decoder
 
 from weightcast.shared.base.elements import Chunk, Words, kind_of
 from weightcast.shared.codec.changes import compare
-from weightcast.shared.codec.container import (
-    HEADER,
-    Mode,
-    StepEncoding,
-    decode_chunk,
-    encode_chunk,
-)
+from weightcast.shared.codec.container import HEADER, Mode, StepEncoding, decode_chunk, encode_chunk
 
 FOLDER = Path(__file__).parent.parent / "golden" / "codec"
 SIZES = [1, 70, 1300, 3]

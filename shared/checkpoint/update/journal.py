@@ -37,8 +37,8 @@ from weightcast.shared.checkpoint.update.journal_records import (
 )
 from weightcast.shared.files.durable import named, open_regular
 from weightcast.shared.files.strict_json import Members, parse_object
+from weightcast.shared.kernels.constants import Begin, at_once
 from weightcast.shared.kernels.parallel import scratch
-from weightcast.shared.kernels.places import Begin, at_once
 
 _MAGIC = b"wcjrnl1\n"
 _END = b"wcjend1\n"

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, Chunk, TensorTable, WordKind, Words
 from weightcast.shared.codec.changes import Changes, worth_masks
-from weightcast.shared.kernels.load import kernels
-from weightcast.shared.kernels.places import (
+from weightcast.shared.kernels.constants import (
     Begin,
     check_masks,
     exchange_at,
@@ -24,6 +23,7 @@ from weightcast.shared.kernels.places import (
     unpack_gaps,
     unpack_many_gaps,
 )
+from weightcast.shared.kernels.load import kernels
 
 Pieces = Sequence[bytes | memoryview]
 
