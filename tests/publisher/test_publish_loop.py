@@ -747,7 +747,7 @@ def test_an_order_that_comes_while_a_checkpoint_begins_costs_no_checkpoint(
             failpoints.watch(None)
             order_rollback(places.channel, 0)
 
-    with watched(order), pytest.raises(RetryLater, match="held"):
+    with watched(order), pytest.raises(RetryLater, match="on hold"):
         office.settle()
     office.step()
     assert places.latest() == "000002" and left.is_dir()

@@ -199,7 +199,7 @@ def test_a_foreign_channel_is_listed(tmp_path: Path, weightcast: Callable[..., D
     assert weightcast("channel", "show", "1", "--channel", tmp_path, "--json").json["encoding"] == "xor"
     shard.unlink()
     checked = weightcast("channel", "verify", "--channel", tmp_path)
-    assert checked.code == 3 and shard.name in checked.out and "is not there" in checked.out
+    assert checked.code == 3 and shard.name in checked.out and "is missing" in checked.out
 
 
 @pytest.mark.parametrize("words", ["channel log", "channel verify", "channel repair", "fleet"])
@@ -211,4 +211,4 @@ def test_a_directory_that_is_no_channel(tmp_path: Path, words: str, weightcast: 
     assert weightcast(*words.split(), "--channel", tmp_path, "--json").code == 75
     (tmp_path / "config.json").write_text("{}")
     done = weightcast(*words.split(), "--channel", tmp_path, "--json")
-    assert done.code == 3 and "is no channel" in done.json["message"]
+    assert done.code == 3 and "is not a channel" in done.json["message"]
