@@ -32,7 +32,7 @@ UNCHECKED = (
 )
 """the page that quotes the words, pages of figures, pages made from strings of the source, history"""
 BUDGET = {
-    "publisher": 21,
+    "publisher": 23,
     "publisher/daemon": 10,
     "publisher/maintenance": 17,
     "publisher/publish": 23,

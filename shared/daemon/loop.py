@@ -27,13 +27,7 @@ from weightcast.shared.base.errors import (
 from weightcast.shared.channel.channel import NoChannel
 from weightcast.shared.daemon.backoff import Backoff, jittered
 from weightcast.shared.daemon.hooks import end_hooks
-from weightcast.shared.daemon.http import (
-    HEADER_LIMIT,
-    Connection,
-    backlog,
-    drop_unread,
-    most_connections,
-)
+from weightcast.shared.daemon.http import HEADER_LIMIT, Connection, backlog, drop_unread, most_connections
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.metrics import error_kind
 from weightcast.shared.daemon.settings import ServiceSettings

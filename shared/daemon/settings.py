@@ -13,12 +13,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_orig
 from pydantic import AfterValidator, ByteSize, Field, PositiveInt, SecretStr, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from weightcast.shared.base.errors import USAGE, Refused, WeightcastError
 from weightcast.shared.channel.signing import Trust

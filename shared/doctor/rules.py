@@ -10,14 +10,7 @@ from weightcast.shared.checkpoint.update.fetch import JOURNAL_BYTES, ROOM_BYTES
 from weightcast.shared.daemon.threads import DAEMON_BYTES
 from weightcast.shared.doctor.findings import Finding, Level, Role, size_text
 from weightcast.shared.doctor.observe import LocalFacts, MachineFacts, PlaceFacts, RunFacts
-from weightcast.shared.files.probes import (
-    EXCLUSIVE,
-    LOCAL_NEEDS,
-    RENAME,
-    RENAME_DIRECTORY,
-    VISIBLE,
-    Need,
-)
+from weightcast.shared.files.probes import EXCLUSIVE, LOCAL_NEEDS, RENAME, RENAME_DIRECTORY, VISIBLE, Need
 
 CHANNEL, LOCAL, MACHINE = "channel", "local", "machine"
 

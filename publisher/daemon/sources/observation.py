@@ -28,14 +28,7 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
 from weightcast.shared.daemon.loop import failure_of
 from weightcast.shared.files.hf_checkpoint import Checkpoint, is_other_format, open_checkpoint
-from weightcast.shared.files.paths import (
-    exists,
-    is_link,
-    is_own_directory,
-    is_plain,
-    matching,
-    printable,
-)
+from weightcast.shared.files.paths import exists, is_link, is_own_directory, is_plain, matching, printable
 
 _OURS = ".weightcast-"
 _ASIDE = f"{_OURS}consuming-"
