@@ -172,7 +172,10 @@ def _metadata(value: object) -> dict[str, str]:
 
 def _entry(name: str, value: object) -> Entry:
     if not name or len(name) > _NAME_LIMIT or not is_plain(name):
-        raise DamagedFile(f"tensor {name[:80]!r}: not a usable name")
+        raise DamagedFile(
+            f"tensor {name[:80]!r}: not a usable name",
+            remedy=f"rename it: 1 to {_NAME_LIMIT:,} characters, none of them a control character",
+        )
     if type(value) is not dict or value.keys() != _MEMBERS:
         raise DamagedFile(f"tensor {name[:80]!r}: members other than {', '.join(sorted(_MEMBERS))}")
     members = cast(dict[str, object], value)

@@ -270,6 +270,14 @@ def test_adapters_are_named_as_such(tmp_path: Path) -> None:
         open_checkpoint(tmp_path, follow_links=True)
 
 
+@pytest.mark.parametrize("name", ["", "a\nb", "a" * 5000])
+def test_a_tensor_s_name_that_safetensors_takes_is_not_blamed_on_it(tmp_path: Path, name: str) -> None:
+    save_file({name: A}, tmp_path / "model.safetensors")
+    with pytest.raises(DamagedFile, match="not a usable name") as refused:
+        open_checkpoint(tmp_path, follow_links=True)
+    assert refused.value.remedy.startswith("rename it")
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "text_encoder/config.json"])
 def test_a_page_for_a_file_that_engines_read_is_refused_in_a_base(tmp_path: Path, name: str) -> None:
     path = single(tmp_path) / name
