@@ -436,7 +436,7 @@ def test_an_order_is_carried_out_by_the_next_publisher(place: Place) -> None:
     with place.publisher() as publisher:
         assert publisher.obey_orders() is not None and publisher.version == 3
     place.arrives(models[0], 3)
-    with place.publisher() as publisher, pytest.raises(Refused, match="held"):
+    with place.publisher() as publisher, pytest.raises(Refused, match="on hold"):
         publisher.publish_checkpoint(place.new(models[2]))
     assert left(place) == [1, 2, 3]
 
