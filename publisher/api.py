@@ -286,7 +286,7 @@ class Publisher:
     @property
     def left_behind(self) -> tuple[str, ...]:
         """Files of the base that hosts do not get."""
-        return self._updater.left_behind
+        return self._updater.side_files.left_behind
 
     @property
     def local_version(self) -> int | None:

@@ -22,8 +22,8 @@ from weightcast.shared.channel.run_files import (
     write_channel_file,
 )
 from weightcast.shared.channel.signing import PrivateKey, signature_path, stated_by_base, write_signature
-from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.checkpoint.state.known_bases import remember_base
+from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.verify.seed import describe
 from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import Checkpoint

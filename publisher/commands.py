@@ -27,7 +27,7 @@ from weightcast.shared.channel.claims import OwnerAlive, claim, this_process
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.signing import load_private_key
-from weightcast.shared.checkpoint.local_updater import open_base
+from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.cli.app import (
     ChannelOption,
     JsonOption,

@@ -117,7 +117,7 @@ new = np.full((9, 5), 2.5, np.float32)
 with Publisher.open(here / "channel", local=here / "pub", base=here / "base") as publisher:
     publisher.publish({"w": new})
 updater = LocalUpdater(here / "channel", here / "host", here / "base")
-updater.update_to_latest(Channel.open(here / "channel"))
+updater.update_to(Channel.open(here / "channel"))
 updater.close()
 assert read_checkpoint(here / "host") == {"w": new.tobytes()}
 """

@@ -17,7 +17,7 @@ from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.signing import load_private_key
-from weightcast.shared.checkpoint.local_updater import open_base
+from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.daemon.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
 from weightcast.shared.daemon.settings import PUBLISHER_PORT, ServiceSettings, Token, problem_of
 from weightcast.shared.files.paths import (

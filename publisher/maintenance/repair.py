@@ -290,7 +290,7 @@ class Remake:
                 )
         if index.kind == "anchor":
             words = self.replay_log.words_at(index.version)
-            write_weights(scratch, self.replay_log.table, words, self.replay_log.files_beside)
+            write_weights(scratch, self.replay_log.table, words, self.replay_log.side_files)
         else:
             for part in index.parts:
                 name = _shard_of(index, part)

@@ -215,8 +215,8 @@ class ReplayLog:
         return self._local.state.run_id
 
     @property
-    def files_beside(self) -> Mapping[str, Path]:
-        return self._local.files_beside
+    def side_files(self) -> Mapping[str, Path]:
+        return self._local.side_files
 
     @property
     def here(self) -> Position:

@@ -337,7 +337,7 @@ class Upkeep:
         version = due_anchor(pointer.version, self._chain, log.table.nbytes, self._options, positions.keys())
         if version is None:
             return ""
-        full = Full(positions[version], log.base, log.words_at(version), log.files_beside)
+        full = Full(positions[version], log.base, log.words_at(version), log.side_files)
         write_anchor(channel.layout, full, self._claim, self._signer.key)
         self._chain = Chain()
         self._wrote("anchor", channel.layout.anchor_dir(version))

@@ -171,7 +171,7 @@ def write_anchor_beside(
 ) -> bool:
     """The anchor of the version that the local checkpoint holds. False when it exists already."""
     with local.reading():
-        full = Full(local.state.position, local.base, local.words_in, local.files_beside)
+        full = Full(local.state.position, local.base, local.words_in, local.side_files)
         return write_anchor(layout, full, claim, key)
 
 

@@ -68,7 +68,7 @@ class MemberRank:
             index = self._await_commit(channel, left)
         if not shared:
             with job.phase("patch"):
-                self._updater.update_to_latest(channel)
+                self._updater.update_to(channel)
         self._last = _Last(channel.require_ours()[0], left.attempt.base_digest, index.digest)
         return report_of(
             index,
@@ -163,7 +163,7 @@ class MemberRank:
             except RetryLater:
                 local = self._shared_local(attempt, deadline)
             else:
-                self._updater.update_to_latest(channel)
+                self._updater.update_to(channel)
                 local = _at_base(self._updater.local, attempt)
         if attempt.encoding != self._options.encoding:
             raise Refused(

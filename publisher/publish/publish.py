@@ -49,10 +49,11 @@ from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import Index, parse_index, write_index
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
-from weightcast.shared.checkpoint.local_updater import LocalUpdater, open_base
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.known_bases import find_base
 from weightcast.shared.checkpoint.state.side_files import Carried
 from weightcast.shared.checkpoint.update.fetch import ROOM_BYTES, journal_bytes
+from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.update.stage import Fetched, Staged, stage
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import exists
@@ -322,7 +323,7 @@ class OwnerRank:
     def _files_beside(self, base: Base) -> tuple[Base, Mapping[str, Path]]:
         """What lists the files of an anchor beside its weights, and where they are."""
         if self._updater.local is not None:
-            return self._updater.local.base, self._updater.local.files_beside
+            return self._updater.local.base, self._updater.local.side_files
         directory = self._updater.base_dir or find_base(self.recovery.channel())
         return base, side_files(open_base(directory)).files
 
@@ -368,7 +369,7 @@ class OwnerRank:
             verify_files(directory, index, [new for new, old in sources.items() if old == own])
         fetched = [Fetched(index, directory)]
         wanted = ROOM_BYTES + journal_bytes(index)
-        return self.recovery.with_room(lambda: stage(local, fetched, threads=self._options.threads), wanted)
+        return self.recovery.with_room(lambda: stage(local, fetched), wanted)
 
     # commit, point
 

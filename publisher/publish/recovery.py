@@ -75,7 +75,7 @@ class Recovery:
     def _catch_up(self, channel: Channel, advance: Advance | None) -> None:
         def catch_up() -> None:
             try:
-                self._updater.update_to_latest(channel, advance)
+                self._updater.update_to(channel, advance=advance)
             except BaseException as error:
                 if lacks_room(error):
                     self._updater.release()

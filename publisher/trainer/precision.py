@@ -16,7 +16,7 @@ from weightcast.publisher.weights.match import resolve
 from weightcast.publisher.weights.precision import STORED, rounded, rounds
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import Refused
-from weightcast.shared.checkpoint.local_updater import open_base
+from weightcast.shared.checkpoint.update.sources import open_base
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from blake3 import blake3
@@ -52,8 +53,8 @@ from weightcast.shared.kernels.parallel import scratch
 WordsIn = Callable[[int, int, int], Words]
 """tensor number, start, stop to these words"""
 
-_SEEDED_AGAIN = "the next sync seeds it again from base or anchor"
-_LEAVE_ALONE = "nothing else may write here; the next sync reads all of it, or seeds it again"
+_SEEDED_AGAIN = "run `weightcast sync`: it seeds again from base or anchor"
+_LEAVE_ALONE = "stop whatever else writes here; the next sync verifies all bytes, or seeds again"
 PATCH_LOCK_SECONDS = 60.0
 _PAGE = 4096
 _SHARING_SYSTEMS = ("xfs",)
@@ -62,57 +63,24 @@ _PLAIN_SYSTEMS = ("ext4", "xfs", "tmpfs")
 """file systems that compress nothing"""
 
 
-@dataclass(frozen=True)
 class LocalPaths:
-    """Where things lie in a local checkpoint; no IO."""
+    """Paths of a local checkpoint; no IO. docs/FORMAT.md, Local state."""
 
-    directory: Path
-
-    @property
-    def room(self) -> Path:
-        return self.directory / ".weightcast"
-
-    @property
-    def state(self) -> Path:
-        return self.room / "state.json"
-
-    @property
-    def base(self) -> Path:
-        return self.room / "base.json"
-
-    @property
-    def journals(self) -> Path:
-        return self.room / "journal"
-
-    @property
-    def spool(self) -> Path:
-        return self.room / "spool"
-
-    @property
-    def spare(self) -> Path:
-        """Of a journal."""
-        return self.room / "spare"
-
-    @property
-    def unready_spare(self) -> Path:
-        """One that is being made."""
-        return self.room / "spare.unready"
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.room = room = directory / ".weightcast"
+        self.state, self.base = room / "state.json", room / "base.json"
+        self.owner, self.patch = room / "owner", room / "patch"
+        self.journals, self.spool = room / "journal", room / "spool"
+        self.carried = room / "carried"
+        """config files by their BLAKE3"""
+        self.engine = room / "engine"
+        """patches of engines' memory"""
+        self.spare, self.unready_spare = room / "spare", room / "spare.unready"
+        """of a journal; under construction"""
 
     def spare_shard(self, number: int) -> Path:
         return self.room / f"spare.{number}"
-
-    @property
-    def owner(self) -> Path:
-        return self.room / "owner"
-
-    @property
-    def patch(self) -> Path:
-        return self.room / "patch"
-
-    @property
-    def carried(self) -> Path:
-        """Config files by their BLAKE3."""
-        return self.room / "carried"
 
     def journal(self, journal: str) -> Path:
         return self.journals / f"{journal}.journal"
@@ -128,7 +96,7 @@ class _Mapped:
     in_memory: bool
     """on tmpfs: pages are small and never written back"""
     header: bytes
-    """BLAKE3 of what says where which tensor lies; no patch touches it"""
+    """BLAKE3 of the safetensors header, which no patch touches"""
 
     @property
     def is_in_place(self) -> bool:
@@ -188,8 +156,7 @@ def own(paths: LocalPaths) -> FileLock:
     except RetryLater as error:
         raise HasWriter(
             f"{paths.directory} already has a writer ({holder(paths.owner) or 'it does not say which'})",
-            remedy="one publisher or subscriber per local checkpoint: stop one of the two, or give each a "
-            "--local of its own",
+            remedy="stop the other publisher or subscriber, or give each its own --local",
         ) from error
     return lock
 
@@ -197,11 +164,15 @@ def own(paths: LocalPaths) -> FileLock:
 class LocalCheckpoint:
     """Open, mapped and described by a state. Only the holder of the owner lock may call what writes."""
 
-    def __init__(self, paths: LocalPaths, base: Base, state: LocalState, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, paths: LocalPaths, base: Base, state: LocalState, checkpoint: Checkpoint, *, threads: int = 1
+    ) -> None:
         self.paths = paths
         self.base = base
         self.state = state
         self.checkpoint = checkpoint
+        self.threads = threads
+        """that read and write its words"""
         self.host = Boot.here()
         self.proofs = Proofs(len(base.table))
         self._maps: dict[Path, _Mapped] = {}
@@ -212,7 +183,7 @@ class LocalCheckpoint:
         self._index = _digest_of(checkpoint.index_file)
 
     @classmethod
-    def open(cls, directory: Path) -> LocalCheckpoint | None:
+    def open(cls, directory: Path, *, threads: int = 1) -> LocalCheckpoint | None:
         """None when nothing was ever seeded here. NeedsReseed when the files no longer fit the state,
         DamagedFile when the state contradicts itself."""
         paths = LocalPaths(directory)
@@ -225,14 +196,12 @@ class LocalCheckpoint:
         except FileNotFoundError as error:
             raise NeedsReseed(f"{error.filename} is gone", remedy=_SEEDED_AGAIN) from error
         except Refused as error:
-            # a kill while seeding may leave no weights at all, which is no damage but no checkpoint either
+            # a kill while seeding may leave no weights at all
             raise NeedsReseed(error.message, remedy=_SEEDED_AGAIN) from error
         if checkpoint.table != base.table or len(state.position.lanes) != LANES_BYTES * len(base.table):
-            raise NeedsReseed(
-                f"{directory}: its tensors are no longer those of the run's base", remedy=_SEEDED_AGAIN
-            )
+            raise NeedsReseed(f"{directory}: its tensors differ from the run's base", remedy=_SEEDED_AGAIN)
         check_roots(paths.state, state, base.table)
-        return cls(paths, base, state, checkpoint)
+        return cls(paths, base, state, checkpoint, threads=threads)
 
     @property
     def directory(self) -> Path:
@@ -243,8 +212,8 @@ class LocalCheckpoint:
         return self.base.table
 
     @property
-    def files_beside(self) -> dict[str, Path]:
-        """Files of the run beside the weights that are there, by name."""
+    def side_files(self) -> dict[str, Path]:
+        """Existing side files of the run, by name."""
         paths = {record.name: self.directory / record.name for record in self.base.all_files}
         return {name: path for name, path in paths.items() if is_file(path)}
 
@@ -282,7 +251,9 @@ class LocalCheckpoint:
             if not mapped.is_in_place:
                 raise NeedsReseed(f"{mapped.path} was replaced while it was in use", remedy=_LEAVE_ALONE)
             if _header_digest(mapped.map) != mapped.header:
-                raise NeedsReseed(f"{mapped.path}: somebody else wrote its header", remedy=_LEAVE_ALONE)
+                raise NeedsReseed(
+                    f"{mapped.path}: its header changed while it was in use", remedy=_LEAVE_ALONE
+                )
         if self._index != _digest_of(self.checkpoint.index_file):
             raise NeedsReseed(f"{self.checkpoint.index_file} was changed", remedy=_LEAVE_ALONE)
 
@@ -291,7 +262,7 @@ class LocalCheckpoint:
         safetensors file that they find."""
         for surplus in surplus_weights(self.checkpoint, [record.name for record in self.base.all_files]):
             raise RetryLater(
-                f"{surplus} is no part of the checkpoint, but engines would load it", remedy="remove it"
+                f"{surplus} is not part of the checkpoint, but engines would load it", remedy="remove it"
             )
 
     def file_identities(self) -> tuple[FileIdentity, ...]:
@@ -307,7 +278,7 @@ class LocalCheckpoint:
         return found
 
     def home(self, tensor: int) -> tuple[Words, int]:
-        """All words of the file that a tensor lies in, writable, and which is the tensor's first. The same
+        """All words of a tensor's file, writable, and the number of the tensor's first word. The same
         array for all tensors of a file and dtype that begin on its words."""
         known = self._home_of.get(tensor)
         if known is None:
@@ -419,7 +390,7 @@ def _fill_holes(fd: int, path: Path, found: os.stat_result) -> None:
                 unshare_blocks(fd, found.st_size)
         except OSError as error:
             raise RetryLater(
-                f"{path} has holes, or blocks shared with a copy, that cannot be filled: {error.strerror}",
+                f"{path}: cannot allocate its holes or shared blocks: {error.strerror}",
                 remedy="free space on the local disk; nothing was changed",
             ) from error
 
@@ -431,7 +402,7 @@ def _map(path: Path) -> _Mapped:
         if found.st_nlink > 1:
             raise Linked(
                 f"{path} has {found.st_nlink} links: patching it would change another directory's file",
-                remedy="give the local checkpoint files of its own",
+                remedy="copy the file: a local checkpoint needs files with a single link",
             )
         _fill_holes(fd, path, found)
         with durable.named(path, "mmap"):
@@ -449,8 +420,39 @@ def _header_digest(mapped: mmap.mmap) -> bytes:
 
 
 def _digest_of(path: Path | None) -> bytes:
-    """Empty when there is no such file."""
+    """Empty when the file is missing."""
     try:
         return b"" if path is None else blake3(path.read_bytes()).digest()
     except FileNotFoundError:
         return b""
+
+
+Readers = Literal["owner", "group", "all"]
+_FILE_MODES: dict[Readers, int] = {"owner": 0o600, "group": 0o640, "all": 0o644}
+_DIRECTORY_MODES: dict[Readers, int] = {"owner": 0o700, "group": 0o750, "all": 0o755}
+_SET_GROUP = 0o2000
+
+
+def grant_read(local: LocalCheckpoint, readers: Readers) -> None:
+    """Sets the modes of the files that engines, which may run as other users, load. Raises OSError."""
+    checkpoint = local.checkpoint
+    index = () if checkpoint.index_file is None else (checkpoint.index_file,)
+    side_files = (*checkpoint.other_files, *local.side_files.values())
+    for path in {*checkpoint.weight_files, *side_files, *index, local.paths.base}:
+        _set_mode(path, _FILE_MODES[readers])
+    within = {each for path in side_files for each in path.parents if each.is_relative_to(local.directory)}
+    for path in {local.directory, local.paths.room, *within}:
+        _set_mode(path, _DIRECTORY_MODES[readers] | path.stat().st_mode & _SET_GROUP)
+
+
+def grant_read_patches(local: LocalCheckpoint, readers: Readers) -> None:
+    """As `grant_read`, for the patches of engines' memory. Raises OSError."""
+    directory = local.paths.engine
+    _set_mode(directory, _DIRECTORY_MODES[readers] | directory.stat().st_mode & _SET_GROUP)
+    for path in directory.iterdir():
+        _set_mode(path, _FILE_MODES[readers])
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    if path.stat().st_mode & 0o7777 != mode:
+        path.chmod(mode)

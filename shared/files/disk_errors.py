@@ -1,4 +1,4 @@
-"""Errors of file systems in plain words: what failed, on which file, and what to do.
+"""Errors of file systems as messages: what failed, on which file, and what to do.
 
 Every OSError that ends a command or a daemon's step goes through `disk_error`.
 """

@@ -71,7 +71,7 @@ def file_system_time(directory: Path) -> float:
 
 def _no_links(path: Path) -> Refused:
     return Refused(
-        f"{path}: the file system has no hard links, so nothing excludes a second publisher",
+        f"{path}: the file system has no hard links, which exclude a second publisher",
         remedy="keep the channel on a file system with hard links",
     )
 
@@ -195,7 +195,7 @@ def read_file(path: Path, limit: int, *, follow_links: bool = False) -> bytes:
         data = _read_once(path, limit, follow_links)
         if data is not None:
             return data
-    raise RetryLater(f"{path} changes while it is read", remedy="is something else writing it?")
+    raise RetryLater(f"{path} changes while it is read", remedy="stop whatever writes it")
 
 
 def open_regular(path: Path, *, follow_links: bool = False) -> int:
@@ -218,7 +218,7 @@ def open_regular(path: Path, *, follow_links: bool = False) -> int:
 
 
 def _irregular(path: Path) -> DamagedFile:
-    return DamagedFile(f"{path} is not a regular file", remedy="links and special files are refused here")
+    return DamagedFile(f"{path} is not a regular file", remedy="replace it with a regular file")
 
 
 def _read_once(path: Path, limit: int, follow_links: bool) -> bytes | None:
@@ -230,8 +230,8 @@ def _read_once(path: Path, limit: int, follow_links: bool) -> bytes | None:
             data += block
         if len(data) > limit:
             raise DamagedFile(
-                f"{path} is larger than the {limit} bytes that such a file may have",
-                remedy="find out what wrote it; restore it or take it away",
+                f"{path} exceeds the {limit}-byte limit",
+                remedy="restore or remove it",
             )
         return bytes(data) if len(data) == os.fstat(fd).st_size else None
     finally:

@@ -37,8 +37,7 @@ _Spot = tuple[int, int, int]
 
 
 class Place(NamedTuple):
-    """Where a tensor's bytes lie. `file` lies in the checkpoint directory, and may be a link there if links
-    were followed."""
+    """A tensor's bytes in a file of the checkpoint directory, which may be a link if links are followed."""
 
     file: Path
     offset: int
@@ -107,12 +106,12 @@ def file_identity(path: Path) -> FileIdentity:
 
 
 def open_checkpoint(directory: Path, *, follow_links: bool) -> Checkpoint:
-    """Reads the index and all headers, no weights. Raises FileNotFoundError when there is no such directory,
-    Refused when it is no checkpoint, DamagedFile with the file's name when something in it is wrong."""
+    """Reads the index and all headers, no weights. Raises FileNotFoundError for a missing directory, Refused
+    when it is not a checkpoint, DamagedFile with the file's name when something in it is wrong."""
     try:
         names = _regular_files(directory, follow_links)
     except NotADirectoryError as error:
-        raise Refused(f"{directory} is no directory", remedy="give a checkpoint directory") from error
+        raise Refused(f"{directory} is not a directory", remedy="give a checkpoint directory") from error
     try:
         return _opened(directory, names, follow_links)
     except DamagedFile as error:
@@ -150,7 +149,7 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool) -> Checkp
 
 
 def _refuse_adapter(directory: Path, names: Sequence[str]) -> None:
-    """Of peft, as it saves them; some bases hold one beside their own weights."""
+    """Of peft, as it saves them; some bases hold one next to their own weights."""
     found = [name for name in names if name.startswith("adapter_model.") or name == "adapter_config.json"]
     if found and _SINGLE not in names and _INDEX not in names:
         raise adapter_refused(_IS_ADAPTER.format(directory, found[0]))
@@ -265,8 +264,8 @@ def _single(directory: Path, names: Sequence[str]) -> str:
     if not found:
         raise no_checkpoint(directory, names)
     raise Refused(
-        f"{directory} is no checkpoint: {len(found)} safetensors files and no {_INDEX}",
-        remedy="is the save complete? the index is written last",
+        f"{directory} is not a checkpoint: {len(found)} safetensors files but no {_INDEX}",
+        remedy="wait for the save to end (the index is written last), or save it again",
     )
 
 
@@ -288,7 +287,7 @@ def _check_present(
     if _SINGLE in surplus or (surplus and not follow_links):
         raise DamagedFile(
             f"{directory / surplus[0]} is not named by {_INDEX}",
-            remedy="left over from another checkpoint? remove it or the index",
+            remedy="remove it or the index: one of them is left over from another checkpoint",
         )
     return [f"{_INDEX}: does not name {name}, which engines ignore" for name in surplus]
 
@@ -321,7 +320,7 @@ def _check_doubles(directory: Path, headers: Mapping[str, Header]) -> None:
             if other != shard:
                 raise DamagedFile(
                     f"{directory / other} and {shard} both hold {name!r}",
-                    remedy="remove it from one of them: which one an engine loads is not defined",
+                    remedy="remove it from one of them: engines may load either",
                 )
 
 
@@ -367,7 +366,7 @@ def no_checkpoint(directory: Path, names: Collection[str]) -> Refused:
     if below is not None:
         return Refused(f"{directory} has no safetensors, but {below} has", remedy=f"give {below}")
     return Refused(
-        f"{directory} is no checkpoint: no safetensors file", remedy="is it complete, and the right one?"
+        f"{directory} is not a checkpoint: it has no safetensors file", remedy="check the path and the save"
     )
 
 

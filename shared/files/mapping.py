@@ -1,4 +1,4 @@
-"""Mapping files that belong to somebody else without fear of SIGBUS.
+"""Mapping files that another process may write, without SIGBUS.
 
 Touching a page behind the end of a truncated file kills the process. A Linux read lease excludes that: while
 we hold it, nobody else can open the file for writing or truncate it; who tries waits until the lease is given
@@ -114,7 +114,8 @@ class LeasedFile:
                 got = os.preadv(self._fd, [view], offset)
             if not got:
                 raise RetryLater(
-                    f"{self.path} was cut short while it was read", remedy="is something writing it?"
+                    f"{self.path} was cut short while it was read",
+                    remedy="stop whatever writes it, and retry",
                 )
             view, offset = view[got:], offset + got
         return data
@@ -146,7 +147,7 @@ def begin_write_back(fd: int, offset: int, nbytes: int) -> None:
 
 def populate(mapped: NDArray[Any]) -> None:
     """Makes the pages under a view of a writable mapping present at once. On tmpfs a fault per 4 KiB page
-    costs more than decoding and patching what lies in it. Pages become dirty: not for files that are written
+    costs more than decoding and patching its words. Pages become dirty: not for files that are written
     back. Without the GIL, so that threads do it side by side."""
     if mapped.nbytes >= _LEAST:
         address = mapped.ctypes.data
@@ -181,7 +182,7 @@ _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int6
 
 def unshare_blocks(fd: int, size: int) -> None:
     """Gives the file blocks of its own (fallocate(2), FALLOC_FL_UNSHARE_RANGE; XFS). Where a file system
-    cannot do that nothing happens. Raises OSError when there is no room."""
+    cannot do that nothing happens. Raises OSError when the disk is full."""
     while size and _fallocate(fd, _UNSHARE_RANGE, 0, size) != 0:
         code = ctypes.get_errno()
         if code == errno.EINTR:

@@ -19,7 +19,7 @@ def file_name(name: str) -> str:
     if name in ("", ".", "..") or "/" in name or not is_plain(name) or len(name.encode()) > 255:
         raise DamagedFile(
             f"{name[:80]!r} is not a plain file name",
-            remedy="the file that contains it is damaged or hostile; nothing was read through it",
+            remedy="restore the file that contains it: it is damaged or hostile; nothing was read",
         )
     return name
 
@@ -31,7 +31,7 @@ def relative_name(name: str) -> str:
     if len(parts) > _DEPTH or any(part.startswith(".") for part in parts):
         raise DamagedFile(
             f"{name[:80]!r} is not a file name within a checkpoint directory",
-            remedy="the file that contains it is damaged or hostile; nothing was read through it",
+            remedy="restore the file that contains it: it is damaged or hostile; nothing was read",
         )
     return "/".join(map(file_name, parts))
 
@@ -65,8 +65,7 @@ def printable(text: str) -> str:
 
 
 def is_within(path: Path, directory: Path) -> bool:
-    """Whether `path` is that directory or lies somewhere in it, links followed, under whatever name it is
-    mounted."""
+    """Whether `path` is that directory or inside it; links are followed, also across mounts."""
     inner, outer = Path(os.path.realpath(path)), Path(os.path.realpath(directory))
     return inner.is_relative_to(outer) or any(_is_one(above, outer) for above in (inner, *inner.parents))
 
@@ -85,7 +84,7 @@ def _is_one(path: Path, other: Path) -> bool:
 
 
 def require_no_overlap(one: str, path: Path, other: str, another: Path) -> None:
-    """Raises Refused where one of two directories is the other or lies in it. `one`, `other`: what they are,
+    """Raises Refused where one of two directories is the other or inside it. `one`, `other`: what they are,
     for the message."""
     if not is_within(path, another):
         one, path, other, another = other, another, one, path
@@ -95,15 +94,15 @@ def require_no_overlap(one: str, path: Path, other: str, another: Path) -> None:
 
 def _overlap(one: str, path: Path, other: str, another: Path, same: bool) -> Refused:
     return Refused(
-        f"{one} {path} {'is' if same else 'lies inside'} {other} {another}",
+        f"{one} {path} {'is' if same else 'is inside'} {other} {another}",
         remedy="give each a directory of its own",
     )
 
 
 def require_places(channel: Path, local: Path) -> None:
-    """Raises Refused where a run's local checkpoint is no directory, or one of the two is the other or lies
-    in it, by their names: a channel whose mount hangs or fails is not touched. Before anything is made there
-    it is looked at with `require_no_overlap`."""
+    """Raises Refused where a run's local checkpoint is not a directory, or one of the two is the other or
+    inside it, by their names: a channel whose mount hangs or fails is not touched. Call
+    `require_no_overlap` before anything is made there."""
     require_directory("--local", local)
     here, there = Path(os.path.abspath(local)), Path(os.path.abspath(channel))
     if here.is_relative_to(there):
@@ -115,7 +114,7 @@ def require_places(channel: Path, local: Path) -> None:
 def require_directory(what: str, path: Path) -> None:
     """Raises Refused for something else that is there. `what`: for the message, with the option."""
     if exists(path) and not is_directory(path):
-        raise Refused(f"{what} {path} is no directory", remedy="give another path, or move what lies there")
+        raise Refused(f"{what} {path} is not a directory", remedy="give another path, or move that file away")
 
 
 _MISSING = frozenset({ENOENT, ENOTDIR, EBADF, ELOOP})
@@ -151,7 +150,7 @@ def is_link(path: Path) -> bool:
 
 
 def matching(directory: Path, pattern: str) -> list[Path]:
-    """Entries whose names match a shell's `pattern`, sorted; none where there is no directory."""
+    """Entries whose names match a shell's `pattern`, sorted; none for a missing directory."""
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):

@@ -2,7 +2,7 @@
 
 A probe raises Unfit for behaviour that differs, OSError for what is refused; some return seconds. All of it
 is seen from this machine alone: that two machines exclude each other cannot be tried here. Nothing here meets
-a failpoint: a probe is no step of what follows it.
+a failpoint: a probe is not part of an update.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weightcast.shared.files.system import taken_bytes
 
 _SCRATCH = f"{TEMPORARY_PREFIX}doctor-"
 _LEFT_SECONDS = 600.0
-"""after which a scratch directory is one that a killed process left"""
+"""after which a scratch directory counts as left by a killed process"""
 _SIZE = 1 << 20
 SEEN_SECONDS = 3.0
 LOOK_EVERY = 0.01
@@ -164,9 +164,9 @@ def rename(room: Path) -> float:
         sync_directory_alone(room)
         seconds = time.monotonic() - began
         if reader.read() not in (b"old", b"new"):
-            raise Unfit("a file that is replaced changes for who has it open")
+            raise Unfit("an open file changes when its name is replaced")
     if path.read_bytes() != b"new" or os.listdir(room) != ["latest"]:
-        raise Unfit("what a rename replaced is still there")
+        raise Unfit("a renamed file is still there under its old name")
     return seconds
 
 
@@ -208,10 +208,10 @@ def exclusive(room: Path) -> float:
         raise Unfit("a link replaced a file")
     with suppress(FileExistsError):
         os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
-        raise Unfit("a file was made although it was there")
+        raise Unfit("exclusive create replaced an existing file")
     own.unlink()
     if claim.read_bytes() != b"first":
-        raise Unfit("a refused file changed the one that was there")
+        raise Unfit("a refused create changed the existing file")
     return 0.0
 
 
@@ -221,7 +221,7 @@ def lock(room: Path) -> float:
     with path.open("rb+") as one, path.open("rb+") as two, named(path, "flock"):
         fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _locks(two.fileno(), fcntl.LOCK_SH):
-            raise Unfit("a lock is given to two at once")
+            raise Unfit("two holders get an exclusive lock")
         fcntl.flock(one, fcntl.LOCK_UN)
         fcntl.flock(one, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if not _locks(two.fileno(), fcntl.LOCK_SH):
@@ -264,7 +264,9 @@ def allocate(room: Path) -> float:
         os.posix_fallocate(file.fileno(), 0, _SIZE)
         # small files lie in their inodes, compressed ones in fewer blocks
         if taken_bytes(os.fstat(file.fileno())) < _SIZE:
-            raise Unfit("space that was allocated is not taken: a full disk kills who writes to a mapping")
+            raise Unfit(
+                "allocated space is not reserved: on a full disk a store to a mapping kills the process"
+            )
     return 0.0
 
 
@@ -272,7 +274,7 @@ def visible(room: Path) -> float:
     """Seconds until a new file is there under the name that was looked for before."""
     path, data = room / "late", secrets.token_bytes(4096)
     if exists(path):
-        raise Unfit("a file is there that nobody made")
+        raise Unfit("a file exists that was never created")
     path.write_bytes(data)
     began = time.monotonic()
     while not _shown(path, data):

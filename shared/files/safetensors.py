@@ -67,7 +67,7 @@ def tensor_spec(entry: Entry) -> TensorSpec:
 
 
 def read_header(file: int | Path) -> Header:
-    """Reads the header alone, from a descriptor or from a path that is no link. Raises FileNotFoundError
+    """Reads the header alone, from a descriptor or from a path that is not a link. Raises FileNotFoundError
     and DamagedFile."""
     if isinstance(file, int):
         return _read(file, f"descriptor {file}")

@@ -1,4 +1,4 @@
-"""Files of a checkpoint directory beside its weights: which of them a host gets, and which are left behind.
+"""Side files of a checkpoint directory: which of them a host gets, and which are left behind.
 
 A host gets every regular file, subdirectories included, except other formats of the same weights, the
 trainer's own state, and hidden files.
@@ -57,7 +57,7 @@ class SideFiles:
 
 
 def side_files(checkpoint: Checkpoint) -> SideFiles:
-    """Everything beside the weights and their index. Raises DamagedFile for a link where links are refused
+    """Everything but the weights and their index. Raises DamagedFile for a link where links are refused
     or that leads nowhere, Refused for more files than a model has."""
     index = () if checkpoint.index_file is None else (checkpoint.index_file,)
     own = {path.name for path in (*checkpoint.weight_files, *index)}
@@ -75,14 +75,14 @@ def side_files(checkpoint: Checkpoint) -> SideFiles:
             left.append(printable(name))
         if len(files) + len(left) > _MOST_FILES:
             raise Refused(
-                f"{checkpoint.directory} holds more than {_MOST_FILES} files beside the weights",
-                remedy="give a directory that holds this checkpoint alone",
+                f"{checkpoint.directory} has more than {_MOST_FILES} side files",
+                remedy="give a directory that contains this checkpoint alone",
             )
     return SideFiles(files, tuple(left))
 
 
 def check_pointers(checkpoint: Checkpoint) -> None:
-    """Raises DamagedFile where a file beside the weights is a Git LFS pointer: a tokenizer, mostly; and where
+    """Raises DamagedFile where a side file is a Git LFS pointer: a tokenizer, mostly; and where
     a JSON file that engines read is a page, as gated repositories answer."""
     for name, path in side_files(checkpoint).files.items():
         if _FOR_PEOPLE.search(name):

@@ -32,7 +32,7 @@ def parse_object(
     """The JSON object in `data`. Raises DamagedFile, with `what` naming the file, for anything else, for
     duplicate keys at any depth, NaN and infinities, strings that are not Unicode text, and more than
     `MOST_DEPTH` values in each other; before anything is built of it for more than `MOST_VALUES` values.
-    `twice`: takes up the keys of duplicates, of which the last one counts, instead of an error; `constant`:
+    `twice`: collects duplicate keys, whose last value counts, instead of an error; `constant`:
     makes a value of NaN and infinities."""
     if _most_values(data) > MOST_VALUES:
         raise DamagedFile(f"{what}: more than {MOST_VALUES} values")
@@ -83,7 +83,7 @@ def write_object(value: Mapping[str, object]) -> bytes:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     members = dict(pairs)
     if len(members) != len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("duplicate key in an object")
     return members
 
 

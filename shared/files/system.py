@@ -1,4 +1,4 @@
-"""Small files in which the system tells of itself."""
+"""Facts of the system: boot, mounts, space, limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MACHINE_ID = Path("/etc/machine-id")
 
 
 def system_text(path: Path) -> str:
-    """Empty where the system does not tell."""
+    """Empty where the file is unreadable."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -41,14 +41,14 @@ class Mount:
 
 
 def file_system(device: int) -> str:
-    """The kernel's name for `st_dev`; empty where it cannot be told."""
+    """The kernel's name for `st_dev`; empty where unknown."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     return next((mount.kind for mount in _mounts() if mount.device == wanted), "")
 
 
 def mount_of(path: Path) -> Mount | None:
-    """Where `path`, which exists, is mounted; None where it cannot be told. Of mounts at one place the last
-    one hides the others. Raises OSError."""
+    """Where `path`, which exists, is mounted; None where unknown. The last of several mounts at one
+    path hides the others. Raises OSError."""
     place = path.resolve(strict=True)
     over = [mount for mount in _mounts() if place.is_relative_to(mount.point)]
     deepest = max((len(mount.point.parts) for mount in over), default=0)
@@ -71,7 +71,7 @@ def _mounts() -> Iterator[Mount]:
 
 
 def _plain(field: str) -> str:
-    """Blanks and backslashes stand as octal numbers."""
+    """Blanks and backslashes are written as octal numbers."""
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
 
 

@@ -22,8 +22,8 @@ from weightcast.shared.channel.channel import NoChannel, require_named
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import report_key
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter
-from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.checkpoint.state.state import Phase
+from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.verify.scrub import Scrub
 from weightcast.shared.daemon.http import make_app
 from weightcast.shared.daemon.logs import get_log, setup_logs

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from weightcast.shared.checkpoint.state.access import Readers
+from weightcast.shared.checkpoint.local_checkpoint import Readers
 from weightcast.shared.daemon.settings import (
     SUBSCRIBER_PORT,
     ServiceSettings,

@@ -11,7 +11,7 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import read_state
-from weightcast.shared.checkpoint.update.prepare import PreRead
+from weightcast.shared.checkpoint.update.fetch import PreRead
 from weightcast.shared.daemon.hooks import run_hook
 from weightcast.shared.daemon.threads import working_threads
 from weightcast.subscriber.daemon.settings import SubscriberSettings

@@ -18,8 +18,7 @@ from typing import Literal, Protocol
 
 from weightcast.shared.base.errors import EngineFailed, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
-from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
-from weightcast.shared.checkpoint.state.access import Readers, let_read_patches
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers, grant_read_patches
 from weightcast.shared.checkpoint.state.state import EngineState, Mark, Position, Step
 from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches, write_engine_patch
 from weightcast.shared.files.disk_errors import disk_text
@@ -383,7 +382,7 @@ def write_patch(
         drop_engine_patches(local.paths)
         made = write_engine_patch(local, steps, base_version)
         if readers is not None:
-            let_read_patches(local, readers)
+            grant_read_patches(local, readers)
     except WeightcastError as error:
         return Offer(None, "patch", error.message)
     except OSError as error:

@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from weightcast.shared.base.errors import EngineFailed, NeedsReseed, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
-from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
-from weightcast.shared.checkpoint.state.access import Readers
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers
 from weightcast.shared.checkpoint.state.state import EngineState, LocalState, Mark, Phase, Step
 from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
 from weightcast.shared.daemon.backoff import Backoff

@@ -150,7 +150,7 @@ class Apply:
         finally:
             self._divide(route, leg, self._log.view.bytes_read - before)
         self._log.end_phase()
-        last, _ = route.delta(leg[-1])
+        last = route.delta(leg[-1]).index
         self._log.append(Changed(staged.changes, last.step if isinstance(last, Index) else None))
         return staged
 
@@ -173,7 +173,7 @@ class Apply:
         """Among single steps and deltas from older versions, by the sizes that their indexes state."""
         if not nbytes:
             return
-        sizes = {version: _size(route.delta(version)[0]) for version in leg}
+        sizes = {version: _size(route.delta(version).index) for version in leg}
         older = sum(size for version, size in sizes.items() if route.leads_from(version) != version - 1)
         skipped = nbytes * older // max(1, sum(sizes.values()))
         self._log.append(ReadFor("skip", skipped, fetched=True))

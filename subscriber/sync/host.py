@@ -9,13 +9,11 @@ from pathlib import Path
 
 from weightcast.shared.base.errors import RetryLater, Stopped, WeightcastError
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
-from weightcast.shared.checkpoint.state.access import Readers
 from weightcast.shared.checkpoint.state.side_files import UNLISTED
 from weightcast.shared.checkpoint.state.state import LocalState, Mark, Phase, Position, write_state
-from weightcast.shared.checkpoint.update.fetch import Awaited
-from weightcast.shared.checkpoint.update.prepare import PreRead
+from weightcast.shared.checkpoint.update.fetch import Awaited, PreRead
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.side_files import left_text
 from weightcast.subscriber.engines.reload import Engines
@@ -282,24 +280,24 @@ class StepHost:
     def tell_files(self) -> None:
         """Which files of the base are not here, by intent or not."""
         updater = self.updater
-        if updater.changed_configs:
-            updater.changed_configs.clear()
+        if updater.side_files.changed:
+            updater.side_files.changed.clear()
             self._read_before = {
                 engine.spec.name: self.engines.facts(engine.spec.name).process
                 for engine in self.engines.engines
                 if engine.spec.kind != "webhook"
             }
-        missing = left_text(updater.missing)
-        if updater.missing:
+        missing = left_text(updater.side_files.missing)
+        if updater.side_files.missing:
             self.degrade(f"files of the base are missing; sync once with --base: {missing}")
-        base_files = UNLISTED if updater.lists_too_few else ""
+        base_files = UNLISTED if updater.side_files.lists_too_few else ""
         position, before = self.position, self._read_before
         files = FilesView(
-            left_behind=updater.left_behind,
-            base_notes=updater.base_notes,
-            carried=self.view.files.carried if position is None else updater.carried.names(position),
+            left_behind=updater.side_files.left_behind,
+            base_notes=updater.side_files.base_notes,
+            carried=self.view.files.carried if position is None else updater.side_files.names(position),
             to_restart=tuple(name for name in before if self.engines.facts(name).process == before[name]),
-            base_files=f"missing: {missing}" if updater.missing else base_files,
+            base_files=f"missing: {missing}" if updater.side_files.missing else base_files,
         )
         self.log.append(FilesSeen(files))
 

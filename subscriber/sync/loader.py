@@ -5,7 +5,7 @@ from __future__ import annotations
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.checkpoint.state.access import let_read
+from weightcast.shared.checkpoint.local_checkpoint import grant_read
 from weightcast.shared.checkpoint.state.state import read_state
 from weightcast.shared.checkpoint.update.patch import prove
 from weightcast.shared.checkpoint.verify.hashing import Damaged
@@ -65,11 +65,11 @@ class Loader:
             self._updater.rehash(self._host.advance)
             self.reads_all = False
         self._log.append(Usable(self._updater.local is not None))
-        self.let_read()
+        self.grant_read()
 
-    def let_read(self) -> None:
+    def grant_read(self) -> None:
         if self._updater.local is not None and self._host.options.readable_by is not None:
-            let_read(self._updater.local, self._host.options.readable_by)
+            grant_read(self._updater.local, self._host.options.readable_by)
 
     def _repair(self, channel: Channel) -> None:
         """Seeding is left for what cannot be repaired."""
@@ -134,7 +134,7 @@ class Prover:
     def _prove(self, seconds: float, advance: Advance | None) -> None:
         try:
             with self._host.log.timed("verify"):
-                prove(self._host.local(), seconds, threads=self._host.options.threads, advance=advance)
+                prove(self._host.local(), seconds, advance=advance)
         except Damaged as found:
             proof = self._known.but(
                 faults=self._known.faults + len(found.tensors),

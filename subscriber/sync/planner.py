@@ -78,7 +78,7 @@ class Planner:
         before = local.state.position.version
         with local.patching(wait=self._host.wait):
             self._updater.relabel(route, plan)
-            if not self._updater.changed_configs:  # else they are reloaded, as some read these then
+            if not self._updater.side_files.changed:  # else they are reloaded, as some read these then
                 self._engines.relabel(local, before)
         self._host.moved("relabel", before, 1)
         if plan.then.legs:
@@ -93,7 +93,7 @@ class Planner:
         with self._log.timed("seed"):
             self._updater.seed(channel, route, plan, self._host.advance)
         self._log.append(Usable(True))
-        self._loader.let_read()
+        self._loader.grant_read()
         nbytes = self._host.local().table.nbytes
         self._log.append(Seeded(nbytes))
         if plan.version:

@@ -21,7 +21,7 @@ def test_a_host_holds_the_quantised_policy(tmp_path: Path, how: str) -> None:
     channel = tmp_path / f"channel-{how}"
     updater = LocalUpdater(channel, tmp_path / "host", tmp_path / f"base-{how}")
     try:
-        updater.update_to_latest(Channel.open(channel))
+        updater.update_to(Channel.open(channel))
         assert updater.local is not None and updater.local.state.position.version == 2
     finally:
         updater.close()

@@ -133,7 +133,7 @@ def test_weightcast_follows_the_channel_bit_for_bit(site: Site) -> None:
     for _ in range(2):
         site.publisher.publish(site.step(*MOVED))
     updater = LocalUpdater(site.channel, site.root / "ours", site.root / "base")
-    updater.update_to_latest(Channel.open(site.channel))
+    updater.update_to(Channel.open(site.channel))
     updater.close()
     assert read_checkpoint(site.root / "ours") == site.bytes()
 

@@ -17,7 +17,7 @@ from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
-from weightcast.shared.checkpoint.update.engine_patch import directory_of, write_engine_patch
+from weightcast.shared.checkpoint.update.engine_patch import write_engine_patch
 from weightcast.shared.checkpoint.update.plan import Seed
 from weightcast.shared.checkpoint.update.stage import Staged
 
@@ -53,7 +53,7 @@ def staged(updater: LocalUpdater) -> tuple[LocalCheckpoint, Staged]:
 def test_the_golden_patch_is_what_the_subscriber_writes(host: LocalUpdater) -> None:
     local, version = staged(host)
     patch = write_engine_patch(local, [version.step], 5)
-    data = (directory_of(local.paths) / patch.name).read_bytes()
+    data = (local.paths.engine / patch.name).read_bytes()
     end = 16 + int.from_bytes(data[8:16], "little")
     header, payload = json.loads(data[16:end]), data[-(-end // 64) * 64 : -32]
     golden, _ = header_and_payload(*models(), 7, step=2)
@@ -65,7 +65,7 @@ def test_the_golden_patch_is_what_the_subscriber_writes(host: LocalUpdater) -> N
 def test_the_engine_reads_it(host: LocalUpdater) -> None:
     local, version = staged(host)
     written = write_engine_patch(local, [version.step], 5)
-    patch = read_patch(directory_of(local.paths), written.name)
+    patch = read_patch(local.paths.engine, written.name)
     assert (patch.base.version, patch.base.root) == (5, version.step.base.root)
     assert (patch.target.version, patch.target.root) == (1, version.step.target.root)
     assert (patch.count, patch.nbytes) == (written.changes, written.nbytes)

@@ -171,7 +171,7 @@ def test_a_channel_under_two_names_is_one(fleet: Fleet) -> None:
     for channel, local in ((fleet.run.channel, fleet.channel), (fleet.channel, fleet.run.channel)):
         places = ("--channel", channel, "--local", local / "host", "--base", fleet.run.base_dir)
         code, told = fleet.place.verb("sync", *places)
-        assert code == 3 and f"--local {local / 'host'} lies inside --channel {channel}" in told
+        assert code == 3 and f"--local {local / 'host'} is inside --channel {channel}" in told
     assert sorted(path.name for path in fleet.run.channel.iterdir()) == before
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from weightcast.shared.base.errors import DamagedFile, Refused
-from weightcast.shared.checkpoint.local_updater import open_base
+from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.files.hf_checkpoint import identities, open_checkpoint
 from weightcast.shared.files.side_files import side_files
 
@@ -234,14 +234,14 @@ def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
         open_checkpoint(tmp_path, follow_links=False)
     sharded(tmp_path)
     (tmp_path / INDEX).unlink()
-    with pytest.raises(Refused, match=f"2 safetensors files and no {INDEX}"):
+    with pytest.raises(Refused, match=f"2 safetensors files but no {INDEX}"):
         open_checkpoint(tmp_path, follow_links=False)
     (tmp_path / SHARDS[0]).unlink()
-    with pytest.raises(Refused, match="no checkpoint"):
+    with pytest.raises(Refused, match="not a checkpoint"):
         open_checkpoint(tmp_path, follow_links=False)
     with pytest.raises(FileNotFoundError):
         open_checkpoint(tmp_path / "absent", follow_links=False)
-    with pytest.raises(Refused, match="is no directory"):
+    with pytest.raises(Refused, match="is not a directory"):
         open_checkpoint(tmp_path / SHARDS[1], follow_links=False)
 
 

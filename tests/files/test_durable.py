@@ -104,7 +104,7 @@ def test_read_file_reads_all_of_it(tmp_path: Path, size: int) -> None:
 
 def test_read_file_refuses_more_than_the_limit(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abcd")
-    with pytest.raises(DamagedFile, match="larger than the 3 bytes"):
+    with pytest.raises(DamagedFile, match="exceeds the 3-byte"):
         durable.read_file(tmp_path / "f", 3)
 
 

@@ -115,7 +115,7 @@ def test_what_is_no_file_and_odd_names_are_listed(tmp_path: Path) -> None:
 def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_MOST_FILES", 3)
     make(tmp_path, "a/1", "a/2", "a/3", "a/4")
-    with pytest.raises(Refused, match="more than 3 files"):
+    with pytest.raises(Refused, match="more than 3 side files"):
         found(tmp_path)
 
 

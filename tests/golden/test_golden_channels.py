@@ -54,7 +54,7 @@ def bring(channel: Address, local: Path, base: Path | None = BASE) -> str:
         channel, local, base, UpdaterOptions(visible_seconds=2.0 if isinstance(channel, FaultyStore) else 0.2)
     )
     try:
-        updater.update_to_latest(Channel.open(channel))
+        updater.update_to(Channel.open(channel))
         assert updater.local is not None
         report = full_hash(updater.local)
         assert report.intact
@@ -207,9 +207,9 @@ def test_drift_under_a_foreign_channel_is_found_where_it_is_touched(tmp_path: Pa
         UpdaterOptions(visible_seconds=2.0 if isinstance(channel, FaultyStore) else 0.2),
     )
     with pytest.raises(NeedsReseed):
-        updater.update_to_latest(Channel.open(channel))
+        updater.update_to(Channel.open(channel))
     updater.release()
-    updater.update_to_latest(Channel.open(channel))
+    updater.update_to(Channel.open(channel))
     updater.close()
     assert read_checkpoint(tmp_path / "local") == new
 

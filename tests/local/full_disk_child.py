@@ -19,7 +19,7 @@ from core_cases import snapshot
 from weightcast.shared.base import failpoints
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.checkpoint import updater
+from weightcast.shared.checkpoint import local_updater
 from weightcast.shared.checkpoint.update.plan import Seed
 
 what, channel_dir, base, mount = sys.argv[1], *map(Path, sys.argv[2:5])
@@ -27,7 +27,9 @@ size, free = int(sys.argv[5]), int(sys.argv[6])
 moment = sys.argv[7]
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(mount)], check=True)
 local = mount / "local"
-updater = updater.LocalUpdater(channel_dir, local, base, updater.UpdaterOptions(visible_seconds=0.2))
+updater = local_updater.LocalUpdater(
+    channel_dir, local, base, local_updater.UpdaterOptions(visible_seconds=0.2)
+)
 channel = Channel.open(channel_dir)
 updater.load(channel)
 if what != "seed":
@@ -69,7 +71,7 @@ try:
         updater.repair(channel)
         outcome = updater.trouble
     else:
-        updater.update_to_latest(channel)
+        updater.update_to(channel)
         outcome = "no error"
 except RetryLater as error:
     outcome = str(error)
@@ -79,7 +81,7 @@ failpoints.watch(None)
 if what == "repair":
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 filler.unlink(missing_ok=True)
-updater.update_to_latest(channel)
+updater.update_to(channel)
 assert updater.local is not None
 print(json.dumps([outcome, same, updater.local.state.position.version]))
 updater.close()

@@ -117,7 +117,7 @@ def staged(updater: LocalUpdater, version: int) -> Staged:
 
 
 def catch_up(updater: LocalUpdater) -> None:
-    updater.update_to_latest(Channel.open(updater.channel_dir))
+    updater.update_to(Channel.open(updater.channel_dir))
 
 
 def patch_keeping_undo(updater: LocalUpdater, version: int) -> None:

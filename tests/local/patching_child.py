@@ -16,7 +16,7 @@ updater = LocalUpdater(channel_dir, local, base)
 channel = Channel.open(channel_dir)
 if way == "seed":
     print("ready", flush=True)
-    updater.update_to_latest(channel)
+    updater.update_to(channel)
     sys.exit()
 updater.load(channel)
 if way == "repair":

@@ -150,7 +150,7 @@ def test_lanes_that_are_not_the_root_s_are_a_lost_state(run: Run, capsys: pytest
     (fault,) = json.loads(capsys.readouterr().out)["faults"]
     assert fault["file"] == ".weightcast/state.json" and "sync --rehash" in fault["meaning"]
     with following(run, host(run)) as updater:
-        with pytest.raises(DamagedFile, match="lanes of version 2 are not those of the version's root"):
+        with pytest.raises(DamagedFile, match="lanes of version 2 do not give the version's root"):
             catch_up(updater)
         assert (phase_of(host(run)), state_of(host(run))["generation"]) == ("clean", before["generation"])
         assert adopt(updater) and not adopt(updater)

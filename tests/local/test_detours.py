@@ -170,7 +170,7 @@ def test_an_anchor_whose_index_contradicts_itself(run: Run, tmp_path: Path) -> N
     no_base = LocalUpdater(run.channel, tmp_path / "lost", None, UpdaterOptions(visible_seconds=0.2))
     for _ in range(2):
         with pytest.raises(DamagedFile) as told:
-            no_base.update_to_latest(Channel.open(run.channel))
+            no_base.update_to(Channel.open(run.channel))
         assert str(index) in told.value.message and "channel repair" in told.value.remedy
     no_base.close()
     assert not (tmp_path / "lost/.weightcast/state.json").exists()
@@ -181,7 +181,7 @@ def test_an_anchor_with_other_bytes_is_not_the_operators_mistake(run: Run, tmp_p
     flipped(shard(run, ANCHOR))
     updater = LocalUpdater(run.channel, tmp_path / "lost", None, UpdaterOptions(visible_seconds=0.2))
     with pytest.raises(DamagedFile, match="1 tensor with other bytes") as told:
-        updater.update_to_latest(Channel.open(run.channel))
+        updater.update_to(Channel.open(run.channel))
     updater.close()
     assert str(run.channel / ANCHOR) in told.value.message and "channel repair" in told.value.remedy
 
@@ -198,7 +198,7 @@ def test_an_anchor_whose_files_are_not_those_listed(
     index.write_text(json.dumps(facts))
     updater = LocalUpdater(run.channel, tmp_path / "lost", None, UpdaterOptions(visible_seconds=0.2))
     with pytest.raises(DamagedFile, match="index lists") as told:
-        updater.update_to_latest(Channel.open(run.channel))
+        updater.update_to(Channel.open(run.channel))
     updater.close()
     assert str(shard(run, ANCHOR)) in told.value.message and "channel repair" in told.value.remedy
 
@@ -248,7 +248,7 @@ def test_a_refused_hook_is_no_damage(run: Run, tmp_path: Path) -> None:
     options = UpdaterOptions(visible_seconds=0.2, pre_read=no)
     updater = LocalUpdater(run.channel, tmp_path / "host", None, options)
     with pytest.raises(Refused, match="hook"):
-        updater.update_to_latest(Channel.open(run.channel))
+        updater.update_to(Channel.open(run.channel))
     assert updater.damaged_sources.damaged == {}
     updater.close()
 

@@ -119,7 +119,7 @@ def test_a_patch_that_would_be_as_large_as_the_model(
     monkeypatch.setattr(engine_patch, "MOST_SHARE", 0.001)
     with following(run, tmp_path / "host") as updater:
         step_to(updater, 0)
-        with pytest.raises(NoPatch, match="no gain"):
+        with pytest.raises(NoPatch, match="not faster"):
             write_engine_patch(opened(updater), [staged(updater, 1).step], 0)
         assert not (tmp_path / "host/.weightcast/engine").exists()
 

@@ -149,7 +149,7 @@ def test_an_index_too_large_to_be_read(run: Run, tmp_path: Path) -> None:
     os.truncate(newest(run), (128 << 20) + 1)
     with (
         following(run, tmp_path / "local") as updater,
-        pytest.raises(DamagedFile, match="larger than") as told,
+        pytest.raises(DamagedFile, match="exceeds the") as told,
     ):
         catch_up(updater)
     assert str(newest(run)) in told.value.message and told.value.remedy

@@ -113,7 +113,7 @@ ROWS: list[tuple[str, PlanFacts, Plan]] = [
         Seed(
             0,
             Patch(((1, 2, 3),), 30),
-            "version 3 continues another version 2 than the one that lies here",
+            "version 3 continues another version 2 than the local one",
         ),
     ),
     (
@@ -122,7 +122,7 @@ ROWS: list[tuple[str, PlanFacts, Plan]] = [
         Seed(
             0,
             Patch(((1, 2, 3),), 30),
-            "version 3 of the channel is not the one that lies here",
+            "version 3 of the channel differs from the local version 3",
         ),
     ),
     (

@@ -164,7 +164,7 @@ def test_a_failed_fetch_ahead_is_told_by_the_step_that_needs_it(run: Run, tmp_pa
     try:
         step_to(updater, 1)
         updater.fetch_ahead(1)
-        with pytest.raises(RetryLater, match="is not there"):
+        with pytest.raises(RetryLater, match="is missing"):
             step_to(updater, 2)
         assert state_of(tmp_path / "local")["position"]["version"] == 1
         assert list(updater.paths.spool.iterdir()) == []

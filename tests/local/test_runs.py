@@ -123,5 +123,5 @@ def test_versions_arrive_where_one_tensor_is_not_given(tmp_path: Path) -> None:
             run.models.append(new | {"t7": run.models[0]["t7"]})
             publisher.publish_checkpoint(write_checkpoint(run.root / f"new-{version}", new, aligned=True))
     with following(run, tmp_path / "host") as updater:
-        updater.update_to_latest(Channel.open(run.channel))
+        updater.update_to(Channel.open(run.channel))
         assert read_checkpoint(updater.paths.directory) == bytes_of(run.latest)

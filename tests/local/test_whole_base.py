@@ -87,7 +87,7 @@ def seeded_by_an_older_release(run: Run, local: Path) -> None:
 def test_a_host_seeded_from_the_base_has_all_files(run: Run, local: Path) -> None:
     with following(run, local) as updater:
         catch_up(updater)
-        assert (updater.missing, updater.left_behind) == ((), LEFT)
+        assert (updater.side_files.missing, updater.side_files.left_behind) == ((), LEFT)
     assert there(local) == SIDE
     assert not (local / LEFT[0]).exists()
     assert inspect(local).faults == ()
@@ -151,7 +151,7 @@ def test_a_link_in_the_place_of_a_subdirectory_is_not_written_through(
     (local / "speech/tokenizer").symlink_to(elsewhere)
     with following(run, local) as updater:
         catch_up(updater)
-        assert updater.missing == ("speech/tokenizer/stats.npz",)
+        assert updater.side_files.missing == ("speech/tokenizer/stats.npz",)
     assert list(elsewhere.iterdir()) == []
 
 
@@ -159,11 +159,11 @@ def test_a_local_checkpoint_of_an_older_release_is_completed(run: Run, local: Pa
     seeded_by_an_older_release(run, local)
     alone = LocalUpdater(run.channel, local, None, UpdaterOptions(visible_seconds=0.2))
     catch_up(alone)
-    assert set(alone.missing) == set(SIDE)
+    assert set(alone.side_files.missing) == set(SIDE)
     alone.close()
     with following(run, local) as updater:
         catch_up(updater)
-        assert updater.missing == ()
+        assert updater.side_files.missing == ()
     assert there(local) == SIDE
     assert inspect(local).faults == ()
 
@@ -173,7 +173,7 @@ def test_a_channel_of_an_older_release_still_gives_whole_hosts(older: Run, local
     publish(older)
     with following(older, local) as updater:
         catch_up(updater)
-        assert updater.missing == () and not updater.lists_too_few
+        assert updater.side_files.missing == () and not updater.side_files.lists_too_few
     assert there(local) == SIDE
     assert read_checkpoint(local) == bytes_of(older.latest)
     assert inspect(local).faults == ()
@@ -184,16 +184,16 @@ def test_an_older_release_on_both_sides_is_completed_from_the_base_alone(older: 
     seeded_by_an_older_release(older, local)
     alone = LocalUpdater(older.channel, local, None, UpdaterOptions(visible_seconds=0.2))
     catch_up(alone)
-    assert (alone.missing, alone.lists_too_few) == ((), True)
+    assert (alone.side_files.missing, alone.side_files.lists_too_few) == ((), True)
     alone.close()
     other = add(write_checkpoint(local.parent / "other", older.models[0]), {"config.json": b"{1}"})
     with following(older, local, other) as updater:
         catch_up(updater)
-        assert updater.lists_too_few
+        assert updater.side_files.lists_too_few
     assert there(local) == {}
     with following(older, local) as updater:
         catch_up(updater)
-        assert not updater.lists_too_few
+        assert not updater.side_files.lists_too_few
     assert there(local) == SIDE
 
 
@@ -222,7 +222,7 @@ def test_a_kill_between_two_files_is_finished_by_the_next_start(run: Run, local:
     assert phase_of(local) in ("", "seeding") or there(local) == SIDE
     with following(run, local) as updater:
         catch_up(updater)
-        assert updater.missing == ()
+        assert updater.side_files.missing == ()
     assert there(local) == SIDE
     assert read_checkpoint(local) == bytes_of(run.latest)
     assert inspect(local).faults == ()

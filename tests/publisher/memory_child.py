@@ -58,7 +58,7 @@ with Publisher.open(
     grown["publish"] = highest.seen - idle
 updater = LocalUpdater(root / "channel", root / "host", root / "base")
 with Highest() as highest:
-    updater.update_to_latest(Channel.open(root / "channel"))
+    updater.update_to(Channel.open(root / "channel"))
 grown["sync"] = highest.seen - idle
 updater.close()
 print(json.dumps([grown, report.changed_elements, report.elements]))

@@ -79,7 +79,7 @@ class Place:
         host = self.host if host is None else host
         updater = self.follow(host)
         try:
-            updater.update_to_latest(Channel.open(self.channel))
+            updater.update_to(Channel.open(self.channel))
             assert updater.local is not None and full_hash(updater.local).intact
             assert updater.local.state.position.version == version
         finally:

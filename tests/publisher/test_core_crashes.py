@@ -399,7 +399,7 @@ def test_killed_at_random_moments(place: Place, rng: np.random.Generator) -> Non
                 child.communicate(timeout=60)
             if (place.channel / "latest").exists():
                 reached = pointer(place)
-                host.update_to_latest(Channel.open(place.channel))
+                host.update_to(Channel.open(place.channel))
                 assert host.local is not None and host.local.state.position.version == reached
     finally:
         host.close()
@@ -457,7 +457,7 @@ def test_joining_from_an_anchor_without_a_base(place: Place, rng: np.random.Gene
             publisher.publish_checkpoint(place.new(model))
     assert {p.parent.name for p in place.channel.glob("*/anchor")} == {"weight_v000002", "weight_v000004"}
     updater = joiner(place, place.root / "joiner")
-    updater.update_to_latest(Channel.open(place.channel))
+    updater.update_to(Channel.open(place.channel))
     updater.close()
     assert read_checkpoint(place.root / "joiner") == bytes_of(model)
     assert (place.root / "joiner" / "config.json").read_bytes() == (place.base / "config.json").read_bytes()
@@ -487,7 +487,7 @@ def test_a_damaged_anchor_is_refused(place: Place, rng: np.random.Generator, dam
         shard.unlink()
     updater = joiner(place, place.root / "joiner")
     with pytest.raises((Refused, RetryLater)):
-        updater.update_to_latest(Channel.open(place.channel))
+        updater.update_to(Channel.open(place.channel))
     updater.close()
     assert read_checkpoint(place.root / "joiner") == {}
 
@@ -496,7 +496,7 @@ def test_a_joiner_without_base_and_anchor_is_told_what_to_do(place: Place, rng: 
     committed(place, rng, 1)
     updater = joiner(place, place.root / "joiner")
     with pytest.raises(Refused, match="--base"):
-        updater.update_to_latest(Channel.open(place.channel))
+        updater.update_to(Channel.open(place.channel))
     updater.close()
 
 
@@ -514,7 +514,7 @@ def test_an_anchor_is_written_once(place: Place, rng: np.random.Generator) -> No
     with place.publisher() as publisher:
         assert publisher.write_anchor() and not publisher.write_anchor()
     updater = joiner(place, place.root / "joiner")
-    updater.update_to_latest(Channel.open(place.channel))
+    updater.update_to(Channel.open(place.channel))
     updater.close()
     assert read_checkpoint(place.root / "joiner") == bytes_of(models[1])
 
@@ -561,7 +561,7 @@ def test_versions_damaged_in_the_channel(place: Place, rng: np.random.Generator,
     for what in damaged_versions(place):
         updater = place.follow()
         with pytest.raises((DamagedFile, RetryLater)):
-            updater.update_to_latest(Channel.open(place.channel))
+            updater.update_to(Channel.open(place.channel))
         updater.close()
         assert snapshot(place.host, leave_out=("owner", "patch", "spool")) == {
             name: digest for name, digest in before.items() if not name.endswith("spool")
@@ -592,7 +592,7 @@ def test_indexes_damaged_in_the_channel(place: Place, rng: np.random.Generator, 
         index.write_bytes({"empty": b"", "cut": good[:-1], "another's": first}[damage])
     updater = place.follow()
     with pytest.raises((DamagedFile, RetryLater, Forked, NeedsReseed)):
-        updater.update_to_latest(Channel.open(place.channel))
+        updater.update_to(Channel.open(place.channel))
     updater.close()
     after = snapshot(place.host)
     after.pop(".weightcast/state.json")

@@ -80,7 +80,7 @@ def host(place: Place, name: str, version: int, base: bool = True) -> Iterator[L
 
 
 def catches_up(updater: LocalUpdater, model: Model) -> None:
-    updater.update_to_latest(Channel.open(updater.channel_dir))
+    updater.update_to(Channel.open(updater.channel_dir))
     assert read_checkpoint(updater.paths.directory) == bytes_of(model)
 
 
@@ -151,7 +151,7 @@ def test_a_reader_that_loses_the_race_plans_again(place: Place) -> None:
             publisher.make_due()
             assert 1 not in left(place)
             legs = route.plan.legs  # type: ignore[union-attr]
-            with pytest.raises(RetryLater, match="is not there"):
+            with pytest.raises(RetryLater, match="is missing"):
                 updater.prepare(route, legs[0])
             catches_up(updater, models[9])
 

@@ -67,7 +67,7 @@ def test_a_channel_is_made_only_where_nothing_is(places: Places, weightcast: Com
     for channel, why in (
         (places.base, "--channel {} is --base"),
         (places.root / "link", "--channel {} is --base"),
-        (within, "--channel {} lies inside --base"),
+        (within, "--channel {} is inside --base"),
         (home, "{} is not empty: it holds letters, music, pictures and 1 more"),
     ):
         before = snapshot(places.root)
@@ -75,7 +75,7 @@ def test_a_channel_is_made_only_where_nothing_is(places: Places, weightcast: Com
         assert code == 3 and why.format(channel) in err and "of its own" in err
         assert snapshot(places.root) == before and not within.exists()
     code, _, err = weightcast("channel", "init", "--channel", around, "--base", around / "base")
-    assert code == 3 and f"--base {around / 'base'} lies inside --channel {around}" in err
+    assert code == 3 and f"--base {around / 'base'} is inside --channel {around}" in err
 
 
 def test_what_a_file_system_puts_there_is_no_reason_to_refuse(places: Places, weightcast: Command) -> None:
@@ -89,17 +89,17 @@ def test_a_file_is_no_channel_and_no_local_checkpoint(places: Places, weightcast
     file.write_bytes(b"")
     one = write(places.root / "one", changed(base_tensors(), 1))
     code, _, err = weightcast("channel", "init", "--channel", file, "--base", places.base)
-    assert code == 3 and f"--channel {file} is no directory" in err and "remedy: give another path" in err
+    assert code == 3 and f"--channel {file} is not a directory" in err and "remedy: give another path" in err
     weightcast(*init(places))
     for channel, local in ((file, places.local), (places.channel, file)):
         code, _, err = weightcast(
             "publish", one, "--channel", channel, "--local", local, "--base", places.base
         )
-        assert code == 3 and f"{file} is no directory" in err and "remedy: give another path" in err
+        assert code == 3 and f"{file} is not a directory" in err and "remedy: give another path" in err
         run_options = ("--channel", channel, "--local", local, "--base", places.base, "--watch", places.watch)
         code, _, err = weightcast("publisher", "run", *run_options)
         assert code == (3 if channel == file else 2)
-        assert f"{file} is no directory" in err and "give another path" in err
+        assert f"{file} is not a directory" in err and "give another path" in err
 
 
 @pytest.mark.parametrize(("channel", "local"), [("c", "c"), ("c", "c/pub"), ("l/c", "l")])

@@ -68,7 +68,7 @@ class Signed:
     def step(self, name: str = "host", base: Path | None = None) -> int:
         """One step of a host; the version that it is at."""
         with self.host(name, base) as updater:
-            updater.update_to_latest(Channel.open(self.place.channel, self.trust))
+            updater.update_to(Channel.open(self.place.channel, self.trust))
             assert updater.local is not None
             return updater.local.state.position.version
 
@@ -115,7 +115,7 @@ def test_a_host_may_start_from_a_signed_anchor_alone(signed: Signed) -> None:
     assert signed.step("without", signed.place.root / "no-base") == 1 and signed.holds(1, "without")
     updater = LocalUpdater(signed.place.channel, signed.place.host, None)
     try:
-        updater.update_to_latest(Channel.open(signed.place.channel, signed.trust))
+        updater.update_to(Channel.open(signed.place.channel, signed.trust))
     finally:
         updater.close()
     assert signed.holds(1) and not (signed.place.host / SIG).exists()
@@ -300,7 +300,7 @@ def test_two_histories_of_one_run_are_refused(signed: Signed, tmp_path: Path) ->
     first = read_checkpoint(signed.place.host)
     signed.models.append(some_changed(signed.models[1], np.random.default_rng(99)))
     signed.place.publish(signed.models[2], sign_key=signed.key, take_over=True)
-    assert "is not the one that lies here" in signed.refused().message
+    assert "differs from the local version" in signed.refused().message
     signed.publish(take_over=True)
     assert "continues another version 2" in signed.refused().message
     assert read_checkpoint(signed.place.host) == first
@@ -330,7 +330,7 @@ def test_shards_that_only_fit_the_sums_are_refused(signed: Signed) -> None:
     (anchor / "config.json").write_text('{"auto_map": "evil"}')
     updater = LocalUpdater(signed.place.channel, signed.place.host, None)
     with contextlib.closing(updater), pytest.raises(Refused):
-        updater.update_to_latest(Channel.open(signed.place.channel, signed.trust))
+        updater.update_to(Channel.open(signed.place.channel, signed.trust))
     (anchor / "config.json").write_text("{}")
     (anchor / "modeling.py").write_text("raise SystemExit")
     shard = next(anchor.glob("*.safetensors"))
@@ -340,11 +340,11 @@ def test_shards_that_only_fit_the_sums_are_refused(signed: Signed) -> None:
     shard.write_bytes(data.replace(b'"format":"pt"', b'"format":"xx"'))
     updater = LocalUpdater(signed.place.channel, signed.place.host, None)
     with contextlib.closing(updater), pytest.raises(Refused, match="not the file that its index lists"):
-        updater.update_to_latest(Channel.open(signed.place.channel, signed.trust))
+        updater.update_to(Channel.open(signed.place.channel, signed.trust))
     shard.write_bytes(data)
     updater = LocalUpdater(signed.place.channel, signed.place.host, None)
     with contextlib.closing(updater):
-        updater.update_to_latest(Channel.open(signed.place.channel, signed.trust))
+        updater.update_to(Channel.open(signed.place.channel, signed.trust))
     assert signed.holds(1) and not (signed.place.host / "modeling.py").exists()
 
 

@@ -120,7 +120,7 @@ def test_bytes_of_a_version(world: World, density: float) -> None:
 def test_bytes_of_a_host(world: World) -> None:
     updater = LocalUpdater(world.root / "channel", world.root / "host", world.root / "base")
     try:
-        updater.update_to_latest(Channel.open(world.root / "channel"))
+        updater.update_to(Channel.open(world.root / "channel"))
     finally:
         updater.close()
     host = role_of(world.weights, "on disk", 0.2)

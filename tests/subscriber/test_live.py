@@ -351,7 +351,7 @@ def test_a_patch_as_large_as_the_model_is_not_made(world: World, monkeypatch: py
         )
     )
     world.host.step()
-    assert world.serves(1) and world.live.because["patch"] == 1 and "no gain" in world.live.reason
+    assert world.serves(1) and world.live.because["patch"] == 1 and "not faster" in world.live.reason
 
 
 def test_a_directory_for_patches_that_is_a_link_is_refused(world: World) -> None:

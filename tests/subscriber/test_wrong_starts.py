@@ -104,7 +104,7 @@ def test_a_local_checkpoint_of_another_run(site: Site, run: Run, start: Start, w
     assert weightcast("sync", *places)[0] == 0
     state = LocalPaths(local).state.read_bytes()
     code, text = start()
-    assert code == 3 and "is of run" in text
+    assert code == 3 and "belongs to run" in text
     assert read_reports(run.channel) == [] and LocalPaths(local).state.read_bytes() == state
 
 

@@ -122,7 +122,7 @@ class Run:
     def on_host(self, name: str = "host") -> dict[str, bytes]:
         updater = LocalUpdater(self.channel, self.root / name, self.base, UpdaterOptions())
         try:
-            updater.update_to_latest(Channel.open(self.channel))
+            updater.update_to(Channel.open(self.channel))
         finally:
             updater.close()
         return contents(self.root / name)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.checkpoint.local_updater import open_base
+from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.verify.seed import check_table
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import is_directory
@@ -25,7 +25,7 @@ _KEPT = 256
 
 
 def remember_base(run_id: str, base: Path) -> None:
-    """Does nothing where no directory can be written: the base must be given then."""
+    """Does nothing where no directory is writable: then the base must be given."""
     directory = private_directory(os.environ, _DIRECTORY)
     if directory is None:
         return
@@ -50,14 +50,14 @@ def _path_of(channel: Channel) -> Path | None:
 
 
 def find_base(channel: Channel) -> Path:
-    """As `recorded_base`, of which the tensors are compared. Raises Refused, with what was tried."""
+    """As `recorded_base`, with its tensors compared. Raises Refused, with what was tried."""
     file, described = channel.require_ours()
     base = recorded_base(channel)
     if base is None:
         gone = _path_of(channel)
         why = "this user has no record of it on this machine" if gone is None else f"{gone} is gone"
         raise Refused(
-            f"the base of run {file.run_id} is not known: {why}",
+            f"unknown base of run {file.run_id}: {why}",
             remedy="give --base with the checkpoint that the run starts from",
         )
     check_table(base, open_base(base).table, described.table)

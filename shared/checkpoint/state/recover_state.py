@@ -1,5 +1,4 @@
-"""A local checkpoint whose state cannot be read, or contradicts itself: reading every byte tells which
-version of its channel lies here. Nothing is taken on trust.
+"""A local checkpoint with an unreadable or contradictory state: every byte is read to find its version.
 
 What only the state knew is gone: engines count as unknown, and are reloaded; versions that they refused are
 tried again; the way back by journals is lost.
@@ -43,7 +42,7 @@ _KEPT_BYTES = 1 << 20
 
 
 def sound_state(paths: LocalPaths) -> LocalState | None:
-    """As `read_state`, and DamagedFile where it contradicts itself, as far as the base beside it tells."""
+    """As `read_state`. Raises DamagedFile also where it contradicts itself or base.json."""
     state, base = read_state(paths.state), _base_here(paths)
     if state is not None and base is not None:
         check_roots(paths.state, state, base.table)
@@ -64,14 +63,14 @@ def is_lost(paths: LocalPaths) -> bool:
 def recover_state(
     paths: LocalPaths, channel: Channel, *, threads: int = 1, advance: Advance | None = None
 ) -> Position | None:
-    """Writes a new state: `clean` at the version that lies here, `dirty` at the nearest when none does, no
-    state at all where there are no weights of this run. The caller owns the checkpoint and holds the patch
+    """Writes a new state: `clean` at the local version, `dirty` at the nearest one where none matches, no
+    state at all without weights of this run. The caller owns the checkpoint and holds the patch
     lock. Returns the position; None: it is to be seeded.
 
     Raises WrongRun when it is another run's, RetryLater when the channel leads to no version."""
     if channel.foreign:
         raise Refused(
-            f"{paths.state} cannot be read, and {channel.place} does not state what its versions are",
+            f"{paths.state} is unreadable, and {channel.place} is in slime format, without digests",
             remedy="move the local checkpoint away and seed it again",
         )
     state = _found(paths, channel, _base(paths, channel), threads, advance)
@@ -100,7 +99,7 @@ def _base(paths: LocalPaths, channel: Channel) -> Base:
         return base
     if here.run_id != base.run_id or here.root != base.root:
         raise WrongRun(
-            f"{paths.directory} is of run {here.run_id}, the channel of run {base.run_id}",
+            f"{paths.directory} belongs to run {here.run_id}, the channel to run {base.run_id}",
             remedy="use another --local directory, or remove this one",
         )
     return base
@@ -141,7 +140,7 @@ def _nearest(channel: Channel, base: Base, lanes: LanesArray) -> tuple[Position,
         if best is None or distance <= best[0]:
             best = distance, position
     if best is None:
-        raise RetryLater(f"{channel.place} shows no version", remedy="is the channel mounted?")
+        raise RetryLater(f"{channel.place} has no version", remedy="check the channel mount")
     return best[1], epoch
 
 

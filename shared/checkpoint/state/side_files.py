@@ -1,25 +1,27 @@
-"""Files beside the weights of a local checkpoint: missing ones are completed, damaged ones repaired."""
+"""Side files of a local checkpoint (config, tokenizer, code): missing and damaged ones are replaced."""
 
 from __future__ import annotations
 
 import contextlib
 import stat
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
 
-from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError
+from weightcast.shared.base.errors import DamagedFile, WeightcastError
 from weightcast.shared.channel.chain import check_files
-from weightcast.shared.channel.index import CARRIED, file_record
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.index import CARRIED, ForeignIndex, Index, file_record
 from weightcast.shared.channel.index_records import FileRecord, carried_records, write_file_records
 from weightcast.shared.channel.run_files import Base, write_base
 from weightcast.shared.channel.store import Store, pieces_of
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.state import Position
-from weightcast.shared.checkpoint.update.fetch import Awaited, Patience
+from weightcast.shared.checkpoint.update.fetch import NotThere, Patience
+from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.verify.seed import check_other_files
 from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import Checkpoint
@@ -48,7 +50,7 @@ def complete(local: LocalCheckpoint, run: Base | None, base: Checkpoint | None) 
 
 
 def _found(run: Base, base: Checkpoint) -> tuple[FileRecord, ...] | None:
-    """Files beside the weights that no base.json lists; None where `base` cannot be read or is another."""
+    """Side files that no base.json lists; None where `base` is unreadable or of another run."""
     known = {record.name for record in run.files}
     with contextlib.suppress(WeightcastError, OSError):
         if _is_of(run, base):
@@ -73,7 +75,7 @@ def _list(local: LocalCheckpoint, listed: tuple[FileRecord, ...] | None) -> None
 
 
 def repair_files(local: LocalCheckpoint, sources: Sequence[Path]) -> list[str]:
-    """Copies files beside the weights that are not the run's from a source that has the right ones. Returns
+    """Replaces side files that differ from the run's by those of a source that has them. Returns
     the names of those that were written."""
     return [
         record.name
@@ -95,7 +97,6 @@ Sets = dict[str, tuple[FileRecord, ...]]
 """by digest of the version, the last one noted last"""
 _KEPT = 16
 _LIMIT = 16 << 20
-_PAUSE = 0.2
 
 
 class Carried:
@@ -117,51 +118,6 @@ class Carried:
         except (FileNotFoundError, DamagedFile):
             return {}  # what the local version carries is learned from the channel again
 
-    def note(
-        self,
-        here: str | None,
-        digest: str,
-        records: tuple[FileRecord, ...],
-        files: Store,
-        patience: Patience,
-    ) -> None:
-        """Fetches what version `digest` carries from its `files` and remembers it. `here`: the version of
-        the local checkpoint. Raises RetryLater or DamagedFile for what is not there, or not right, within
-        its time."""
-        sets = self.sets()
-        if sets.get(digest) == records or not (sets or records):
-            return
-        for record in records:
-            self._fetch(files, record, patience)
-        if here is not None:
-            sets.setdefault(here, ())
-        sets.pop(digest, None)
-        sets[digest] = records
-        kept = dict(list(sets.items())[-_KEPT:])
-        rows = {version: write_file_records(files) for version, files in kept.items()}
-        durable.replace(self._memory, write_object({"versions": rows}))
-
-    def _fetch(self, version: Store, record: FileRecord, patience: Patience) -> None:
-        retries, key = 0, f"{CARRIED}/{record.name}"
-        while not exists(self._paths.carried / record.blake3):
-            try:
-                self.keep(record, pieces_of(version, key))
-                return patience.on_wait(None) if retries else None
-            except FileNotFoundError as error:
-                failure: WeightcastError = RetryLater(
-                    f"{error.filename} is not there",
-                    remedy="check the mount, and whether the version was pruned",
-                )
-            except DamagedFile as error:
-                failure = error
-            retries += 1
-            waited = time.monotonic() - patience.began
-            if waited > patience.seconds:
-                raise failure
-            left, name = patience.seconds - waited, version.place(key)
-            patience.on_wait(Awaited(patience.version, name, failure.message, retries, waited, left))
-            patience.wait(_PAUSE)
-
     def keep(self, record: FileRecord, pieces: Iterable[bytes]) -> None:
         """Raises DamagedFile where the pieces are not the record's bytes."""
         path = self._paths.carried / record.blake3
@@ -173,7 +129,7 @@ class Carried:
         path = self._paths.carried / record.blake3
         return path if is_file(path) else None
 
-    def settle(self, local: LocalCheckpoint) -> list[str]:
+    def _settled(self, local: LocalCheckpoint) -> list[str]:
         """Puts the files of the local version in place. Returns the names of those that were written or
         removed; raises DamagedFile where one cannot be."""
         sets, position = self.sets(), local.state.position
@@ -219,7 +175,7 @@ class Carried:
                 path.unlink()
 
     def expected(self, base: Base, position: Position) -> tuple[FileRecord, ...]:
-        """The files beside the weights as they are at that version."""
+        """The side files at that version."""
         here = _by_name(self.sets().get(position.digest, ()))
         return tuple(({record.name: record for record in base.all_files} | here).values())
 
@@ -234,6 +190,91 @@ class Carried:
 
     def names(self, position: Position) -> tuple[str, ...]:
         return tuple(record.name for record in self.sets().get(position.digest, ()))
+
+
+class SideFiles(Carried):
+    """The side files of one local checkpoint, for its owner. `base`: where missing ones are copied from;
+    `carries`: whether files that versions carry are put in place."""
+
+    def __init__(self, paths: LocalPaths, base: Path | None, patience: Patience, *, carries: bool) -> None:
+        super().__init__(paths)
+        self._base_dir, self._patience, self._carries = base, patience, carries
+        self._base: Checkpoint | None = None
+        """as it was last opened"""
+        self.missing: tuple[str, ...] = ()
+        """files of the base that could not be copied"""
+        self.left_behind: tuple[str, ...] = ()
+        """files of the base that hosts do not get"""
+        self.base_notes: tuple[str, ...] = ()
+        """small faults in the base that are tolerated"""
+        self.changed: list[str] = []
+        """carried files that were put in place or removed since the reader cleared this"""
+        self.lists_too_few = False
+        """base.json of an older release may not list all files of the base"""
+
+    def complete(self, local: LocalCheckpoint, channel: Channel | None) -> None:
+        """Copies what an older release left out, or what was removed since. Raises OSError."""
+        run = None if channel is None else channel.base
+        self.missing = complete(local, run, self._opened_base())
+        if channel is not None and self._carries:
+            self._learn(local.state.position, channel)
+        if self.sets():
+            with local.patching():
+                self.settle(local)
+        self.lists_too_few = local.base.side_files is None
+
+    def _learn(self, position: Position, channel: Channel) -> None:
+        """What the local version carries, where it was not noted on the way to it."""
+        if channel.base is None or position.version == 0 or position.digest in self.sets():
+            return
+        # pruned, damaged or unreadable: a newer version brings its own, and the local one is intact
+        with contextlib.suppress(WeightcastError, OSError):
+            pointer = channel.pointer()
+            index = pointer and channel.index(pointer, position.version, channel.base.table)
+            if pointer is not None and isinstance(index, Index) and index.version_digest == position.digest:
+                self.note(position, index, channel.version(pointer, index.version), 0.0)
+
+    def note(self, here: Position | None, index: Index | ForeignIndex, files: Store, seconds: float) -> None:
+        """Fetches and remembers what a version carries, before the local checkpoint moves there from `here`.
+        Raises NotThere or DamagedFile for what is missing or damaged after `seconds`."""
+        sets = self.sets()
+        if not isinstance(index, Index) or not self._carries:
+            return
+        digest, records = index.version_digest, index.carried
+        if sets.get(digest) == records or not (sets or records):
+            return
+        deadline = replace(self._patience, seconds=seconds).begin()
+        for record in records:
+            if not exists(self._paths.carried / record.blake3):
+                place = files.place(f"{CARRIED}/{record.name}")
+                deadline.retry(index.version, place, partial(self._fetch, index.version, files, record))
+        if here is not None:
+            sets.setdefault(here.digest, ())
+        sets.pop(digest, None)
+        sets[digest] = records
+        kept = dict(list(sets.items())[-_KEPT:])
+        rows = {version: write_file_records(files) for version, files in kept.items()}
+        durable.replace(self._memory, write_object({"versions": rows}))
+
+    def _fetch(self, version: int, files: Store, record: FileRecord) -> None:
+        try:
+            self.keep(record, pieces_of(files, f"{CARRIED}/{record.name}"))
+        except FileNotFoundError as error:
+            raise NotThere(f"{error.filename} is missing", version) from error
+
+    def settle(self, local: LocalCheckpoint) -> None:
+        """Puts the files of the local version in place. The caller holds the patch lock."""
+        if self._carries:
+            self.changed += self._settled(local)
+
+    def _opened_base(self) -> Checkpoint | None:
+        """None where it is not given or unreadable: it is not needed once it was copied."""
+        if self._base is None and self._base_dir is not None:
+            with contextlib.suppress(WeightcastError, OSError):
+                base = open_base(self._base_dir)
+                self.left_behind, self.base_notes = side_files(base).left, base.notes
+                self._base = base
+        return self._base
 
 
 def proven(record: FileRecord, pieces: Iterable[bytes]) -> Iterable[bytes]:

@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
@@ -48,8 +48,7 @@ _LIMIT = 256 << 20
 LANES_BYTES = 16
 """of one tensor"""
 _FIND_OUT = (
-    "`weightcast sync --rehash`, or `local verify --repair`, reads all weights and finds out which version "
-    "lies here"
+    "run `weightcast sync --rehash` or `local verify --repair`: they find the version from the weights"
 )
 
 
@@ -168,7 +167,7 @@ def _lanes(packed: bytes) -> tuple[Lanes, ...]:
 
 
 def write_state(path: Path, state: LocalState) -> None:
-    durable.replace(path, json.dumps(_to_json(state), separators=(",", ":")).encode())
+    durable.replace(path, json.dumps(_to_json(state), separators=(",", ":"), default=_packed).encode())
 
 
 def read_state(path: Path) -> LocalState | None:
@@ -178,53 +177,35 @@ def read_state(path: Path) -> LocalState | None:
     except FileNotFoundError:
         return None
     except (DamagedFile, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise DamagedFile(f"{path}: not a state of a local checkpoint ({error})", remedy=_FIND_OUT) from error
+        raise DamagedFile(
+            f"{path}: not the state of a local checkpoint ({error})", remedy=_FIND_OUT
+        ) from error
 
 
 def check_roots(path: Path, state: LocalState, table: TensorTable) -> None:
-    """Raises DamagedFile where lanes in `state`, read from `path`, are not those of the root beside them:
-    held against such lanes right weights are wrong, and nothing can be repaired towards them."""
+    """Raises DamagedFile where lanes in `state`, read from `path`, do not give their root: against such
+    lanes correct weights look wrong, and repair has no target."""
     positions = {state.position, *(one for step in state.steps for one in (step.base, step.target))}
     for position in positions:
         fits = len(position.lanes) == LANES_BYTES * len(table)
         if not fits or root(table, unpack_lanes(position.lanes)) != position.root:
             raise DamagedFile(
-                f"{path}: its lanes of version {position.version} are not those of the version's root",
+                f"{path}: its lanes of version {position.version} do not give the version's root",
                 remedy=_FIND_OUT,
             )
 
 
 def _to_json(state: LocalState) -> dict[str, Any]:
-    return {
-        "format": STATE_FORMAT,
-        "run_id": state.run_id,
-        "position": _position_json(state.position),
-        "phase": state.phase,
-        "active": None if state.active is None else step_json(state.active),
-        "undo": [step_json(step) for step in state.undo],
-        "generation": state.generation,
-        "epoch": state.epoch,
-        "files": [[one.name, one.device, one.inode, one.size, one.mtime_ns] for one in state.files],
-        "boot_id": state.host.boot_id,
-        "machine_id": state.host.machine_id,
-        "foreign": state.foreign,
-        "engines": {
-            name: {
-                "mark": engine.mark,
-                "version": engine.version,
-                "confirmed_by": engine.confirmed_by,
-                "process": engine.process,
-                "reason": engine.reason,
-            }
-            for name, engine in state.engines.items()
-        },
-        "unanswered": sorted(state.unanswered),
-        "blocked": [
-            {"version": b.version, "digest": b.digest, "reason": b.reason, "attempts": b.attempts}
-            for b in state.blocked
-        ],
-        "last_full_hash": state.last_full_hash,
-    }
+    data = asdict(state) | asdict(state.host)
+    del data["host"]
+    files = [list(astuple(file)) for file in state.files]
+    return {"format": STATE_FORMAT, **data, "files": files, "unanswered": sorted(state.unanswered)}
+
+
+def _packed(value: object) -> str:
+    """Lanes, for JSON."""
+    assert isinstance(value, bytes)
+    return base64.b64encode(value).decode()
 
 
 def _from_json(data: Mapping[str, Any]) -> LocalState:
@@ -257,16 +238,6 @@ def _engine(data: dict[str, Any]) -> EngineState:
     )
 
 
-def _position_json(position: Position) -> dict[str, Any]:
-    return {
-        "version": position.version,
-        "digest": position.digest,
-        "root": position.root,
-        "epoch": position.epoch,
-        "lanes": base64.b64encode(position.lanes).decode(),
-    }
-
-
 def _position(data: Mapping[str, Any]) -> Position:
     lanes = base64.b64decode(data["lanes"], validate=True)
     if len(lanes) % LANES_BYTES:
@@ -276,11 +247,11 @@ def _position(data: Mapping[str, Any]) -> Position:
 
 def step_json(step: Step) -> dict[str, Any]:
     """`step` for a file of JSON; `parse_step` reads it back."""
-    return {
-        "journal": step.journal,
-        "base": _position_json(step.base),
-        "target": _position_json(step.target),
-    }
+    return asdict(step) | {"base": _position_json(step.base), "target": _position_json(step.target)}
+
+
+def _position_json(position: Position) -> dict[str, Any]:
+    return asdict(position) | {"lanes": _packed(position.lanes)}
 
 
 def parse_step(data: Mapping[str, Any]) -> Step:

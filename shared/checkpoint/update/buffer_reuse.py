@@ -140,7 +140,7 @@ def _opened(path: Path, end: int) -> BufferedWriter:
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-            raise OSError(f"{path} is no spare")
+            raise OSError(f"{path} is not a spare")
         # readers find it by another name no more: who has no lock by now gets none
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(fd, fcntl.LOCK_UN)

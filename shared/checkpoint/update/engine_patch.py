@@ -33,7 +33,7 @@ NAME = re.compile(r"[0-9]+-[0-9a-f]{8}\.patch")
 _ALIGN, _PIECE_ALIGN = 64, 8
 _ELEMENT_WIDTHS = (1, 2, 4, 8)
 MOST_SHARE = 0.5
-"""of the weights' bytes; a larger patch is no gain over a reload"""
+"""of the weights' bytes; beyond, a reload is as fast"""
 ALWAYS_BYTES = 1 << 20
 
 
@@ -57,11 +57,11 @@ class EnginePatch:
 
 @dataclass(frozen=True)
 class _Source:
-    """The records of one tensor in one journal. `beside`: its new words are not in the checkpoint yet."""
+    """The records of one tensor in one journal. `pending`: its new words are not in the checkpoint yet."""
 
     journal: JournalReader
     records: Sequence[PackedRecord]
-    beside: bool
+    pending: bool
 
     def read(self) -> Sequence[Record]:
         return [self.journal.at(record) for record in self.records]
@@ -81,10 +81,6 @@ class _Piece:
         return self.offset + _padded(self.changes * self.index_width) + _padded(self.changes * width)
 
 
-def directory_of(paths: LocalPaths) -> Path:
-    return paths.room / "engine"
-
-
 def name_of(version: int, digest: str) -> str:
     return f"{version}-{digest[:8]}.patch"
 
@@ -101,9 +97,9 @@ def write_engine_patch(local: LocalCheckpoint, steps: Sequence[Step], base_versi
         pieces = list(_pieces(local, _sources(local, steps, stack)))
         nbytes = pieces[-1].end(_width(local.table[pieces[-1].number])) if pieces else 0
         if nbytes > max(MOST_SHARE * local.table.nbytes, ALWAYS_BYTES):
-            raise NoPatch(f"a patch of {nbytes} bytes is no gain over a reload")
+            raise NoPatch(f"a patch of {nbytes} bytes is not faster than a reload")
         head = _head(local, steps, base_version, pieces)
-        path = directory_of(local.paths) / name_of(target.version, target.digest)
+        path = local.paths.engine / name_of(target.version, target.digest)
         _write(path, _content(local, head, pieces))
     return EnginePatch(
         path.name,
@@ -119,7 +115,7 @@ def write_engine_patch(local: LocalCheckpoint, steps: Sequence[Step], base_versi
 
 def drop_engine_patches(paths: LocalPaths) -> None:
     """Removes all patches. Engines that still read one keep it open."""
-    directory = directory_of(paths)
+    directory = paths.engine
     if is_link(directory):
         raise _linked(directory)
     for path in directory.iterdir() if is_directory(directory) else ():
@@ -137,13 +133,13 @@ def _sources(local: LocalCheckpoint, steps: Sequence[Step], stack: ExitStack) ->
         named = (journal.header.run_id, journal.header.journal, journal.header.target_digest)
         if named != (local.state.run_id, step.journal, step.target.digest):
             raise DamagedFile(f"{journal.path}: belongs to another run or version")
-        beside = step is steps[-1] and local.state.position.digest != step.target.digest
+        pending = step is steps[-1] and local.state.position.digest != step.target.digest
         records: dict[int, list[PackedRecord]] = {}
         for record in journal.packed():
             records.setdefault(record.tensor, []).append(record)
         for tensor, its in records.items():
             its.sort(key=lambda record: record.first)
-            found.setdefault(tensor, []).append(_Source(journal, its, beside))
+            found.setdefault(tensor, []).append(_Source(journal, its, pending))
     return found
 
 
@@ -182,10 +178,10 @@ def _joined(arrays: Sequence[Words]) -> Words:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _gathered(whole: Words, ratio: int, index: NDArray[np.uint64], beside: Sequence[Record]) -> Words:
+def _gathered(whole: Words, ratio: int, index: NDArray[np.uint64], pending: Sequence[Record]) -> Words:
     """word[len(index) * ratio], so many words per element: those of `whole` with what is not there yet."""
     words: Words = whole.reshape(-1, ratio)[index].reshape(-1)
-    for record in beside:
+    for record in pending:
         element, part = np.divmod(record.index, np.uint64(ratio))
         words[np.searchsorted(index, element) * ratio + part.astype(np.int64)] = record.new
     return words
@@ -241,10 +237,10 @@ def _changes(local: LocalCheckpoint, piece: _Piece) -> tuple[NDArray[np.uint64],
     ratio = _width(spec) // spec.kind.width
     records = [source.read() for source in piece.sources]
     index = _touched(spec, records)
-    if ratio == 1 and [source.beside for source in piece.sources] == [True]:
+    if ratio == 1 and [source.pending for source in piece.sources] == [True]:
         return index, _joined([record.new for record in records[0]])
-    beside = [r for its, source in zip(records, piece.sources, strict=True) if source.beside for r in its]
-    return index, _gathered(local.words(piece.number), ratio, index, beside)
+    pending = [r for its, source in zip(records, piece.sources, strict=True) if source.pending for r in its]
+    return index, _gathered(local.words(piece.number), ratio, index, pending)
 
 
 def _padded_bytes(array: NDArray[np.unsignedinteger]) -> Iterator[bytes | memoryview]:

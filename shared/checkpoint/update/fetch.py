@@ -1,8 +1,8 @@
 """Fetch: the shards of a version from the channel into the spool, sizes and BLAKE3 checked on the way.
 
 No lock is held. Channel files are read, never mapped. Readers may follow block by block, before a file's
-digest is known: what they decode counts only once `fetch` has returned. What is not there yet is retried
-until a deadline; what is there and wrong after that is an error that names the file.
+digest is known: what they decode counts only once `fetch` has returned. Missing and damaged files are read
+again until a deadline; then they are errors that name the file.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from io import BufferedWriter
 from pathlib import Path
+from typing import TypeVar
 
 from blake3 import blake3
 
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.directory_store import directory_of
 from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.update.buffer_reuse import begin, keep_shards, make_room
-from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.files.disk_errors import DiskError, disk_error
 from weightcast.shared.files.durable import named, write_all
 from weightcast.shared.files.paths import exists, is_directory
 
 
 @dataclass(frozen=True)
 class Awaited:
-    """`reason` names the file and says what is wrong with it. `waited`, `left`: seconds since the wait began
-    and until it is given up."""
+    """`reason` names the file and what is wrong with it. `waited`, `left`: seconds since the wait began and
+    until it ends."""
 
     version: int
     file: str
@@ -45,22 +48,84 @@ class Awaited:
 
 
 OnWait = Callable[[Awaited | None], None]
-"""Called before each retry, with None once the file is right. May raise to give up."""
+"""Called before each retry, with None once the file is right. May raise to stop."""
+PreRead = Callable[[int, Path], None]
+"""Called with version and channel directory before the version's files are read."""
 
 
 def ignore(awaited: Awaited | None) -> None:
     pass
 
 
+class NotThere(RetryLater):
+    """A file that an index names did not appear in time, or is gone."""
+
+    def __init__(self, message: str, version: int, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy or "check the mount, and whether the version was pruned")
+        self.version = version
+
+
+Result = TypeVar("Result")
+Failure = DamagedFile | NotThere | DiskError
+
+
 @dataclass(frozen=True)
 class Patience:
-    """How long the files of a version are waited for: `seconds` from `began` (monotonic) on."""
+    """How files are waited for that are not visible yet, or damaged: up to `seconds`, after which the last
+    failure counts. `wait` sleeps and may raise to stop."""
 
-    version: int
-    seconds: float
-    wait: Callable[[float], None]
+    seconds: float = 0.0
+    wait: Callable[[float], None] = time.sleep
     on_wait: OnWait = ignore
-    began: float = field(default_factory=time.monotonic)
+
+    def begin(self) -> Deadline:
+        return Deadline(self, time.monotonic())
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """Of all files of a version, or of all indexes of a plan. `began`: monotonic."""
+
+    patience: Patience
+    began: float
+
+    def retry(
+        self,
+        version: int,
+        place: str,
+        attempt: Callable[[], Result],
+        *,
+        errors: tuple[type[Failure], ...] = (DamagedFile, NotThere),
+        pauses: tuple[float, float] = (0.2, 0.2),
+        may_heal: Callable[[], bool] = lambda: True,
+    ) -> Result:
+        """What `attempt` returns, or its last error once time is up or `may_heal` says no. `pauses`: the
+        first, which doubles, and the longest."""
+        patience, retries, (pause, longest) = self.patience, 0, pauses
+        while True:
+            try:
+                result = attempt()
+            except errors as error:
+                waited = time.monotonic() - self.began
+                left = patience.seconds - waited
+                if left <= 0 or not may_heal():
+                    raise
+                retries += 1
+                patience.on_wait(Awaited(version, place, error.message, retries, waited, left))
+            else:
+                if retries:
+                    patience.on_wait(None)
+                return result
+            patience.wait(min(pause, left))
+            pause = min(2 * pause, longest)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A version's index and its files in the channel."""
+
+    index: Index | ForeignIndex
+    files: Store
 
 
 class Incoming:
@@ -72,16 +137,16 @@ class Incoming:
         self._complete = complete
         self._failure: BaseException | None = None
         self.restarted = False
-        """a file was fetched more than once: readers may have seen bytes that were none"""
+        """a file was read more than once: readers may have seen bytes that do not count"""
 
     def extend(self, name: str, size: int) -> None:
         with self._changed:
             self._size[name] = size
             self._changed.notify_all()
 
-    def restart(self, name: str) -> None:
+    def begin(self, name: str) -> None:
         with self._changed:
-            self.restarted = True
+            self.restarted |= name in self._size
             self._size[name] = 0
 
     def complete(self) -> None:
@@ -152,20 +217,13 @@ class Spool:
 
 
 _BLOCK = 4 << 20
-_RETRY_FIRST, _RETRY_MOST = 0.05, 2.0
+_PAUSES = (0.05, 2.0)
+"""seconds between attempts to copy a file: short, stale and torn reads of network file systems heal"""
 JOURNAL_BYTES = 11
 """of a journal per changed word, at most: old and new word of 4 bytes, which words that stay have too where
 three of four change, or the gap; a share of record heads"""
 ROOM_BYTES = 1 << 20
 """for everything small"""
-
-
-class NotThere(RetryLater):
-    """A file that an index names did not show in time, or is gone."""
-
-    def __init__(self, place: str, version: int) -> None:
-        super().__init__(f"{place} is not there", remedy="is the mount stale, or was the version pruned?")
-        self.version = version
 
 
 def check_space(paths: LocalPaths, versions: Sequence[Index | ForeignIndex]) -> None:
@@ -182,31 +240,78 @@ def journal_bytes(index: Index) -> int:
     return sum(chunk.changed for chunk in index.chunks) * JOURNAL_BYTES
 
 
-def fetch(
-    spool: Spool,
-    files: Store,
-    index: Index | ForeignIndex,
-    incoming: Incoming,
-    *,
-    visible_seconds: float,
-    advance: Advance | None = None,
-    wait: Callable[[float], None] = time.sleep,
-    on_wait: OnWait = ignore,
-) -> None:
-    """Copies what `index` names from `files`, telling `incoming` block by block. Raises NotThere when
-    a file does not show within `visible_seconds`, DamagedFile when it does and is not what the index says,
-    RetryLater when reading or writing fails."""
-    target = spool.directory(index)
-    target.mkdir(exist_ok=True)
-    copy = _Copy(index.version, incoming, time.monotonic(), visible_seconds, advance, wait, on_wait)
-    for number, record in enumerate(_records(index)):
-        path = target / record.name
-        if not spool.has(path):
-            copy.run(files, path, record, spool.spare(number))
-            spool.verified(path)
-        elif advance is not None:
-            advance(record.size if record.size >= 0 else path.stat().st_size)
-    incoming.complete()
+@dataclass(frozen=True)
+class Fetcher:
+    """Copies versions from the channel into the spool."""
+
+    spool: Spool
+    patience: Patience
+    pre_read: PreRead | None = None
+    advance: Advance | None = None
+
+    def fetch(self, delta: Delta, incoming: Incoming) -> None:
+        """Copies what the index names, reporting to `incoming` block by block. Raises NotThere when a file
+        does not appear in time, DamagedFile when it is not what the index says, RetryLater when reading or
+        writing fails."""
+        index = delta.index
+        if self.pre_read is not None:
+            self.pre_read(index.version, directory_of(delta.files))
+        target = self.spool.directory(index)
+        target.mkdir(exist_ok=True)
+        deadline = self.patience.begin()
+        for number, record in enumerate(_records(index)):
+            path = target / record.name
+            if not self.spool.has(path):
+                deadline.retry(
+                    index.version,
+                    delta.files.place(record.name),
+                    partial(self._copy, delta, path, record, self.spool.spare(number), incoming),
+                    errors=(DamagedFile, NotThere, DiskError),
+                    pauses=_PAUSES,
+                    # a directory whose index was read is not late but gone: another source is planned
+                    may_heal=delta.files.present,
+                )
+                self.spool.verified(path)
+            elif self.advance is not None:
+                self.advance(record.size if record.size >= 0 else path.stat().st_size)
+        incoming.complete()
+
+    def _copy(self, delta: Delta, target: Path, record: FileRecord, spare: Path, incoming: Incoming) -> None:
+        place = delta.files.place(record.name)
+        try:
+            self._copy_once(delta.files, target, record, spare, incoming)
+        except FileNotFoundError as error:
+            raise NotThere(f"{place} is missing", delta.index.version) from error
+        except OSError as error:
+            raise disk_error(error, place) from error
+
+    def _copy_once(
+        self, files: Store, target: Path, record: FileRecord, spare: Path, incoming: Incoming
+    ) -> None:
+        """`spare`: the file that `target` is written over, where it exists."""
+        digest, room = blake3(), memoryview(bytearray(_BLOCK))
+        size = 0
+        with files.open(record.name) as body, named(target), _opened(target, spare) as write:
+            incoming.begin(target.name)
+            failpoint("fetch.begun", target)
+            while count := body.readinto(room):
+                block = room[:count]
+                size += count
+                if 0 <= record.size < size:
+                    break
+                digest.update(block)
+                write_all(write.fileno(), block)
+                incoming.extend(target.name, size)
+                if self.advance is not None:
+                    self.advance(count)
+            os.ftruncate(write.fileno(), size)
+        failpoint("fetch.copied", target)
+        if record.size >= 0 and (size != record.size or digest.hexdigest() != record.blake3):
+            raise DamagedFile(
+                f"{files.place(record.name)}: {size} bytes with digest {digest.hexdigest()[:16]}, "
+                f"the index says {record.size} bytes and {record.blake3[:16]}",
+                remedy="the file is damaged or not fully visible yet; run `weightcast channel verify`",
+            )
 
 
 def _records(index: Index | ForeignIndex) -> list[FileRecord]:
@@ -216,72 +321,47 @@ def _records(index: Index | ForeignIndex) -> list[FileRecord]:
     return [FileRecord(name, -1, "") for name in sorted(set(index.weight_map.values()))]
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """Into the spool, again and again until a file is right or the deadline has passed."""
-
-    version: int
-    incoming: Incoming
-    began: float
-    seconds: float
-    advance: Advance | None
-    wait: Callable[[float], None]
-    on_wait: OnWait
-
-    def run(self, files: Store, target: Path, record: FileRecord, spare: Path) -> None:
-        """`spare`: what `target` is written over, where it is there."""
-        source = files.place(record.name)
-        pause, retries = _RETRY_FIRST, 0
-        while True:
-            try:
-                self._once(files, target, record, spare)
-                return self.on_wait(None) if retries else None
-            except FileNotFoundError as error:
-                failure: WeightcastError = NotThere(source, self.version)
-                cause: Exception = error
-            except DamagedFile as error:
-                failure = cause = error
-            except OSError as error:
-                failure = disk_error(error, source)
-                cause = error
-            # a directory whose index was read is no longer late but gone: another way is planned
-            waited = time.monotonic() - self.began
-            if waited + pause > self.seconds or not files.present():
-                raise failure from cause
-            # short, stale and torn reads of network file systems heal by themselves
-            self.incoming.restart(target.name)
-            left, retries = self.seconds - waited, retries + 1
-            self.on_wait(Awaited(self.version, source, failure.message, retries, waited, left))
-            self.wait(pause)
-            pause = min(2 * pause, _RETRY_MOST)
-
-    def _once(self, files: Store, target: Path, record: FileRecord, spare: Path) -> None:
-        digest, room = blake3(), memoryview(bytearray(_BLOCK))
-        size = 0
-        with files.open(record.name) as body, named(target), _opened(target, spare) as write:
-            failpoint("fetch.begun", target)
-            while count := body.readinto(room):
-                block = room[:count]
-                size += count
-                if 0 <= record.size < size:
-                    break
-                digest.update(block)
-                write_all(write.fileno(), block)
-                self.incoming.extend(target.name, size)
-                if self.advance is not None:
-                    self.advance(count)
-            os.ftruncate(write.fileno(), size)
-        failpoint("fetch.copied", target)
-        if record.size >= 0 and (size != record.size or digest.hexdigest() != record.blake3):
-            raise DamagedFile(
-                f"{files.place(record.name)}: {size} bytes with digest {digest.hexdigest()[:16]}, "
-                f"the index says {record.size} bytes and {record.blake3[:16]}",
-                remedy="the file is damaged or not wholly visible yet; run `weightcast channel verify`",
-            )
-
-
 def _opened(target: Path, spare: Path) -> BufferedWriter:
     """At its start, whatever is in it."""
     if exists(target):
         return os.fdopen(os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb")
     return begin(target, spare)
+
+
+_LOOK_EVERY = 0.05
+
+
+class Prefetch:
+    """Fetches one version ahead while another is patched and engines reload. Its failures are dropped: the
+    update that needs the version meets them again."""
+
+    def __init__(self, paths: LocalPaths, find: Callable[[], Delta | None], fetcher: Fetcher) -> None:
+        self._stop = threading.Event()
+        self._paths, self._find = paths, find
+        self._fetcher = replace(fetcher, patience=Patience(), advance=lambda nbytes: self._check())
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(WeightcastError, OSError):
+            delta = self._find()
+            if delta is not None:
+                check_space(self._paths, [delta.index])
+                self._fetcher.fetch(delta, Incoming())
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise RetryLater("fetching ahead was stopped")
+
+    def finish(self, wait: Callable[[float], None]) -> None:
+        """Lets it end. `wait` may raise: then it is stopped."""
+        try:
+            while self._thread.is_alive():
+                wait(_LOOK_EVERY)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()

@@ -62,7 +62,7 @@ class Packed:
 
 
 class PackedRecord(NamedTuple):
-    """A record's head; its payload lies at `offset` of the journal. `whole`: so many words are there, those
+    """A record's head; its payload is at `offset` of the journal. `whole`: so many words are there, those
     that stay among them; `masked`: it tells by a bit each which of so many change; both 0: `changes` are
     listed. `checksum`: xxh3-64 of the payload, if the head is what was written."""
 

@@ -29,20 +29,19 @@ from weightcast.shared.checkpoint.verify.hashing import (
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
 
-def patch(local: LocalCheckpoint, step: Step, *, undoable: bool = True, threads: int = 1) -> None:
+def patch(local: LocalCheckpoint, step: Step, *, undoable: bool = True) -> None:
     """Moves the checkpoint from `step.base` to `step.target`. The caller holds the patch lock.
 
     The journal is kept. It is the undo until `forget_undo`; without `undoable`, where nobody could refuse the
     version, nothing before it can be undone and no state names the journal: the caller removes it
-    (`drop_journal`). Raises NeedsReseed, with state `dirty`, when a word is not the one that the journal
-    expects.
+    (`drop_journal`). Raises NeedsReseed, with state `dirty`, when a word is not what the journal expects.
     """
     if local.state.phase is not Phase.CLEAN or local.state.position.root != step.base.root:
         raise NeedsReseed("the checkpoint is no longer at the version that was staged")
     require_readable(local)
     local.save(local.state.but(phase=Phase.PATCHING, active=step))
     failpoint("patch.begun", local.directory)
-    _write_all(local, step, Direction.FORWARD, replay=False, threads=threads)
+    _write_all(local, step, Direction.FORWARD, replay=False)
     failpoint("patch.written", local.directory)
     require_files(local)
     before = local.state.undo
@@ -54,8 +53,8 @@ def patch(local: LocalCheckpoint, step: Step, *, undoable: bool = True, threads:
 
 
 def require_files(local: LocalCheckpoint) -> None:
-    """Raises NeedsReseed, with state `dirty`, when a file is no longer the one that is mapped: what lies
-    there now was never checked. The caller holds the patch lock."""
+    """Raises NeedsReseed, with state `dirty`, when a file is no longer the mapped one: its bytes were never
+    checked. The caller holds the patch lock."""
     try:
         local.check_files()
     except NeedsReseed:
@@ -78,14 +77,14 @@ def relabel(local: LocalCheckpoint, target: Position) -> None:
     local.save(state.but(position=target, epoch=state.followed(target), generation=state.generation + 1))
 
 
-def undo(local: LocalCheckpoint, *, threads: int = 1) -> None:
+def undo(local: LocalCheckpoint) -> None:
     """Goes back over all kept steps, newest first. The caller holds the patch lock."""
     while local.state.undo:
         step = local.state.undo[-1]
         require_files(local)
         local.save(local.state.but(phase=Phase.UNDOING, active=step))
         failpoint("undo.begun", local.directory)
-        _write_all(local, step, Direction.BACK, replay=False, threads=threads)
+        _write_all(local, step, Direction.BACK, replay=False)
         failpoint("undo.written", local.directory)
         require_files(local)
         local.save(_arrived(local, step.base, local.state.undo[:-1]))
@@ -122,7 +121,7 @@ def _arrived(local: LocalCheckpoint, position: Position, undo_steps: tuple[Step,
     )
 
 
-def _write_all(local: LocalCheckpoint, step: Step, way: Direction, *, replay: bool, threads: int) -> None:
+def _write_all(local: LocalCheckpoint, step: Step, way: Direction, *, replay: bool) -> None:
     with JournalReader(local.paths.journal(step.journal), local.table) as journal:
         header = journal.header
         named = (header.run_id, header.journal, header.base_version, header.base_root, header.target_digest)
@@ -130,7 +129,7 @@ def _write_all(local: LocalCheckpoint, step: Step, way: Direction, *, replay: bo
         if named != (local.state.run_id, step.journal, base.version, base.root, target.digest):
             raise DamagedFile(f"{journal.path}: belongs to another run or version")
         try:
-            compare_and_swap(local, journal, way, again=replay, threads=threads)
+            compare_and_swap(local, journal, way, again=replay)
         except UnexpectedWordError as found:  # no thread writes any more
             _dirty(local, found)
 
@@ -140,7 +139,7 @@ def _dirty(local: LocalCheckpoint, found: UnexpectedWordError) -> None:
     name = local.table[found.tensor].name
     raise NeedsReseed(
         f"{local.directory}: word {found.word} of {name} is not what the journal expects",
-        remedy="something else wrote to the local checkpoint; the next sync seeds it again",
+        remedy="stop whatever else writes to the local checkpoint; the next sync seeds it again",
     )
 
 
@@ -149,51 +148,49 @@ def is_replayed(local: LocalCheckpoint) -> bool:
     return local.state.phase in (Phase.PATCHING, Phase.UNDOING) and local.state.host.same_boot(local.host)
 
 
-def recover(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None = None) -> None:
+def recover(local: LocalCheckpoint, *, advance: Advance | None = None) -> None:
     """Finishes what a kill left behind. The caller holds the patch lock.
 
     After a kill while patching or undoing in the same boot, the journal is replayed and everything is
     re-hashed. After a reboot (or where the boot is unknown) no journal is trusted: everything is re-hashed,
     also when the files are not the ones that were left.
-    Raises NeedsReseed when the bytes are no version that the state knows.
+    Raises NeedsReseed when the bytes match no version that the state knows.
     """
     state = local.state
     if state.phase in (Phase.SEEDING, Phase.DIRTY):
         raise NeedsReseed(f"{local.directory} is {state.phase.value}", remedy="the next sync seeds it again")
     rebooted = not state.host.same_boot(local.host)
     if rebooted:
-        _after_reboot(local, threads, advance)
+        _after_reboot(local, advance)
     elif is_replayed(local):
-        _replay(local, threads, advance)
+        _replay(local, advance)
     elif state.files != local.file_identities():
-        rehash(local, threads=threads, advance=advance)
+        rehash(local, advance=advance)
     drop_strays(local)
 
 
-def _replay(local: LocalCheckpoint, threads: int, advance: Advance | None) -> None:
+def _replay(local: LocalCheckpoint, advance: Advance | None) -> None:
     step = local.state.active
     if step is None:
         raise NeedsReseed(f"{local.directory}: its state names no journal")
     forward = local.state.phase is Phase.PATCHING
     try:
-        _write_all(
-            local, step, Direction.FORWARD if forward else Direction.BACK, replay=True, threads=threads
-        )
+        _write_all(local, step, Direction.FORWARD if forward else Direction.BACK, replay=True)
     except DamagedFile as error:
         local.save(local.state.but(phase=Phase.DIRTY))
         raise NeedsReseed(error.message, remedy="the next sync seeds it again") from error
     failpoint("replay.written", local.directory)
     position = step.target if forward else step.base
-    began = _require_bytes(local, position, threads, advance)
+    began = _require_bytes(local, position, advance)
     kept = tuple(known for known in local.state.undo if known != step)
     arrived = _arrived(local, position, (*kept, step) if forward else kept)
     local.save(arrived.but(last_full_hash=began))
 
 
-def _after_reboot(local: LocalCheckpoint, threads: int, advance: Advance | None) -> None:
+def _after_reboot(local: LocalCheckpoint, advance: Advance | None) -> None:
     """Unsynced pages and journals may be gone: only the bytes themselves say where the checkpoint is."""
     positions = known_positions(local.state)
-    report = full_hash(local, threads=threads, advance=advance)
+    report = full_hash(local, advance=advance)
     for position in positions:
         if report.root == position.root:
             local.save(_arrived(local, position, ()).but(last_full_hash=report.began))
@@ -222,11 +219,9 @@ def repairable(state: LocalState) -> tuple[Position, ...]:
     return tuple(position for position in known if position.digest not in blocked) or known
 
 
-def _require_bytes(
-    local: LocalCheckpoint, position: Position, threads: int, advance: Advance | None
-) -> float:
+def _require_bytes(local: LocalCheckpoint, position: Position, advance: Advance | None) -> float:
     """Returns the unix time at which it began to read."""
-    report = full_hash(local, threads=threads, advance=advance, expected=position.lanes)
+    report = full_hash(local, advance=advance, expected=position.lanes)
     if report.root != position.root:
         local.save(local.state.but(phase=Phase.DIRTY))
         names = report.differing
@@ -238,17 +233,15 @@ def _require_bytes(
     return report.began
 
 
-def rehash(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None = None) -> None:
+def rehash(local: LocalCheckpoint, *, advance: Advance | None = None) -> None:
     """Reads every byte and records that it agrees. Raises NeedsReseed, with state `dirty`, when it does not.
     The caller holds the patch lock."""
     require_files(local)
-    began = _require_bytes(local, local.state.position, threads, advance)
+    began = _require_bytes(local, local.state.position, advance)
     local.save(local.state.but(last_full_hash=began, files=local.file_identities()))
 
 
-def prove(
-    local: LocalCheckpoint, seconds: float, *, threads: int = 1, advance: Advance | None = None
-) -> None:
+def prove(local: LocalCheckpoint, seconds: float, *, advance: Advance | None = None) -> None:
     """Hashes every tensor whose last hash is more than `seconds` old. Raises Damaged, with state `dirty`,
     when one is not the version's. The time is not made durable here: the next save of the state does that."""
     proofs, began = local.proofs, local.proofs.clock()
@@ -256,10 +249,10 @@ def prove(
     stale = proofs.before(began - seconds)
     if not stale.size:
         return
-    found = hash_tensors(local.table, local, only=stale.tolist(), threads=threads, advance=advance)
+    found = hash_tensors(local.table, local, only=stale.tolist(), threads=local.threads, advance=advance)
     position = local.state.position
     wrong = differing(local.table, found, position.lanes, only=stale)
-    # the path may lead to another file by now than the one that was hashed
+    # the path may lead to another file by now
     require_files(local)
     if wrong:
         local.save(local.state.but(phase=Phase.DIRTY))
@@ -294,9 +287,7 @@ class UnexpectedWordError(Exception):
         self.tensor, self.word = tensor, word
 
 
-def compare_and_swap(
-    local: LocalCheckpoint, journal: JournalReader, way: Direction, *, again: bool, threads: int = 1
-) -> None:
+def compare_and_swap(local: LocalCheckpoint, journal: JournalReader, way: Direction, *, again: bool) -> None:
     """Every record, as `JournalReader.compare_and_swap`. Raises UnexpectedWordError once no thread writes any
     more; some words are written then."""
 
@@ -307,7 +298,7 @@ def compare_and_swap(
             else:
                 _at_once(local, journal, alike, way, again)
 
-    for _ in ordered(work, _batches(journal.packed()), threads, each=SMALL_RESULTS):
+    for _ in ordered(work, _batches(journal.packed()), local.threads, each=SMALL_RESULTS):
         pass
 
 

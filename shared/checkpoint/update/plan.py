@@ -4,7 +4,7 @@ The caller gathers facts, asks `plan`, and where the answer is `Need` or `Look` 
 
 Versions are nodes; steps, deltas from older versions and full weights are ways between them. The way of the
 fewest bytes is searched from the target back, on sizes that the directories show; only the indexes on it are
-read, and what contradicts them is no way.
+read, and a source that contradicts them is not used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weightcast.shared.base.errors import MEND_CHANNEL
 from weightcast.shared.channel.render import Shown
 
 FULL = -1
-"""stands for the base version where full weights are meant"""
+"""in place of the base version: full weights"""
 MOST_FOLDED = 64
 """versions in one leg: what is held of their indexes while they fold stays bounded"""
 
@@ -26,7 +26,7 @@ MOST_FOLDED = 64
 @dataclass(frozen=True)
 class Link:
     """What planning needs of an index. `digest` is that of the version's own index, also for a delta from an
-    older version, which lies beside it."""
+    older version, stored next to it."""
 
     version: int
     kind: Literal["delta", "anchor"]
@@ -43,7 +43,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Here:
-    """Where the local checkpoint stands."""
+    """The local checkpoint's version."""
 
     version: int
     digest: str
@@ -55,7 +55,7 @@ class Here:
 class PlanFacts:
     """`links`: main indexes read so far; a version mapped to None does not exist (pruned or never published).
     `multi_step`: indexes of multi-step deltas read so far, by version and base version. `shown`: what
-    directories show, of the versions above `looked`; one that shows nothing is missing. `base`: the digest of
+    directories show, of the versions above `looked`; one without an entry is missing. `base`: the digest of
     version 0 when its full weights are at hand. `exact`: the target was asked for by number, going back is
     meant."""
 
@@ -75,7 +75,7 @@ class PlanFacts:
     epoch: int = 0
     """the highest that was ever followed here, also before a reseed"""
     signed: bool = False
-    """every link is signed by a trusted key: what does not continue what lies here is no accident"""
+    """every link is signed by a trusted key: a version that does not continue the local one was forged"""
     reached: int = 0
     """the version that was last applied here, also where its bytes are lost"""
 
@@ -148,7 +148,7 @@ class _Hop:
     base_version: int
     nbytes: int
     beside: bool
-    """True: a delta from an older version, beside the main one"""
+    """True: a multi-step delta"""
 
 
 _Source = Literal["here", "equal", "base", "anchor"]
@@ -202,8 +202,8 @@ def _refusal(facts: PlanFacts, target: Link) -> Refuse | None:
 
 
 def _lowest_epoch(facts: PlanFacts) -> int:
-    """Of a target. Versions asked for by number may be of earlier publishers, unless they would continue what
-    lies here."""
+    """Of a target. Versions asked for by number may be of earlier publishers, unless they would continue
+    the local version."""
     here = facts.here
     if facts.exact:
         return here.epoch if here is not None and facts.target > here.version else 0
@@ -219,7 +219,9 @@ def _same_version(facts: PlanFacts, here: Here) -> Plan:
         return Need(here.version)
     link = facts.links[here.version]
     if link is not None and link.digest != here.digest:
-        return _forked(facts, f"version {here.version} of the channel is not the one that lies here")
+        return _forked(
+            facts, f"version {here.version} of the channel differs from the local version {here.version}"
+        )
     return Stay()
 
 
@@ -296,8 +298,8 @@ def _legs(facts: PlanFacts, way: _Way) -> Patch:
 
 
 def _search(facts: PlanFacts, here: Here | None) -> _Way | Need | None:
-    """The way of the fewest bytes to the target, from `here` or full weights, its indexes all read. None:
-    there is no way."""
+    """The way of the fewest bytes to the target, from `here` or full weights, its indexes all read; None
+    without one."""
     reached: set[int] = set()
     tie = 0
     queue: list[tuple[int, int, int, int, _Source | None, _Trail | None]]
@@ -411,7 +413,7 @@ def _holds(facts: PlanFacts, here: Here | None, hop: _Hop) -> bool:
 
 
 def _starts_from(facts: PlanFacts, here: Here | None, link: Link) -> bool:
-    """Whether the base that a delta names is the one that is there."""
+    """Whether a delta's base is the local version."""
     base = facts.links.get(link.base_version)
     if here is not None and link.base_version == here.version:
         if link.parent is None and here.version > 0:
@@ -456,7 +458,7 @@ def _why_not(facts: PlanFacts, here: Here | None) -> str:
         if link is None:
             return f"version {version} is no longer in the channel" if version in facts.links else ""
         if expected is not None and link.digest != expected:
-            return f"version {version} is not the one that the next version starts from"
+            return f"version {version} is not the base of the next version"
         if (version, link.base_version) in facts.avoid:
             return f"the delta of version {version} is damaged"
         if link.kind == "anchor":
@@ -470,7 +472,7 @@ def _why_not(facts: PlanFacts, here: Here | None) -> str:
 
 
 def _fork(facts: PlanFacts, here: Here) -> str:
-    """Empty unless a step that was read continues another version than the one that lies here."""
+    """Empty unless a delta that was read continues another version than the local one."""
     for link in facts.links.values():
         continues = link is not None and link.kind == "delta" and link.base_version == here.version
         if link is not None and continues and not _starts_from(facts, here, link):
@@ -483,4 +485,4 @@ def _other_base(link: Link, here: Here | None) -> str:
         return f"version {link.version} starts from another base"
     if link.parent is None:
         return f"version {here.version} of the channel was rewritten"
-    return f"version {link.version} continues another version {here.version} than the one that lies here"
+    return f"version {link.version} continues another version {here.version} than the local one"

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 from blake3 import blake3
 
 from weightcast.shared.base.elements import Part, TensorTable
-from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
+from weightcast.shared.base.errors import (
+    MEND_CHANNEL,
+    DamagedFile,
+    Forked,
+    Refused,
+    RetryLater,
+    WeightcastError,
+)
 from weightcast.shared.channel.channel import Channel, FullVersion
-from weightcast.shared.channel.directory_store import DirectoryStore
+from weightcast.shared.channel.directory_store import directory_of
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.channel.layout import Pointer, from_name
 from weightcast.shared.channel.store import Store
-from weightcast.shared.checkpoint.state.state import LocalState, Phase
-from weightcast.shared.checkpoint.update.fetch import Awaited, NotThere, OnWait, ignore
+from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position, pack_lanes
+from weightcast.shared.checkpoint.update.fetch import Deadline, Delta, NotThere, Patience
 from weightcast.shared.checkpoint.update.plan import (
     FULL,
     Here,
@@ -36,10 +43,12 @@ from weightcast.shared.checkpoint.update.plan import (
     plan,
 )
 from weightcast.shared.checkpoint.update.stage import BadDelta
-from weightcast.shared.checkpoint.verify.repair import Delta, RepairSource
+from weightcast.shared.checkpoint.verify.repair import RepairSource
+from weightcast.shared.checkpoint.verify.seed import SeedSource, describe, start_of
 from weightcast.shared.files.disk_errors import error_text
+from weightcast.shared.files.hf_checkpoint import Checkpoint, open_checkpoint
+from weightcast.shared.files.side_files import check_pointers
 
-_RETRY_EVERY = 0.2
 AnyIndex = Index | ForeignIndex | FullVersion
 
 
@@ -71,17 +80,18 @@ class Route:
         then = self.plan.then if isinstance(self.plan, Seed | Relabel) else self.plan
         return then if isinstance(then, Patch) else None
 
-    def delta(self, version: int) -> tuple[Index | ForeignIndex, Store]:
-        """What a leg of the plan reads to arrive at `version`, and its files."""
-        files = self.files(version)
+    def delta(self, version: int) -> Delta:
+        """What a leg of the plan reads to arrive at `version`."""
         then = self._then
         base = None if then is None else then.multi_step.get(version)
         if base is not None:
-            return self.multi_step[version, base], files.within(from_name(base))
+            return Delta(self.multi_step[version, base], self.files(version).within(from_name(base)))
         index = self.indexes[version]
         if isinstance(index, FullVersion):
-            raise RetryLater(f"version {version} is full weights, no delta", remedy="it is planned again")
-        return index, files
+            raise RetryLater(
+                f"version {version} is an anchor, not a delta", remedy="retry: another plan is made"
+            )
+        return Delta(index, self.files(version))
 
 
 def find_route(
@@ -93,22 +103,20 @@ def find_route(
     target: int,
     exact: bool,
     base: str | None,
-    visible_seconds: float,
-    beside: bool = True,
-    wait: Callable[[float], None] = time.sleep,
-    on_wait: OnWait = ignore,
+    patience: Patience = Patience(),
+    shortcuts: bool = True,
     avoid: Collection[tuple[int, int]] = (),
 ) -> Route:
     """`base`: digest of version 0 when its weights are at hand; `table`: None while a foreign run's tensors
-    are unknown; `beside`: whether anchors and deltas from older versions, which lie beside versions, count;
-    `avoid`: what was found damaged, as `PlanFacts` has it. An index that the pointer implies and that does
-    not show within `visible_seconds` is RetryLater for the target, and taken as pruned below it."""
+    are unknown; `shortcuts`: whether anchors and multi-step deltas count; `avoid`: damaged sources, as in
+    `PlanFacts`. An index that the pointer implies and that does not appear in time is RetryLater for the
+    target, and counts as pruned below it."""
     facts = PlanFacts(
         here=_here(state),
         target=target,
         links={},
         base=base,
-        looked=target if beside and not channel.foreign else 0,
+        looked=target if shortcuts and not channel.foreign else 0,
         exact=exact or channel.foreign,
         avoid=frozenset(avoid),
         blocked=frozenset(b.digest for b in state.blocked) if state is not None else frozenset(),
@@ -116,7 +124,7 @@ def find_route(
         signed=channel.trust is not None,
         reached=0 if state is None else state.position.version,
     )
-    reader = _IndexReader(channel, pointer, table, time.monotonic(), visible_seconds, wait, on_wait)
+    reader = _IndexReader(channel, pointer, table, patience.begin())
     route = Route(plan(facts), pointer, channel.store, {})
     while isinstance(route.plan, Need | Look):
         facts = _answered(facts, route, reader)
@@ -160,55 +168,42 @@ class _IndexReader:
     channel: Channel
     pointer: Pointer
     table: TensorTable | None
-    began: float
-    seconds: float
-    wait: Callable[[float], None]
-    on_wait: OnWait
+    deadline: Deadline
     damaged: dict[int, str] = field(default_factory=dict)
     """what is wrong with indexes that were passed over, by version"""
 
     def read(self, version: int, *, required: bool) -> AnyIndex | None:
-        """An index may be visible later than the pointer that implies it. One that stays damaged is as
-        good as none, unless it is the target's: there may be a way around it."""
-        damage: DamagedFile | None = None
-        retries = 0
-        while True:
-            try:
-                index = self.channel.index(self.pointer, version, self.table or TensorTable(()))
-                if index is not None or self._pruned(version):
-                    if retries:
-                        self.on_wait(None)
-                    return index
-            except DamagedFile as error:
-                damage = error
-            waited, retries = time.monotonic() - self.began, retries + 1
-            if waited >= self.seconds:
-                break
-            self.on_wait(self._awaited(version, damage, retries, waited))
-            self.wait(_RETRY_EVERY)
-        if damage is not None:
+        """An index may be visible later than the pointer that implies it. A damaged index counts as missing,
+        unless it is the target's: another source may do."""
+        place = self.channel.version(self.pointer, version).place(INDEX_NAME)
+        try:
+            return self.deadline.retry(version, place, lambda: self._read(version, place))
+        except DamagedFile as error:
             if required:
-                raise damage
-            self.damaged[version] = damage.message
-        elif required:
-            raise RetryLater(
-                self._missing(version),
-                remedy="is the mount stale? `weightcast channel verify` says what is missing",
-            )
+                raise
+            self.damaged[version] = error.message
+        except NotThere:
+            if required:
+                raise
         return None
 
-    def _awaited(self, version: int, damage: DamagedFile | None, retries: int, waited: float) -> Awaited:
-        reason = self._missing(version) if damage is None else damage.message
-        file = self.channel.version(self.pointer, version).place(INDEX_NAME)
-        return Awaited(version, file, reason, retries, waited, self.seconds - waited)
+    def _read(self, version: int, place: str) -> AnyIndex | None:
+        """None for a pruned version."""
+        index = self.channel.index(self.pointer, version, self.table or TensorTable(()))
+        if index is None and not self._pruned(version):
+            state = "cut short" if self._is_there(version) else "missing"
+            raise NotThere(
+                f"{place} is {state} although the pointer names {self.pointer.version}",
+                version,
+                remedy="check the mount; `weightcast channel verify` lists missing files",
+            )
+        return index
 
-    def _missing(self, version: int) -> str:
-        files = self.channel.version(self.pointer, version)
-        state = "is cut short" if files.stat(INDEX_NAME) is not None else "is not there"
-        return f"{files.place(INDEX_NAME)} {state} although the pointer names {self.pointer.version}"
+    def _is_there(self, version: int) -> bool:
+        return self.channel.version(self.pointer, version).stat(INDEX_NAME) is not None
 
     def skip(self, version: int, base_version: int) -> Index | None:
-        """None also for one that cannot be used: there are other ways."""
+        """None also for an unusable index: there are other sources."""
         try:
             return self.channel.skip(version, base_version, self.table or TensorTable(()))
         except Refused:
@@ -248,11 +243,10 @@ def repair_sources(
 ) -> list[RepairSource]:
     """At most one over each kind of source: the cheapest, anchors, the base. A version that the channel
     cannot lead to has none."""
-    digest = None if base is None else "" if channel.base is None else channel.base.digest
+    digest = base_digest(channel, base)
     found: list[RepairSource] = []
-    for source, beside in ((digest, True), (None, True), (digest, False)):
-        route = _route(channel, version, table, source, beside)
-        way = None if route is None else _way(channel, route, base)
+    for source, shortcuts in ((digest, True), (None, True), (digest, False)):
+        way = _found(channel, version, table, source, shortcuts, base)
         if way is not None and way not in found and (channel.trust is None or _is_ours(way, base)):
             found.append(way)
     return found
@@ -263,46 +257,116 @@ def _is_ours(way: RepairSource, base: Path | None) -> bool:
     return way.directory == base and not way.deltas
 
 
-def _route(
-    channel: Channel, version: int, table: TensorTable, base: str | None, beside: bool
-) -> Route | None:
+def _found(
+    channel: Channel, version: int, table: TensorTable, digest: str | None, shortcuts: bool, base: Path | None
+) -> RepairSource | None:
     try:
-        pointer = channel.pointer()
-        if pointer is None:
-            pointer = Pointer(0)
-        return find_route(
-            channel,
-            pointer,
-            table,
-            None,
-            target=version,
-            exact=True,
-            base=base,
-            beside=beside,
-            visible_seconds=0.0,
+        pointer = channel.pointer() or Pointer(0)
+        route = find_route(
+            channel, pointer, table, None, target=version, exact=True, base=digest, shortcuts=shortcuts
         )
+        return _way(channel, route, base)
     except (WeightcastError, OSError):
-        # other sources may do; where none does, the caller seeds, and is told why that fails
+        # another source may do; where none does, the caller seeds, and reports why that fails
         return None
 
 
 def _way(channel: Channel, route: Route, base: Path | None) -> RepairSource | None:
     plan = route.plan
-    if not isinstance(plan, Seed):
+    if not isinstance(plan, Seed) or (plan.version == 0 and base is None):
         return None
-    deltas = tuple(Delta(*route.delta(version)) for leg in plan.then.legs for version in leg)
-    if plan.version == 0:
-        return None if base is None else RepairSource(base, True, deltas)
-    weights = _full_weights(channel, route, plan.version)
-    # other stores have no files that a repair could map
-    return RepairSource(weights.directory, False, deltas) if isinstance(weights, DirectoryStore) else None
+    deltas = tuple(route.delta(version) for leg in plan.then.legs for version in leg)
+    directory = full_weights(channel, route, plan.version, base)
+    return RepairSource(directory, follow_links=plan.version == 0, deltas=deltas)
 
 
-def _full_weights(channel: Channel, route: Route, version: int) -> Store:
-    index = route.indexes.get(version)
+def base_digest(channel: Channel, base: Path | None) -> str | None:
+    """None without a base; empty where its digest is unknown, in the slime format."""
+    if base is None:
+        return None
+    return "" if channel.base is None else channel.base.digest
+
+
+def full_weights(channel: Channel, route: Route, version: int, base: Path | None) -> Path:
+    """The directory with the full weights of a version that the plan of `route` seeds from. Raises Refused
+    for a channel that is not in a directory: its files cannot be mapped."""
+    if version == 0:
+        if base is None:
+            raise Refused("the base checkpoint is unknown", remedy="give --base")
+        return base
+    index = _main_index(channel, route, version)
     if isinstance(index, FullVersion) or (isinstance(index, Index) and index.kind == "anchor"):
-        return channel.version(route.pointer, version)
-    return channel.anchor_files(version)
+        return directory_of(channel.version(route.pointer, version))
+    return directory_of(channel.anchor_files(version))
+
+
+def _main_index(channel: Channel, route: Route, version: int) -> AnyIndex | None:
+    """The plan may know of an anchor without its version's index."""
+    index = route.indexes.get(version)
+    if index is None and channel.base is not None:
+        index = channel.index(route.pointer, version, channel.base.table)
+    return index
+
+
+def seed_source(channel: Channel, route: Route, plan: Seed, directory: Path, *, threads: int) -> SeedSource:
+    """`directory`: of the full weights. Raises Refused or FileNotFoundError for damaged ones."""
+    found = route.indexes.get(plan.version)
+    if plan.version == 0:
+        checkpoint = open_base(directory)
+        if channel.base is not None:
+            return SeedSource(checkpoint, start_of(channel.base), channel.base.run_id, channel.base)
+        return _foreign_source(checkpoint, route, plan, "", threads)
+    if isinstance(found, FullVersion):
+        return _foreign_source(
+            open_checkpoint(directory, follow_links=False), route, plan, found.digest, threads
+        )
+    return _anchor_source(channel, route, plan.version, directory)
+
+
+def _anchor_source(channel: Channel, route: Route, version: int, directory: Path) -> SeedSource:
+    _, base = channel.require_ours()
+    main = _main_index(channel, route, version)
+    if not isinstance(main, Index):
+        raise RetryLater(f"the index of version {version} is gone", remedy="retry: another plan is made")
+    anchor: Index | None = main if main.kind == "anchor" else channel.anchor(version, base.table)
+    if anchor is None or anchor.root != main.root:
+        raise Forked(
+            f"{directory} is not the anchor of version {version}: index missing, or with another root",
+            remedy=MEND_CHANNEL,
+        )
+    lanes = anchor.tensors.put(base.table, np.zeros((len(base.table), 2), np.uint64))
+    position = Position(main.version, main.digest, main.root, main.epoch, pack_lanes(lanes))
+    checkpoint = open_checkpoint(directory, follow_links=False)
+    return SeedSource(checkpoint, position, base.run_id, base, anchor=anchor)
+
+
+def _foreign_source(
+    checkpoint: Checkpoint, route: Route, plan: Seed, digest: str, threads: int
+) -> SeedSource:
+    run = _foreign_run(route, plan)
+    base = describe(checkpoint, run, threads=threads)
+    position = replace(start_of(base), version=plan.version, digest=digest)
+    return SeedSource(checkpoint, position, run, base, foreign=True)
+
+
+def _foreign_run(route: Route, plan: Seed) -> str:
+    if route.pointer.run is not None:
+        return route.pointer.run
+    first = plan.then.legs[0][0] if plan.then.legs else plan.version
+    index = route.indexes.get(first)
+    return "foreign" if index is None else f"foreign-{index.digest[:16]}"
+
+
+def open_base(directory: Path) -> Checkpoint:
+    """Raises Refused or DamagedFile when it is not a complete checkpoint."""
+    try:
+        checkpoint = open_checkpoint(directory, follow_links=True)
+        check_pointers(checkpoint)
+        return checkpoint
+    except FileNotFoundError as error:
+        raise Refused(
+            f"{directory} is missing", remedy="give an HF checkpoint directory as --base"
+        ) from error
 
 
 SourceKey = tuple[int, int]

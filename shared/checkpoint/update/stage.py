@@ -1,5 +1,8 @@
 """Stage: fetched versions become one journal, everything checked, nothing of the checkpoint written.
 
+`prepare` stages while it fetches, block by block. A version's files are verified as a whole before its
+journal is complete; where a file had to be read twice, staging starts over.
+
 Checked here: each blob's checksum, S_old and S_new of each chunk, each changed tensor's lanes, the root of
 every version on the way. The old words are read from the checkpoint itself.
 """
@@ -9,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +25,10 @@ from weightcast.shared.channel.delta_writer import ChunkStep
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, Step, pack_lanes, unpack_lanes
-from weightcast.shared.checkpoint.update.fetch import Incoming
+from weightcast.shared.checkpoint.update.fetch import Delta, Fetcher, Incoming, check_space
 from weightcast.shared.checkpoint.update.journal import JournalHeader, JournalWriter
 from weightcast.shared.checkpoint.update.journal_records import Packed, pack_changes, pack_whole
+from weightcast.shared.checkpoint.update.patch import drop_journal
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.digest.checksums import LanesArray
 from weightcast.shared.digest.root import root
@@ -50,11 +55,11 @@ def files_of(version: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A delta whose shards lie in `directory`, verified, or are on their way there (`incoming`)."""
+    """A delta whose shards are in `directory`, verified, or arrive there (`incoming`)."""
 
     index: Index | ForeignIndex
     directory: Path
-    incoming: Incoming | None = None
+    incoming: Incoming = field(default_factory=lambda: Incoming(complete=True))
 
     @property
     def parts(self) -> tuple[Part, ...] | None:
@@ -84,7 +89,6 @@ def stage(
     local: LocalCheckpoint,
     versions: Sequence[Fetched],
     *,
-    threads: int = 1,
     advance: Callable[[int], None] | None = None,
 ) -> Staged:
     """Folds `versions` (consecutive, one grid) into a journal from the local position.
@@ -100,7 +104,7 @@ def stage(
         sums = [StepSums(len(local.table)) for _ in versions]
         readers = [_reader(local, version) for version in versions]
         numbers = [version.index.version for version in versions]
-        for folded in _walk(local, readers, numbers, versions[0].parts, threads):
+        for folded in _walk(local, readers, numbers, versions[0].parts):
             writer.write(folded.packed)
             for one, step in zip(sums, folded.steps, strict=True):
                 if step is not None:
@@ -112,8 +116,7 @@ def stage(
                 reader.finish()
         target = _settle(local, base, versions, sums)
         for version in versions:
-            if version.incoming is not None:
-                version.incoming.wait("", None)
+            version.incoming.wait("", None)
         writer.close()
     except OSError as error:
         writer.abandon()
@@ -126,9 +129,8 @@ def stage(
 
 
 def _reader(local: LocalCheckpoint, version: Fetched) -> DeltaReader:
-    arrived = None if version.incoming is None else version.incoming.wait
     with files_of(version.index.version):
-        return open_delta(version.index, local.table, version.directory, arrived)
+        return open_delta(version.index, local.table, version.directory, version.incoming.wait)
 
 
 def _check_start(base: Position, first: Index | ForeignIndex) -> None:
@@ -136,8 +138,8 @@ def _check_start(base: Position, first: Index | ForeignIndex) -> None:
         raise Forked(f"version {first.version} starts from {first.base_version}, not from {base.version}")
     if isinstance(first, Index) and (first.parent, first.base_root) != (base.digest, base.root):
         raise Forked(
-            f"version {first.version} continues another version {base.version} than the one that lies here",
-            remedy="the local checkpoint is seeded again",
+            f"version {first.version} continues another version {base.version} than the local one",
+            remedy="run `weightcast sync`: it seeds the local checkpoint again",
         )
 
 
@@ -160,7 +162,6 @@ def _walk(
     readers: Sequence[DeltaReader],
     numbers: Sequence[int],
     parts: tuple[Part, ...] | None,
-    threads: int,
 ) -> Iterator[_Folded]:
     chunks = (
         chunk
@@ -168,8 +169,7 @@ def _walk(
         for chunk in grid(local.table, part)
         if any(reader.touches(chunk) for reader in readers)
     )
-    if any(reader.sequential for reader in readers):
-        threads = 1
+    threads = 1 if any(reader.sequential for reader in readers) else local.threads
     return ordered(lambda chunk: _fold(local, readers, numbers, chunk), chunks, threads)
 
 
@@ -238,3 +238,60 @@ def _check_version(index: Index, table: TensorTable, lanes: LanesArray, sums: St
         raise DamagedFile(f"{where}: {records.names[row]} does not get the stated lanes", remedy=remedy)
     if found != index.root:
         raise DamagedFile(f"{where}: root {found[:16]}, stated {index.root[:16]}", remedy=remedy)
+
+
+def prepare(
+    local: LocalCheckpoint,
+    deltas: Sequence[Delta],
+    fetcher: Fetcher,
+    *,
+    on_phase: Callable[[str], None],
+    on_misfit: Callable[[], None],
+) -> Staged:
+    """Fetches and stages consecutive versions into one journal. Nothing of the checkpoint is written; what
+    was fetched is dropped. Raises what fetching or staging raise; `on_misfit` is called before, when verified
+    shards do not fit the local words."""
+    indexes = [delta.index for delta in deltas]
+    check_space(local.paths, indexes)
+    on_phase("fetch")
+    fetched = [Fetched(index, fetcher.spool.directory(index), Incoming()) for index in indexes]
+    try:
+        with _staging(local, fetched) as staging:
+            for delta, one in zip(deltas, fetched, strict=True):
+                with files_of(delta.index.version):
+                    fetcher.fetch(delta, one.incoming)
+            on_phase("stage")
+            try:
+                return _staged(local, fetched, staging)
+            except DamagedFile:
+                on_misfit()
+                raise
+    finally:
+        for index in indexes:
+            fetcher.spool.drop(index)
+
+
+@contextlib.contextmanager
+def _staging(local: LocalCheckpoint, fetched: Sequence[Fetched]) -> Iterator[Future[Staged]]:
+    """Stages in a thread of its own, which ends with the block."""
+    with ThreadPoolExecutor(1, thread_name_prefix="stage") as pool:
+        try:
+            yield pool.submit(stage, local, fetched)
+        except BaseException as failure:
+            for one in fetched:
+                one.incoming.fail(failure)
+            raise
+
+
+def _staged(local: LocalCheckpoint, fetched: Sequence[Fetched], staging: Future[Staged]) -> Staged:
+    """Stages again where a file had to be read twice, even when the result shows no fault: only the digests
+    of the index tell forged words from published ones."""
+    try:
+        staged = staging.result()
+        if not any(one.incoming.restarted for one in fetched):
+            return staged
+        drop_journal(local, staged.step)
+    except DamagedFile:
+        if not any(one.incoming.restarted for one in fetched):
+            raise
+    return stage(local, fetched)

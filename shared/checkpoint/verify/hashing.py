@@ -34,7 +34,7 @@ class Readable(Protocol):
 
 
 class _Run(NamedTuple):
-    """A stretch of a file, and what of `tensors` lies in it: rows as `hash_pieces` takes them. No tensor
+    """A stretch of a file, and the pieces of `tensors` in it: rows as `hash_pieces` takes them. No tensor
     has two."""
 
     place: Place
@@ -127,11 +127,11 @@ class HashReport:
 
 
 def full_hash(
-    local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None = None, expected: bytes | None = None
+    local: LocalCheckpoint, *, advance: Advance | None = None, expected: bytes | None = None
 ) -> HashReport:
     """Hashes all bytes and compares them with the recorded position (or with packed lanes `expected`)."""
     position, began = local.state.position, time.time()
-    found = hash_tensors(local.table, local, threads=threads, advance=advance)
+    found = hash_tensors(local.table, local, threads=local.threads, advance=advance)
     names = differing(local.table, found, position.lanes if expected is None else expected)
     return HashReport(position.version, root(local.table, found), position.root, tuple(names), began, found)
 
@@ -161,13 +161,15 @@ def distance_from(table: TensorTable, found: LanesArray, position: Position) -> 
 
 
 class Differs(NeedsReseed):
-    """What lies in the local checkpoint is no version: `tensors` are not those of `position`. `whole`: all
-    others were read and are right."""
+    """The local checkpoint does not match its version: `tensors` differ from `position`. `whole`: all others
+    were read and match."""
 
     def __init__(
         self, message: str, position: Position, tensors: Sequence[str], *, whole: bool = True
     ) -> None:
-        super().__init__(message, remedy="the next sync repairs it from base and channel, or seeds it again")
+        super().__init__(
+            message, remedy="run `weightcast sync`: it repairs from base and channel, or seeds again"
+        )
         self.position = position
         self.tensors = tuple(tensors)
         self.whole = whole

@@ -35,9 +35,9 @@ from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.shared.files.paths import is_directory
 
 _SEEDED = "the host cannot patch it; its next start seeds it again"
-_STUCK = "the host stops here until `sync --rehash` or `local verify --repair` finds out what lies here"
-_OTHER = "an engine that starts here reads another model's settings; `local verify --repair` copies the file"
-_NO_WAY_BACK = "the way back by this journal is lost; where it is needed the host repairs or seeds"
+_STUCK = "the host stops until `sync --rehash` or `local verify --repair` finds its version"
+_OTHER = "engines that start here read another model's settings; run `local verify --repair`"
+_NO_WAY_BACK = "this update cannot be undone; where that is needed the host repairs or seeds"
 _UNFINISHED = "the next start finishes, repairs or seeds it; engines must not load it before"
 _WRONG_WEIGHTS = "engines that load from here get wrong weights; the next sync with --rehash repairs them"
 
@@ -142,7 +142,7 @@ def _journals(paths: LocalPaths, state: LocalState, base: Base) -> Iterator[Faul
 
 
 def _is_named(paths: LocalPaths, step: Step) -> bool:
-    """By the state that lies there now."""
+    """By the current state."""
     state, _ = _state(paths)
     return state is not None and step in state.steps
 
@@ -162,13 +162,13 @@ def _journal(path: Path, step: Step, base: Base) -> str | None:
 
 def _weights(directory: Path, threads: int, advance: Advance | None) -> tuple[HashReport | None, list[Fault]]:
     try:
-        opened = LocalCheckpoint.open(directory)
+        opened = LocalCheckpoint.open(directory, threads=threads)
     except (WeightcastError, OSError) as error:
         return None, [Fault("weights", error_text(error), _SEEDED)]
     if opened is None:
         return None, []
     with opened:
-        report = full_hash(opened, threads=threads, advance=advance)
+        report = full_hash(opened, advance=advance)
         places = opened.checkpoint.places
         faults = [
             Fault(places[opened.table.numbers[name]].file.name, f"{name} differs", _WRONG_WEIGHTS)
@@ -189,7 +189,7 @@ _SYNC = "run `weightcast sync`, or start the subscriber"
 def require_loadable(directory: Path) -> LocalState:
     """The state of a checkpoint that is one version, complete in names, shapes and sizes. The caller holds
     the patch lock, at least shared. Raises RetryLater while it is not there or being written, NeedsReseed
-    when what lies there is not what its state says."""
+    when the weights do not match the state."""
     paths = LocalPaths(directory)
     state = read_state(paths.state)
     if state is None:
@@ -207,5 +207,5 @@ def require_loadable(directory: Path) -> LocalState:
     carried = Carried(paths).unsettled(directory, base, state.position)
     if carried is not None:
         version = state.position.version
-        raise RetryLater(f"{directory / carried} is not yet that of version {version}", remedy=_SYNC)
+        raise RetryLater(f"{directory / carried} does not match version {version} yet", remedy=_SYNC)
     return state

@@ -1,6 +1,6 @@
-"""Repair: tensors of a local checkpoint that are not the recorded version's are made anew and put in place.
+"""Repair: tensors of a local checkpoint that differ from the recorded version are rebuilt and put in place.
 
-They are built beside the checkpoint, from full weights (base or anchor) and the deltas since, restricted to
+They are built in a scratch file, from full weights (base or anchor) and the deltas since, restricted to
 the chunks that they lie in, and proven by their lanes before the first word is written. The state says
 `dirty` meanwhile: killed in between, the next start reads every byte again.
 """
@@ -23,7 +23,6 @@ from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.delta_reader import open_delta
 from weightcast.shared.channel.index import STEP_ENCODINGS, ForeignIndex, Index
 from weightcast.shared.channel.run_files import BASE_LIMIT, Base, parse_base, write_base
-from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, gather
 from weightcast.shared.checkpoint.state.state import (
     EngineState,
@@ -35,6 +34,7 @@ from weightcast.shared.checkpoint.state.state import (
     read_state,
 )
 from weightcast.shared.checkpoint.update.buffer_reuse import make_room
+from weightcast.shared.checkpoint.update.fetch import Delta
 from weightcast.shared.checkpoint.update.patch import repairable, require_files
 from weightcast.shared.checkpoint.verify.hashing import Differs, differing, full_hash, hash_tensor, nearest
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint, check_table
@@ -45,14 +45,6 @@ from weightcast.shared.files.hf_checkpoint import open_checkpoint
 _PIECE = 4 << 20
 """words compared and written at a time; a multiple of 8"""
 AnyDelta = Index | ForeignIndex
-
-
-@dataclass(frozen=True)
-class Delta:
-    """A version's index, and its files in the channel."""
-
-    index: AnyDelta
-    files: Store
 
 
 @dataclass(frozen=True)
@@ -227,7 +219,6 @@ def repair(
     ways: Callable[[Position], Sequence[RepairSource]],
     found: Differs | None = None,
     *,
-    threads: int = 1,
     advance: Advance | None = None,
 ) -> Repaired:
     """Makes the checkpoint the version that it is nearest to. The caller holds the patch lock.
@@ -238,7 +229,7 @@ def repair(
     way leads there."""
     require_files(local)
     began = time.time()
-    damage = _damage(local, threads, advance) if found is None else found
+    damage = _damage(local, advance) if found is None else found
     if damage is None:
         return Repaired(local.state.position, (), 0, "")
     _note(local, damage)
@@ -259,9 +250,9 @@ def repair(
     return Repaired(damage.position, damage.tensors, words, str(walk.way.directory), walk.nbytes)
 
 
-def _damage(local: LocalCheckpoint, threads: int, advance: Advance | None) -> Differs | None:
+def _damage(local: LocalCheckpoint, advance: Advance | None) -> Differs | None:
     """None, and state `clean`, when the bytes are a version that the state knows."""
-    report = full_hash(local, threads=threads, advance=advance)
+    report = full_hash(local, advance=advance)
     position = nearest(local.table, report.lanes, repairable(local.state))
     names = differing(local.table, report.lanes, position.lanes)
     if names or report.root != position.root:
@@ -330,7 +321,7 @@ def _build(
         reasons.append(f"{walk.way.directory} gives other bytes of {local.table[wrong[0]].name}")
     raise Differs(
         f"{local.directory}: {counted(len(tensors), 'tensor')} cannot be repaired: "
-        f"{'; '.join(reasons) or 'neither base nor anchor leads to this version'}",
+        f"{'; '.join(reasons) or 'no base or anchor leads to this version'}",
         damage.position,
         damage.tensors,
     )
@@ -392,7 +383,7 @@ def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _settle(local: LocalCheckpoint, damage: Differs, tensors: Sequence[int], began: float) -> None:
-    """What lies there now is read once more before it is recorded."""
+    """The repaired bytes are read once more before the state records them."""
     lanes = lanes_list(damage.position.lanes)
     wrong = [t for t in tensors if hash_tensor(local.table[t], t, local.words_in) != lanes[t]]
     if wrong:
@@ -403,7 +394,7 @@ def _settle(local: LocalCheckpoint, damage: Differs, tensors: Sequence[int], beg
 
 
 def restore_base(paths: LocalPaths, base: Base) -> None:
-    """Writes the run's base beside a local checkpoint of this run that lost its own. The caller owns it."""
+    """Writes base.json of a local checkpoint of this run that lost its own. The caller owns it."""
     state = read_state(paths.state)
     if state is None or state.foreign or state.run_id != base.run_id:
         return

@@ -53,12 +53,12 @@ from weightcast.shared.files.system import taken_bytes
 
 _BLOCK = 8 << 20
 _RESERVE = 1 << 20
-"""bytes of free space asked for beside the weights: state, config, tokenizer"""
+"""bytes of free space needed on top of the weights: state, config, tokenizer"""
 
 
 @dataclass(frozen=True)
 class SeedSource:
-    """Full weights at `position`. `base` describes the run: tensor table and the files beside the weights.
+    """Full weights at `position`. `base` describes the run: tensor table and side files.
     `anchor`: the index that lists the files, for weights that come out of the channel."""
 
     checkpoint: Checkpoint
@@ -78,7 +78,7 @@ class SeedSource:
 
     @cached_property
     def beside(self) -> Mapping[str, Path]:
-        """Files beside the weights that are copied, by name: config, tokenizer, code; not the index."""
+        """Side files that are copied, by name: config, tokenizer, code; not the index."""
         digests = self.digests
         files = side_files(self.checkpoint).files
         return {name: path for name, path in files.items() if digests is None or name in digests}
@@ -106,7 +106,7 @@ def seed(
     earlier state survive.
 
     Raises WrongRun when the source is not what the channel describes (nothing is written then), RetryLater
-    when there is no space.
+    when the disk is full.
     """
     check_source(source, threads=threads, advance=advance)
     _check_room(paths, source)
@@ -116,7 +116,7 @@ def seed(
         durable.replace(paths.base, write_base(source.local_base))
         write_state(paths.state, state)
         _copy_files(paths, source, advance)
-    opened = LocalCheckpoint.open(paths.directory)
+    opened = LocalCheckpoint.open(paths.directory, threads=threads)
     if opened is None:
         raise NeedsReseed(f"{paths.state} vanished while seeding")
     began = time.time()
@@ -124,7 +124,8 @@ def seed(
     if pack_lanes(found) != source.position.lanes:
         opened.close()
         raise NeedsReseed(
-            f"{paths.directory}: what was written is not what was read", remedy="check the disk"
+            f"{paths.directory}: the written weights differ from their source",
+            remedy="check the disk and the memory of this host",
         )
     failpoint("seed.hashed", paths.directory)
     opened.save(state.but(phase=Phase.CLEAN, last_full_hash=began, files=opened.file_identities()))
@@ -237,7 +238,7 @@ def check_other_files(where: Path, found: Mapping[str, Path], expected: Sequence
 
 
 class ReadCheckpoint:
-    """A checkpoint's files open for one pass. A writer beside us is an error then, not a SIGBUS."""
+    """A checkpoint's files open for one pass. A concurrent writer is an error then, not a SIGBUS."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -277,7 +278,7 @@ class ReadCheckpoint:
 
 def _check_room(paths: LocalPaths, source: SeedSource) -> None:
     """Raises Refused for a target that is not a file of this directory alone, RetryLater when what is to be
-    written does not fit beside what is not written over. Nothing is changed."""
+    written does not fit. Nothing is changed."""
     wanted = _RESERVE
     for path in source.checkpoint.weight_files:
         target = paths.directory / path.name
@@ -314,7 +315,7 @@ def _strays(paths: LocalPaths, source: SeedSource) -> list[Path]:
 
 
 def _small_files(source: SeedSource) -> dict[str, Path]:
-    """What is beside the weights, by name, their index included."""
+    """Side files by name, the weights' index included."""
     index = source.checkpoint.index_file
     return dict(source.beside) if index is None else {**source.beside, index.name: index}
 
@@ -359,7 +360,7 @@ def _proven(path: Path, name: str, digests: Mapping[str, str] | None) -> Iterato
 
 
 def _check_digest(path: Path, name: str, read: blake3 | None, digests: Mapping[str, str] | None) -> None:
-    """Of the bytes that were taken: lanes, which were compared before, are no proof against intent."""
+    """Of the copied bytes: lanes, compared before, do not protect against forgery."""
     if read is not None and digests is not None and read.hexdigest() != digests[name]:
         raise DamagedFile(f"{path} is not the file that its index lists", remedy=MEND_CHANNEL)
 
