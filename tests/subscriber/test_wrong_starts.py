@@ -64,7 +64,7 @@ def test_no_base_where_one_is_needed(site: Site, run: Run, start: Start) -> None
 
 def test_a_base_that_is_not_there_or_is_no_checkpoint(site: Site, run: Run, start: Start) -> None:
     code, text = start(base=site.root / "nowhere")
-    assert code == 3 and "nowhere is not there" in text
+    assert code == 3 and "nowhere is missing" in text
     (site.root / "damaged").mkdir()
     (site.root / "damaged" / "model.safetensors").write_bytes(b"no header")
     code, text = start(base=site.root / "damaged")
