@@ -9,8 +9,6 @@ write into it. Killed before: parts, cleared away by the next attempt. Killed af
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import secrets
 import shutil
 import time
@@ -26,19 +24,14 @@ from weightcast.shared.base.errors import DamagedFile, Forked, Refused, RetryLat
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.index import (
-    CARRIED,
-    INDEX_LIMIT,
-    INDEX_NAME,
-    FileRecord,
-    Index,
-    file_record,
-)
+from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.index import CARRIED, INDEX_NAME, FileRecord, Index, file_record
 from weightcast.shared.channel.layout import Layout, Pointer, TornPointer, read_pointer, write_pointer
 from weightcast.shared.channel.signing import (
     PrivateKey,
     Trust,
     load_private_key,
+    signature_key,
     signature_path,
     stated_by,
     trusted_keys,
@@ -116,13 +109,11 @@ def move_shards(parts: Path, sources: Mapping[str, str]) -> Path:
 
 def discard(layout: Layout, path: Path) -> None:
     """Moves leftovers out of sight, then deletes them."""
-    layout.trash.mkdir(exist_ok=True)
-    grave = layout.trash / f"{path.name}-{secrets.token_hex(4)}"
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(grave)
-        failpoint("trash.moved", path)
-        shutil.rmtree(grave)
-        failpoint("trash.deleted", path)
+    open_store(layout.channel).discard(_key(layout, path))
+
+
+def _key(layout: Layout, path: Path) -> str:
+    return path.relative_to(layout.channel).as_posix()
 
 
 def commit_version(
@@ -151,39 +142,18 @@ def commit(
     main: str = "",
 ) -> None:
     """Signature and index into `made`, which then becomes `directory`. `data`: the index, written; `main`:
-    digest of the version's main index for one that lies beside it and does not say. Raises FileExistsError,
-    and Refused of `claim`; what is there by then is untouched."""
-    path = made / INDEX_NAME
+    digest of the version's main index, for an anchor without it. Raises AlreadyExists, and Refused
+    of `claim`; what is there by then is untouched."""
+
+    def allowed() -> None:
+        claim.check()
+        failpoint("index.allowed", made)
+
+    store, draft = open_store(layout.channel), _key(layout, made)
     if key is not None:
         statement = stated_by(index, blake3(data).hexdigest(), main or index.main)
-        durable.create(signature_path(path), write_signature(statement, key))
-    durable.create(path, data)
-    claim.check()
-    failpoint("index.allowed", made)
-    _take_name(layout, made, directory, data)
-    durable.sync_directory(directory.parent)
-
-
-def _take_name(layout: Layout, made: Path, directory: Path, data: bytes) -> None:
-    """A directory takes no name of another that holds something."""
-    try:
-        made.rename(directory)
-    except OSError as error:
-        if _holds(directory, data):
-            return  # an NFS server whose reply was lost reports our own success as a conflict
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        if exists(directory / INDEX_NAME):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory)) from error
-        # without an index nobody's: put there by hand, or begun by a release that wrote in place
-        discard(layout, directory)
-        made.rename(directory)
-
-
-def _holds(directory: Path, data: bytes) -> bool:
-    with contextlib.suppress(OSError, DamagedFile):
-        return durable.read_file(directory / INDEX_NAME, INDEX_LIMIT) == data
-    return False
+        store.within(draft).create(signature_key(INDEX_NAME), write_signature(statement, key))
+    store.commit(draft, _key(layout, directory), INDEX_NAME, data, allowed)
 
 
 def advance_pointer(layout: Layout, version: int, claim: Claim, post_write: PostWrite | None) -> None:
