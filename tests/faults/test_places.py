@@ -70,7 +70,7 @@ def test_a_mount_that_becomes_one_under_a_publisher(place: Place, run: Run, buck
     new.rename(inbox / "step_1")
     until(lambda: publisher.told("Directory not empty"), f"told: {publisher.words()}")
     error = publisher.status["last_error"]
-    assert "doctor" in error["remedy"] and "[Errno" not in publisher.words()
+    assert "doctor" in error["remedy"] and "[Errno" not in publisher.words(), (error, publisher.words())
     bucket.rules()
     until(lambda: publisher.wake() or publisher.status["version"] == 1, f"published: {publisher.words()}")
 
