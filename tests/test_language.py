@@ -40,7 +40,6 @@ BUDGET = {
     "publisher/trainer": 2,
     "publisher/weights": 17,
     "shared/base": 3,
-    "shared/channel": 29,
     "shared/checkpoint": 0,
     "shared/cli": 3,
     "shared/daemon": 9,

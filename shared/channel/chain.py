@@ -159,7 +159,7 @@ def _link(channel: Channel, index: Index, known: Mapping[int, AnyIndex | None], 
             yield "it does not start from base.json"
     elif isinstance(base, Index):
         if index.parent != base.digest:
-            yield f"it continues another version {base.version} than the one that is there"
+            yield f"it continues another version {base.version} than the present one"
         if index.base_root != base.root:
             yield f"it starts from another root than that of version {base.version}"
 
@@ -174,7 +174,7 @@ def _files(entry: ChainEntry, advance: Advance | None) -> Iterator[Flaw]:
 
 
 def _anchor(channel: Channel, entry: ChainEntry, advance: Advance | None) -> Iterator[Flaw]:
-    """Full weights beside a delta must be those of the same version."""
+    """The anchor of a version must have the weights those of the same version."""
     if channel.base is None or not isinstance(entry.index, Index):
         return
     try:
@@ -248,9 +248,7 @@ def _skip(
     if (skip.main, skip.root) != (main.digest, main.root):
         yield Flaw(f"its delta from version {base_version} leads to another version {main.version}")
     if start is not None and (skip.parent, skip.base_root) != (start.digest, start.root):
-        yield Flaw(
-            f"its delta from version {base_version} starts from another one than the one that is there"
-        )
+        yield Flaw(f"its delta from version {base_version} does not start from the present one")
     files = channel.multi_step_files(main.version, base_version)
     yield from _of(from_name(base_version), check_files(files, skip.files, advance))
 

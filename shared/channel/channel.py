@@ -191,7 +191,7 @@ class Channel:
         if version > pointer.version:
             raise RetryLater(
                 f"version {version} is not published yet: the newest is {pointer.version}",
-                remedy="sync again once it is out, or give one that `weightcast channel log` lists",
+                remedy="sync again once it is out, or give a version that `weightcast channel log` lists",
             )
         files = self.version(pointer, version)
         data = read_if_there(files, INDEX_NAME, INDEX_LIMIT)
@@ -239,7 +239,7 @@ class Channel:
         return _with_checksums(foreign, files, data)
 
     def anchor(self, version: int, table: TensorTable) -> Index | None:
-        """The index of the anchor of a version, beside its delta."""
+        """The index of the anchor of a version that is a delta."""
         files = self.anchor_files(version)
         index = self._of_version(files, version, table)
         fits = index is None or index.kind == "anchor"
@@ -298,7 +298,7 @@ class Channel:
         return found
 
     def anchored(self, pointer: Pointer) -> frozenset[int]:
-        """Versions up to the pointer that have an anchor beside their delta."""
+        """Versions up to the pointer that are deltas and have an anchor."""
         found = self.shown(pointer)
         return frozenset(version for version, seen in found.items() if seen.anchor is not None)
 

@@ -67,7 +67,7 @@ def _pid_namespace() -> str:
 
 def _process_start(pid: int) -> str:
     """Empty where it cannot be read, and for a process that has ended but was not waited for."""
-    # The command's name stands in parentheses and may hold spaces and parentheses itself.
+    # The command's name is in parentheses and may contain spaces and parentheses itself.
     fields = system_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in ("Z", "X") else ""
 

@@ -35,7 +35,7 @@ class DeltaReader(Protocol):
     """Steps of one version. `changes` is called at most once per chunk, in grid order."""
 
     sequential: bool
-    """True: chunks must be asked for one after the other, every one that `touches` names."""
+    """True: chunks must be asked for in order, each that `touches` names."""
 
     def touches(self, chunk: Chunk) -> bool: ...
 

@@ -44,7 +44,7 @@ def bytes_of(words: Words) -> ByteArray:
 FieldEncoding = Literal["xor", "overwrite"]
 
 _ENTRY_ROOM = 128
-"""bytes of shard header reserved per possible entry, beside its name"""
+"""bytes of shard header reserved per possible entry, without its name"""
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def unannounced(channel: Channel) -> list[int]:
 
 def highest_sound(channel: Channel, advance: Advance | None = None) -> int | None:
     """The highest version that is committed and whole, and contradicts no version that is there. None where
-    one that cannot be read now may be it: a pointer is never put too low."""
+    it may be a version that cannot be read now: a pointer is never put too low."""
     versions = _committed(channel.store)
     if not versions:
         return None

@@ -109,7 +109,7 @@ def _segments(rows: object, table: TensorTable, room: int, what: str) -> Iterato
 
 
 def check_parts(parts: Sequence[Part], table: TensorTable, what: str) -> None:
-    """Segments lie inside their tensors on block borders, ascend within a part, and no two overlap. Raises
+    """Segments are within their tensors, on block borders, ascend within a part, and no two overlap. Raises
     DamagedFile."""
     if tuple(parts) == (whole_part(table),):
         return
@@ -165,7 +165,7 @@ _VERSION = re.compile(r"\d{6,15}", re.ASCII)
 
 class ChunkRecord(NamedTuple):
     """A changed chunk. `file`, `offset`, `length` place its blob (`fast`, `small`); in the field's encodings
-    payloads lie per tensor and `length` is 0. `changed` counts words."""
+    payloads are per tensor and `length` is 0. `changed` counts words."""
 
     key: ChunkKey
     file: str
@@ -217,12 +217,12 @@ class Index:
     checksums: Mapping[str, str] = field(default_factory=dict)
     """field encodings only: xxh3-128 hex of each changed tensor's new bytes, as in the shard's metadata"""
     main: str = ""
-    """of a delta from an older version or an anchor beside a version: digest of that version's own index"""
+    """of a multi-step delta or an anchor of a version with a delta: digest of the version's own index"""
     request: str = ""
     """16 hex digits of whoever asked for the version, who knows it again by them; empty: nobody does"""
     digest: str = ""
     side_files: tuple[FileRecord, ...] = ()
-    """files beside the weights that `files` does not list: in an anchor those of the base, in a delta none"""
+    """files that are not weights and not in `files`: in an anchor those of the base, in a delta none"""
 
     carried: tuple[FileRecord, ...] = ()
     """config files that hosts of this version have in place of the base's, in `carried/` of its directory"""
@@ -262,8 +262,7 @@ class ForeignIndex:
 
 
 def describe(data: bytes, top: Members | None = None) -> Literal["ours", "foreign delta", "full"]:
-    """Which parser an index is for. `top`: as `read_top` gives it. Raises DamagedFile when it is no index at
-    all."""
+    """Which parser an index is for. `top`: as `read_top` gives it. Raises DamagedFile for anything else."""
     top = read_top(data) if top is None else top
     if _OURS in top:
         return "ours"
@@ -496,7 +495,7 @@ def _check_chunk_row(row: object, files: int, what: str) -> None:
         if type(value) is not int or not 0 <= value <= MAX_INTEGER:
             raise DamagedFile(f"{what}: bad number {repr(value)[:40]} in a chunk")
     if row[3] >= files:
-        raise DamagedFile(f"{what}: a chunk lies in file {row[3]} of {files}")
+        raise DamagedFile(f"{what}: a chunk in file {row[3]} of {files}")
 
 
 def check_index(index: Index, table: TensorTable, what: str) -> None:
@@ -561,12 +560,12 @@ def _check_chunks(index: Index, table: TensorTable, what: str) -> None:
 
 
 def _check_places(index: Index, what: str) -> None:
-    """Blobs lie in listed files and do not overlap; payloads of the field's encodings have no places."""
+    """Blobs are in listed files and do not overlap; payloads of the field's encodings have no places."""
     sizes = {file.name: file.size for file in index.files}
     end: dict[str, int] = {}
     for chunk in sorted(index.chunks, key=lambda chunk: chunk.offset):
         if chunk.file not in sizes:
-            raise DamagedFile(f"{what}: a chunk lies in {chunk.file[:80]!r}, which is not listed")
+            raise DamagedFile(f"{what}: a chunk in {chunk.file[:80]!r}, which is not listed")
         if index.encoding not in STEP_ENCODINGS:
             fits = chunk.offset == chunk.length == 0
         else:

@@ -35,7 +35,7 @@ class FileRecord:
 
 
 def check_format(members: Members, what: str) -> None:
-    """Raises UnknownFormat unless the member `format` is one that this release reads."""
+    """Raises UnknownFormat unless the member `format` is known to this release."""
     found = members.integer("format")
     if found != FORMAT:
         raise UnknownFormat(
@@ -51,7 +51,7 @@ def run_id(members: Members) -> str:
 
 
 def check_component(members: Members, what: str) -> None:
-    """Raises Refused, with the component's name, for one that this release does not handle."""
+    """Raises Refused, with the component's name, for a component that this release does not handle."""
     component = members.text("component", 128)
     if component != MAIN:
         raise Refused(

@@ -45,7 +45,7 @@ def from_name(base_version: int) -> str:
 
 
 def base_of(name: str) -> int | None:
-    """The base version of the delta in a directory of this name beside a version's; None for other names."""
+    """The base version of the multi-step delta in a directory of this name; None for other names."""
     match = _FROM.fullmatch(name)
     if match is None or from_name(int(match[1])) != name:
         return None

@@ -17,7 +17,7 @@ from weightcast.shared.channel.store import Address, Store
 @dataclass(frozen=True)
 class Shown:
     """Bytes, indexes included: of the version's own files; of its deltas from older versions, by base
-    version; of the full weights beside it. Only what has an index counts."""
+    version; of the anchor. Only directories with an index count."""
 
     nbytes: int
     skips: Mapping[int, int] = field(default_factory=dict)

@@ -66,7 +66,7 @@ class Update:
 class Report:
     """`run_id`: of the local checkpoint, empty until it is seeded. `state`: `ready`, or what the host is at;
     `phase`: what it is at, ready or not. `lag` counts versions; `target` is `latest`, a version or a tag.
-    `counter` rises with each report: a host whose counter stands still is not heard from, whatever its clock
+    `counter` rises with each report: a host whose counter does not change is silent, whatever its clock
     says."""
 
     host: str

@@ -1,4 +1,4 @@
-"""base.json: the weights that version 0 stands for, and the tensor table of the run. docs/FORMAT.md."""
+"""base.json: the weights of version 0, and the tensor table of the run. docs/FORMAT.md."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _RANK_LIMIT = 64
 class Base:
     """`lanes` in table order, not to be written; `files`: config and tokenizer files. `digest`: BLAKE3
     hex of the exact bytes of base.json, the parent of every delta from version 0. `side_files`: the other
-    files beside the weights, subdirectories included; None where an older release wrote base.json."""
+    files that are not weights, subdirectories included; None where an older release wrote base.json."""
 
     run_id: str
     table: TensorTable
@@ -122,7 +122,7 @@ def _spec(cells: Sequence[object]) -> TensorSpec:
 def _check_order(table: TensorTable) -> None:
     names = [spec.name.encode() for spec in table]
     if any(later <= earlier for earlier, later in itertools.pairwise(names)):
-        raise DamagedFile(f"{_BASE_WHAT}: its tensors are not sorted by name, or one stands twice")
+        raise DamagedFile(f"{_BASE_WHAT}: its tensors are not sorted by name, or one is listed twice")
 
 
 _CHANNEL_FILE_WHAT = "channel.json"

@@ -96,7 +96,7 @@ class PrivateKey:
 
 def load_private_key(path: Path) -> PrivateKey:
     """An unencrypted PEM PKCS#8 file. Raises Refused when it is not there, when others than its owner may use
-    it, and when it is no Ed25519 key."""
+    it, and when it is not an Ed25519 key."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -174,9 +174,7 @@ def _read(path: Path, *, private: bool) -> bytes:
     with os.fdopen(fd, "rb") as file:
         data = file.read(KEY_LIMIT + 1)
         if private and data.startswith(_PREFIX.encode()):
-            raise Refused(
-                f"{path} is the public key", remedy="give the private one beside it, the file without .pub"
-            )
+            raise Refused(f"{path} is the public key", remedy="give the private key: the file without .pub")
         if private and os.fstat(fd).st_mode & _OTHERS:
             raise Refused(f"{path} may be used by others than its owner", remedy=f"chmod 600 {path}")
     if len(data) > KEY_LIMIT:
@@ -194,7 +192,7 @@ StatedKind = Literal["base", "delta", "anchor"]
 @dataclass(frozen=True)
 class Statement:
     """What a key vouches for. `blake3`: of the exact bytes of the signed file; `main`: digest of the main
-    index for one that lies beside it (anchor, delta from an older version), else empty; `time`: the index's
+    index for the index of an anchor or a multi-step delta, else empty; `time`: the index's
     `created`. The rest is as in the index; of base.json: version 0, base_version -1, epoch 0."""
 
     run_id: str
@@ -311,13 +309,13 @@ class Trust:
 
     @classmethod
     def load(cls, texts: Iterable[str | Path]) -> Trust | None:
-        """None without any key: then nothing is checked. Raises Refused for what is no key."""
+        """None without any key: then nothing is checked. Raises Refused for invalid keys."""
         given = list(texts)
         return cls.of(key for text in given for key in trusted_keys(text)) if given else None
 
     def check(self, signature: bytes | None, what: str, digest: str) -> Statement:
         """What is stated of the file `what` with BLAKE3 `digest`. Raises Untrusted unless one of the keys
-        signed exactly this file. Whether it belongs where it lies is for `require_same`."""
+        signed exactly this file. `require_same` checks its place in the history."""
         if signature is None:
             raise _untrusted(f"{what} is not signed", "is its publisher run with --sign-key?")
         try:
