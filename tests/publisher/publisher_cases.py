@@ -100,3 +100,7 @@ def as_numpy(one: Tensor) -> np.ndarray[Any, Any]:
 
 def numpy_model(rng: np.random.Generator) -> Model:
     return {name: one for name, one in every_dtype(rng).items() if one.dtype in NUMPY_TYPES}
+
+
+def trash(place: Place) -> list[str]:
+    return sorted(path.name for path in (place.channel / ".trash").iterdir())

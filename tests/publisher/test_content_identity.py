@@ -13,13 +13,13 @@ import pytest
 from daemonkit import INDEX, Daemon, Places, base_tensors, files_of, local_bytes, plain, rename_in, write
 from disk_errors import watched
 from structlog.testing import capture_logs
-from test_publish_loop import Office, Opening, opened, places, weights
+from test_publish_loop import Office, Opening, opened, weights
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
 from weightcast.publisher.daemon.sources.queue import Job
 
-__all__ = ["opened", "places"]  # fixtures
+__all__ = ["opened"]  # fixtures
 
 Change = Callable[[Path], None]
 

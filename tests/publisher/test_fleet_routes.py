@@ -36,11 +36,6 @@ def report(host: str, run_id: str, served: int | None, counter: int = 1, **facts
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    return Places.made(tmp_path)
-
-
-@pytest.fixture
 def daemon(places: Places) -> Iterator[Daemon]:
     started = Daemon.start(places, "--stale-seconds", "2", "--lost-seconds", "4", "--keep-hours", "99")
     yield started.ready()

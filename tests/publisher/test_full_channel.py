@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_cases import Model, all_changed, bytes_of, read_checkpoint
-from publisher_cases import Place, make_place, numpy_model
+from publisher_cases import Place, make_place, numpy_model, trash
 from waiting import wait_until
 
 from weightcast.publisher.maintenance.retention import Retention
@@ -138,10 +138,6 @@ def anchored_and_two_more(place: Place) -> Model:
 
 def newest_only(grace_seconds: float) -> UpkeepOptions:
     return UpkeepOptions(anchor_every=1, retention=Retention(1), grace_seconds=grace_seconds)
-
-
-def trash(place: Place) -> list[str]:
-    return sorted(path.name for path in (place.channel / ".trash").iterdir())
 
 
 def test_pruning_makes_room_where_an_anchor_does_not_fit(place: Place, disk: Disk) -> None:

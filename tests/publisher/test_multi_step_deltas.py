@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from core_cases import Model, bytes_of, flip, read_checkpoint, some_changed
 from disk_errors import watched
-from publisher_cases import Place, make_place
+from publisher_cases import Place
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
@@ -37,11 +37,6 @@ SPANS = UpkeepOptions(skip_span=64, history_share=1000.0)
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(41)
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return make_place(tmp_path)
 
 
 def grow(publisher: Publisher, place: Place, models: list[Model], versions: int, seed: int = 5) -> None:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
 from daemonkit import (
     Daemon,
     Places,
@@ -75,11 +74,6 @@ def holds(local: Path, version: int, tensors: Tensors) -> None:
 
 def verb(places: Places, *arguments: object) -> int:
     return weightcast(["channel", *map(str, arguments), "--channel", str(places.channel)])
-
-
-@pytest.fixture
-def places(tmp_path: Path) -> Places:
-    return Places.made(tmp_path)
 
 
 def test_a_fleet_is_rolled_back_held_and_let_go(places: Places) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from core_cases import Model, bytes_of, read_checkpoint, rot, snapshot, some_changed, tensor, write_checkpoint
 from in_process import Command
-from publisher_cases import Place, make_place
+from publisher_cases import Place, make_place, trash
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
@@ -32,11 +32,6 @@ from weightcast.shared.checkpoint.local_updater import LocalUpdater
 
 INDEX = "model.safetensors.index.json"
 KEEP_TWO = UpkeepOptions(skip_span=4, history_share=1000.0, retention=Retention(2, host_versions=3))
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return make_place(tmp_path)
 
 
 def grow(publisher: Publisher, place: Place, models: list[Model], versions: int) -> None:
@@ -205,10 +200,6 @@ def test_the_verb_says_what_and_why(pruned: Place, verb: Verb) -> None:
     assert (code, said["horizon"]) == (0, 3) and left(pruned) == [3, 4, 5, 6]
     assert verb(*words)[1]["why_not"]
     assert verb("channel", "prune", "--channel", pruned.channel)[0] == 2
-
-
-def trash(place: Place) -> list[str]:
-    return sorted(path.name for path in (place.channel / ".trash").iterdir())
 
 
 def test_the_verb_deletes_what_it_took_away_before(pruned: Place, verb: Verb) -> None:

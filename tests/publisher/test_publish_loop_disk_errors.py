@@ -37,11 +37,6 @@ class PublicationDisk(Disk):
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    return Places.made(tmp_path)
-
-
-@pytest.fixture
 def publish_loop(places: Places) -> Iterator[PublishLoop]:
     settings = PublisherSettings(
         channel=places.channel,

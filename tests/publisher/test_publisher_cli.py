@@ -14,11 +14,6 @@ from weightcast.publisher import Publisher
 from weightcast.shared.base.errors import Refused
 
 
-@pytest.fixture
-def places(tmp_path: Path) -> Places:
-    return Places.made(tmp_path)
-
-
 def init(places: Places, *more: object) -> tuple[object, ...]:
     return "channel", "init", "--channel", places.channel, "--base", places.base, *more
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from daemonkit import (
@@ -24,11 +23,6 @@ from waiting import wait_until
 from weightcast.publisher.channel_init import init_channel
 
 Starting = Callable[..., Daemon]
-
-
-@pytest.fixture
-def places(tmp_path: Path) -> Places:
-    return Places.made(tmp_path)
 
 
 @pytest.fixture

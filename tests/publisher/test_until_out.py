@@ -12,14 +12,9 @@ import pytest
 from core_cases import Model, all_changed, some_changed
 from publisher_cases import Place, as_numpy, make_place, numpy_model
 
-from weightcast.shared.base.errors import NeedsReseed
+from weightcast.shared.base.errors import NeedsReseed, Refused
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.locks import FileLock
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return make_place(tmp_path)
 
 
 @pytest.fixture
@@ -102,7 +97,7 @@ def test_closing_waits_and_tells(place: Place, models: list[Model]) -> None:
 
 def test_what_goes_wrong_before_the_pointer_is_raised(place: Place, models: list[Model]) -> None:
     with place.publisher(until="out") as publisher:
-        with pytest.raises(Exception, match="is not there"):
+        with pytest.raises(Refused, match="does not exist"):
             publisher.publish_checkpoint(place.root / "nowhere")
         assert publisher.settle() is None
         assert publisher.version == 0

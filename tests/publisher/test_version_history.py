@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from publisher_cases import Place, make_place
+from publisher_cases import Place
 
 from weightcast.publisher.fleet.catch_up_cost import catch_up, prune_plan, steps, version_rows
 from weightcast.publisher.fleet.report_intake import (
@@ -123,11 +123,6 @@ def test_a_long_chain_costs_little() -> None:
     versions = {version: held() for version in range(1, 10_001)}
     [row] = [row for row in catch_up(History(10_000, versions, {}), []).rows if row.lag == 1 << 13]
     assert row.steps == (f"steps {10_001 - (1 << 13)} to 10000",)
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return make_place(tmp_path)
 
 
 def test_the_ledger_reads_every_index_once_and_sees_what_is_pruned(place: Place) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from publisher_cases import Place, make_place
+from publisher_cases import Place
 
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater
 from weightcast.shared.channel.reports import Report, write_report
@@ -35,11 +34,6 @@ class Clock:
         self.now += seconds
         while self.events and self.events[0][0] <= self.now:
             self.events.pop(0)[1]()
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return make_place(tmp_path)
 
 
 @pytest.fixture

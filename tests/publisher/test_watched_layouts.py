@@ -32,11 +32,6 @@ Opening = Callable[..., Office]
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    return Places.made(tmp_path)
-
-
-@pytest.fixture
 def opened(places: Places) -> Iterator[Opening]:
     offices: list[Office] = []
 
