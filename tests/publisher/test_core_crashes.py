@@ -645,7 +645,7 @@ def test_full_weights_that_cannot_be_brought_home_are_published_once(
 
     model = all_changed(place.model, rng)
     with place.publisher(visible_seconds=0.5) as publisher:
-        with watched(damage), pytest.raises(NeedsReseed, match="not what was read"):
+        with watched(damage), pytest.raises(NeedsReseed, match="differ from their source"):
             publisher.publish_checkpoint(place.new(model))
         assert (pointer(place), left) == (3, [0])
         place.arrives(model, 3)
