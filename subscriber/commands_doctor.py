@@ -103,7 +103,7 @@ class _Planned:
 
 
 def _planned(model: Path, asked: Workload) -> _Planned:
-    """Reads headers alone. Raises Refused for what is no checkpoint."""
+    """Reads headers alone. Raises Refused for a directory without a checkpoint."""
     try:
         weights = Weights.of(open_checkpoint(model, follow_links=True).table)
     except FileNotFoundError as error:

@@ -58,7 +58,7 @@ def run(
         float, typer.Option("--load-deadline", min=1, help="Seconds after which versions come all the same.")
     ] = 1800.0,
 ) -> None:
-    """Start an engine while its checkpoint stands still; pass signals on, end with its exit code."""
+    """Start an engine while no version is patched in; pass signals on, end with its exit code."""
     setup_logs()
     local = local.absolute()
     loaded = _loaded(engine, ready_url, local)

@@ -21,7 +21,7 @@ from weightcast.shared.daemon.logs import setup_logs
 from weightcast.shared.daemon.threads import working_threads
 from weightcast.shared.files.paths import printable, require_places
 from weightcast.shared.files.side_files import left_text
-from weightcast.subscriber.daemon.status import Board
+from weightcast.subscriber.daemon.status import StatusBuilder
 from weightcast.subscriber.status import HostStatus
 from weightcast.subscriber.sync.host import Outcome, SyncOptions
 from weightcast.subscriber.sync.sync import Sync
@@ -150,16 +150,16 @@ def _sync(
     parts: Parts, output: Output, rehash: bool, channel_seconds: float, engine_seconds: float
 ) -> HostStatus:
     options = parts.options
-    board = Board(options)
+    status_builder = StatusBuilder(options)
     with output.progress(f"{options.local}", None) as advance:
-        one = Sync(options, parts.engines, parts.lead, show=_Patience(board).show, advance=advance)
+        one = Sync(options, parts.engines, parts.lead, show=_Patience(status_builder).show, advance=advance)
         try:
             outcome = _first(one, rehash, channel_seconds)
             deadline = time.monotonic() + engine_seconds
             while not outcome.ready and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
                 outcome = one.sync_once()
-            return board.status.get()
+            return status_builder.status.get()
         finally:
             one.close()
 
@@ -184,11 +184,11 @@ def _first(one: Sync, rehash: bool, seconds: float) -> Outcome:
 class _Patience:
     """Says once what the command waits for: a person looks on."""
 
-    def __init__(self, board: Board) -> None:
-        self._board, self._told = board, False
+    def __init__(self, status_builder: StatusBuilder) -> None:
+        self._status_builder, self._told = status_builder, False
 
     def show(self, sync: Sync) -> None:
-        self._board.show(sync)
+        self._status_builder.show(sync)
         waiting = sync.log.view.waiting_for
         if waiting is not None and not self._told:
             self._told = True

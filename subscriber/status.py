@@ -75,7 +75,7 @@ class EngineStatus(Facts):
     url: str
     mark: Literal["served", "pausing", "suspect", "unknown"]
     version: int | None
-    """the last one that it confirmed"""
+    """confirmed last"""
     confirmed_by: str
     """digest, label or status-only"""
     process: str | None
@@ -91,7 +91,7 @@ class EngineStatus(Facts):
     `suspect`: paused, as nobody knows what it holds; `failed`: it took no reload for too long, or cannot be
     used as it was started; `silent`: it does not answer"""
     failures: int = 0
-    """rounds of reloads in vain, in a row"""
+    """rounds of failed reloads in a row"""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """of its last reload: pause, patch, reload, read_back, resume"""
     pause_seconds: float | None = None

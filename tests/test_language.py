@@ -45,12 +45,7 @@ BUDGET = {
     "shared/daemon": 9,
     "shared/doctor": 3,
     "shared/files": 0,
-    "subscriber": 4,
-    "subscriber/daemon": 10,
     "subscriber/engine_plugin": 5,
-    "subscriber/engines": 53,
-    "subscriber/groups": 8,
-    "subscriber/sync": 24,
 }
 """phrases allowed in the strings and docstrings of a room, and in a document; 0 where nothing is listed"""
 

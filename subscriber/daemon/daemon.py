@@ -40,11 +40,11 @@ from weightcast.shared.daemon.watch import Watcher
 from weightcast.shared.files.disk_errors import DiskError
 from weightcast.shared.files.paths import exists, require_directory
 from weightcast.subscriber.daemon.failed_engines import FailedEngines
-from weightcast.subscriber.daemon.metrics import SubscriberFigures
+from weightcast.subscriber.daemon.metrics import SubscriberMetrics
 from weightcast.subscriber.daemon.report import Reporting, open_reporter
 from weightcast.subscriber.daemon.routes import group_routes
 from weightcast.subscriber.daemon.settings import SubscriberSettings
-from weightcast.subscriber.daemon.status import Board, group_status, of_move
+from weightcast.subscriber.daemon.status import StatusBuilder, group_status, of_move
 from weightcast.subscriber.daemon.wiring import open_engines, open_lead, options_of
 from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.status import HostStatus, UpdateStatus, WaitingFor, readiness
@@ -64,10 +64,10 @@ class Subscriber:
         self.options = replace(options_of(settings), fetch_ahead=True)
         self.wakeup, self.stop = Wakeup(), Stop()
         self.loop = Snapshot(LoopStatus())
-        self.board = Board(self.options)
+        self.status_builder = StatusBuilder(self.options)
         self.registry = new_registry()
         watch_loop(self.registry, self.loop)
-        self.figures = SubscriberFigures(self.registry)
+        self.metrics = SubscriberMetrics(self.registry)
         self.disk = DiskMetrics(self.registry, {"channel": settings.channel, "local": settings.local})
         self.refused: WeightcastError | None = None
         """why this start can never come to anything"""
@@ -93,10 +93,10 @@ class Subscriber:
         self.follower = None if self.post is None else GroupFollower(self.sync, self.post)
 
     def _show(self, sync: Sync) -> None:
-        self.board.show(sync)
+        self.status_builder.show(sync)
         self._log_moves()
         self._log_wait(sync.log.view.waiting_for)
-        self.figures.show(self.board.status.get())
+        self.metrics.show(self.status_builder.status.get())
         self.disk.show()
 
     def step(self, stop: Stop) -> None:
@@ -117,7 +117,7 @@ class Subscriber:
                 self._verify_engines()
         finally:
             self._log_untaken()
-            self.failed.tell(self.board.status.get())
+            self.failed.tell(self.status_builder.status.get())
         self._log(outcome)
         self._awaited = ""
         if outcome.moved:
@@ -154,7 +154,7 @@ class Subscriber:
         parts = {f"{part}_s": round(seconds, 4) for part, seconds in move.seconds.items()}
         log.info(
             "engines reloaded" if move.kind == "reload" else "version",
-            sentence=of_move(move, self.board.status.get().served_version, words),
+            sentence=of_move(move, self.status_builder.status.get().served_version, words),
             kind=move.kind,
             from_version=move.from_version,
             version=move.version,
@@ -201,7 +201,7 @@ class Subscriber:
 
     def _reported(self) -> HostStatus | None:
         """A report is a local checkpoint's: that of its writer. A start that is refused leaves none."""
-        status = self.board.status.get().but(loop=self.loop.get())
+        status = self.status_builder.status.get().but(loop=self.loop.get())
         unknown = self.refused is not None or isinstance(self.sync.log.view.error, HasWriter)
         return None if unknown or not self.start.is_known(status) else status
 
@@ -225,7 +225,7 @@ class Subscriber:
             self.start.withdraw()
 
     def status(self) -> HostStatus:
-        status = self.board.status.get()
+        status = self.status_builder.status.get()
         hashed = status.last_full_hash
         return status.but(
             loop=self.loop.get(),
@@ -236,11 +236,11 @@ class Subscriber:
         )
 
     def ready(self) -> Readiness:
-        return readiness(self.board.status.get())
+        return readiness(self.status_builder.status.get())
 
     def stop_time(self) -> float:
         """A reload that may yet end well is waited for: its engine would stay paused until the next start."""
-        engines, engine_status = self.sync.engines, self.board.status.get().engines
+        engines, engine_status = self.sync.engines, self.status_builder.status.get().engines
         return max(
             (engines.deadline(one.name) for one in engine_status if one.mark == "pausing"), default=0.0
         )

@@ -1,4 +1,4 @@
-"""What becomes of engines that have failed: a supervisor is told, once for each failure."""
+"""Tells a supervisor of engines that have failed, once for each failure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = get_log("engines")
 
 
 class FailedEngines:
-    """`command`: run for every engine that fails, beside the loop; `exit`: `stop` is called instead, and
-    `error` says why; None: a line in the log is all."""
+    """`command`: run for every engine that fails, in a thread of its own; `exit`: `stop` is called instead,
+    and `error` says why; None: a line in the log is all."""
 
     def __init__(self, command: str | None, hook_seconds: float, stop: Callable[[], None]) -> None:
         self._command = command

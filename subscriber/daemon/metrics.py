@@ -43,7 +43,7 @@ _ENGINE = "as --engine names it"
 _NAN = float("nan")
 
 
-class SubscriberFigures:
+class SubscriberMetrics:
     """`show` is called with every status; updates are counted once each."""
 
     def __init__(self, registry: Metrics) -> None:
@@ -92,7 +92,7 @@ class SubscriberFigures:
         self._proof_bound = age(
             registry, "reload_proof_bound", "Age from which weights are hashed again before a reload."
         )
-        self._engines = _EngineFigures(registry)
+        self._engines = _EngineMetrics(registry)
         self._verify = VerifyMetrics(registry)
         self._read: Mapping[Cause, int] = {}
         self._newest: UpdateStatus | None = None
@@ -145,7 +145,7 @@ class SubscriberFigures:
         self._damage.labels("local").inc(update.kind == "repair")
 
 
-class _EngineFigures:
+class _EngineMetrics:
     def __init__(self, registry: Metrics) -> None:
         engine = {"engine": _ENGINE}
         self._state = number(
@@ -155,7 +155,7 @@ class _EngineFigures:
             {**engine, "state": CONDITIONS},
         )
         self._version = number(registry, "engine_version", "Version it confirmed last; -1: none.", engine)
-        self._failures = number(registry, "engine_failures", "Rounds of reloads in vain, in a row.", engine)
+        self._failures = number(registry, "engine_failures", "Rounds of failed reloads in a row.", engine)
 
         self._ways = count(
             registry,

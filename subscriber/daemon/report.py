@@ -106,8 +106,8 @@ class ToPublisher:
 
 
 def ahead_by(began: float, ended: float, there: float) -> float:
-    """Seconds by which the clock that read `began` and `ended` is ahead of the one that read `there` in
-    between; 0 when it may have been the same."""
+    """Seconds by which a clock that read `began` and then `ended` is ahead of another that read `there` in
+    between; 0 when they may agree."""
     if there < began - _TICK:
         return round(began - there, 3)
     return round(ended - there, 3) if there > ended + _TICK else 0.0
@@ -125,7 +125,8 @@ def open_reporter(settings: SubscriberSettings) -> Reporter | None:
 
 
 class Reporter:
-    """Delivers when something worth telling changed or time is up; what fails is told, never raised."""
+    """Delivers when something worth telling changed or time is up. A failed delivery is logged, never
+    raised."""
 
     def __init__(
         self, door: Door, every_seconds: float = EVERY_SECONDS, clock: Callable[[], float] = time.monotonic
@@ -148,7 +149,7 @@ class Reporter:
             self._deliver(report, now)
 
     def last(self, status: HostStatus) -> None:
-        """As the process ends: now, whatever was reported a moment ago. One that failed is tried once more:
+        """As the process ends: now, whatever was reported a moment ago. A failed delivery is tried once more:
         a publisher takes no two reports of a host within half a second."""
         self._deliver(describe(status), self._clock())
         if self.error:
@@ -253,7 +254,7 @@ def describe(status: HostStatus) -> Report:
 
 
 def _trouble(status: HostStatus) -> tuple[str, str]:
-    """What went wrong, and what to do about it. An engine that fails is no error of the host's step."""
+    """What went wrong, and what to do about it. A failed engine does not fail the host's step."""
     error = status.last_error
     if error is not None:
         return f"{error.error}: {error.message}", error.remedy

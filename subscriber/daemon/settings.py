@@ -66,10 +66,10 @@ class SubscriberSettings(ServiceSettings):
         gt=0,
         le=3600,
         allow_inf_nan=False,
-        description="Pause between two looks at engines that serve, to see one that restarted.",
+        description="Pause between two looks at engines that serve, to notice restarts.",
     )
     engine_attempts: int = Field(
-        5, ge=1, le=1000, description="Rounds of reloads in vain until an engine counts as failed."
+        5, ge=1, le=1000, description="Rounds of failed reloads until an engine counts as failed."
     )
     on_engine_failed: str | None = Field(
         None,

@@ -45,7 +45,7 @@ from weightcast.shared.daemon.logs import size_text
 ShownMark = Literal["served", "pausing", "suspect", "unknown"]
 
 
-class Board:
+class StatusBuilder:
     """`show` is what `Sync` calls; `status` is read by any thread."""
 
     def __init__(self, options: SyncOptions) -> None:
@@ -122,7 +122,7 @@ def _signed(trust: Trust | None, state: LocalState | None) -> str:
 
 
 def _readable_version(state: LocalState | None) -> int | None:
-    """None while the bytes are no version: there is none, or they are being written."""
+    """None while nothing is seeded, or the bytes are being written."""
     if state is None or state.phase in (Phase.SEEDING, Phase.DIRTY):
         return None
     return state.position.version
@@ -146,7 +146,7 @@ def _of_state(state: LocalState | None) -> dict[str, object]:
 def engines_status(
     engines: Engines, state: LocalState | None, verified: Mapping[str, EngineVerifyFacts]
 ) -> tuple[EngineStatus, ...]:
-    aligned = frozenset[str]() if state is None else engines.aligned(state)
+    aligned = frozenset[str]() if state is None else engines.in_sync(state)
     serving = frozenset[str]() if state is None else engines.serving(state)
     records = {} if state is None else state.engines
     return tuple(

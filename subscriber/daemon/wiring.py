@@ -71,10 +71,10 @@ def open_lead(settings: SubscriberSettings) -> Lead:
 
 def _members(settings: SubscriberSettings) -> list[Member]:
     # an HTTP client takes long to import, and most commands ask nobody
-    from weightcast.subscriber.groups.door import MemberDoor
+    from weightcast.subscriber.groups.client import MemberClient
 
     token, lease = settings.members_token, settings.group_lease
-    return [MemberDoor(url, token, lease) for url in settings.group_member]
+    return [MemberClient(url, token, lease) for url in settings.group_member]
 
 
 def open_engines(

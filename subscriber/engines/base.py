@@ -1,7 +1,7 @@
-"""The edge between weightcast and an inference engine: what an adapter is told, does and answers.
+"""The edge between weightcast and an inference engine: an adapter's options, calls and answers.
 
 An adapter speaks one engine's dialect and decides from status codes and fields what a reply proves; the order
-of the calls is `align`'s. Adapters are used by one thread at a time.
+of the calls is decided in `reload_one`. Adapters are used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class EngineFacts:
 
     reachable: bool
     absent: bool = False
-    """The connection was refused: no process listens there. One that is silent otherwise may be serving."""
+    """The connection was refused: no process listens there. An engine that is silent otherwise may be
+    serving."""
     label: str | None = None
     process: str | None = None
     """differs after a restart"""
@@ -151,7 +152,7 @@ class EngineFacts:
 @dataclass(frozen=True)
 class Done:
     """The engine answered that it has the new weights. `resumed`: it paused for them by itself, and goes on;
-    `still`: seconds that it says it stood still by then."""
+    `still`: seconds that it says it was paused."""
 
     resumed: bool = False
     still: float | None = None
@@ -226,7 +227,7 @@ class NotSent(EngineFailed):
 
 
 class NobodyListens(NotSent):
-    """The connection was refused, by each address of the engine: there is no process."""
+    """The connection was refused, by each address of the engine: no process listens."""
 
 
 class NoReply(EngineFailed):
@@ -258,7 +259,7 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
     kind = KINDS.get(kind_text)
     if not equals or kind is None:
         raise BadEngineOption(
-            f"--engine {text!r}: {kind_text!r} is no engine kind", remedy=_meant(kind_text, KINDS)
+            f"--engine {text!r}: unknown engine kind {kind_text!r}", remedy=_meant(kind_text, KINDS)
         )
     options = _options(text, rest)
     via = VIAS[_checked(text, "via", options.get("via", "reload"), VIAS.__contains__)]
@@ -323,7 +324,7 @@ def parse_engines(texts: Sequence[str], local: Path) -> tuple[EngineSpec, ...]:
 
 def address_of(url: str) -> Address:
     """Equal for URLs that lead to one place, as far as they tell. One port of the loopback is one place,
-    whatever the scheme and the family of addresses. Raises ValueError for what is no URL."""
+    whatever the scheme and the family of addresses. Raises ValueError for an invalid URL."""
     parts = urlsplit(url)
     path = posixpath.normpath(f"/{unquote(parts.path).lstrip('/')}")
     return _host(parts.hostname or ""), port_of(parts), path, parts.query
@@ -389,7 +390,7 @@ def _checked_url(text: str, url: str) -> str:
         raise BadEngineOption("--engine: a URL with a password would be logged; use api_key_env=")
     parts = http_parts(url)
     if parts is None or "#" in url:
-        raise BadEngineOption(f"--engine {text!r}: {url!r} is no http or https URL")
+        raise BadEngineOption(f"--engine {text!r}: expected an http or https URL, got {url!r}")
     # schemes are read in any case (RFC 3986, 3.1), and compared in this one from here on
     url = parts.scheme + url[len(parts.scheme) :]
     if text.startswith("webhook="):

@@ -36,14 +36,14 @@ from weightcast.subscriber.engines.vllm import DEV_MODE
 
 def look(option: str, local: Path, names: Sequence[str], advance: Advance | None) -> EngineFound:
     """Reads the memory of the engine while it serves. Raises BadEngineOption, EngineFailed, RetryLater, and
-    Refused when the local checkpoint is no version."""
+    Refused when the local checkpoint is not a whole version."""
     spec = _spec(option, local)
     paths = LocalPaths(local)
     table = parse_base(durable.read_file(paths.base, BASE_LIMIT)).table
     with closing(open_engine(spec)) as engine:
         live = live_of(engine)
         if live is None:
-            raise Refused(f"{spec.name} is not one that is patched", remedy="give it via=live")
+            raise Refused(f"{spec.name} takes no patches", remedy="give it via=live")
         found = verify_engine(live, table, lambda: _position(paths), names, advance)
     return EngineFound(
         spec.name, found.version, found.root, found.tensors, found.differing, dict(found.refused)
@@ -59,7 +59,7 @@ def _spec(option: str, local: Path) -> EngineSpec:
 def _position(paths: LocalPaths) -> Position:
     state = read_state(paths.state)
     if state is None or state.phase is not Phase.CLEAN:
-        raise Refused(f"{paths.directory} is no whole version now", remedy="let the next sync finish it")
+        raise Refused(f"{paths.directory} is not a whole version now", remedy="let the next sync finish it")
     return state.position
 
 

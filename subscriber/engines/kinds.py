@@ -21,7 +21,7 @@ def open_engine(
     timeouts: Timeouts | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Engine:
-    """Connects to nothing yet. `run_id` is told to webhooks. Raises BadEngineOption when the variable of
+    """Connects to nothing yet. `run_id` is sent to webhooks. Raises BadEngineOption when the variable of
     a key is not set."""
     limits = Timeouts() if timeouts is None else timeouts
     if spec.deadline is not None:

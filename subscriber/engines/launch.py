@@ -1,4 +1,4 @@
-"""Starts an engine while the local checkpoint stands still, and stands in for it towards a supervisor.
+"""Starts an engine while no version is patched in, and represents it towards a supervisor.
 
 The shared patch lock is held until the engine has read its weights, so that no version is patched in under
 it; a thread of its own asks for that, so that neither the deadline nor a signal waits for an answer. Signals
@@ -64,7 +64,7 @@ def run_engine(launch: Launch) -> int:
     lock = FileLock(LocalPaths(launch.local).patch)
     state = hold_still(launch.local, lock, launch.wait_seconds)
     try:
-        launch.tell(f"version {state.position.version} stands still while the engine loads")
+        launch.tell(f"version {state.position.version} is locked while the engine loads")
         with _signals_taken() as noted:
             engine = _Child(_spawn(launch.command), noted)
             try:

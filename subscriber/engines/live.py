@@ -35,7 +35,7 @@ from weightcast.subscriber.engines.base import (
     Suspect,
 )
 from weightcast.subscriber.engines.proxy import guarded
-from weightcast.subscriber.engines.rules import Sight, is_aligned, weights_of
+from weightcast.subscriber.engines.rules import Observation, is_in_sync, weights_of
 
 Way = Literal["", "live", "reload"]
 Why = Literal[
@@ -59,7 +59,7 @@ class NotTaken(EngineFailed):
 
 @dataclass(frozen=True)
 class PatchFile:
-    """As the engine is told of it: the name of a file in its directory, and where that leads."""
+    """As the engine gets it: the name of a file in its directory, and the version that it leads to."""
 
     name: str
     version: int
@@ -69,7 +69,7 @@ class PatchFile:
 
 @dataclass(frozen=True)
 class EngineLanes:
-    """Lanes of live parameters as hex text, as of `version`; `refused` says of which it has none, and why.
+    """Lanes of live parameters as hex text, as of `version`; `refused`: tensors without lanes, and why.
     `changed`: a patch came between."""
 
     version: int | None
@@ -145,7 +145,7 @@ class Patchable(Protocol):
 @dataclass(frozen=True)
 class Aim:
     """Where a reload leads. `patch`: checked by the engine; without one, `why` and `reason` say so.
-    `watched`: others are asked while the engine stands still, so that only the caller may resume it."""
+    `watched`: others are asked while the engine is paused, so that only the caller may resume it."""
 
     held: HeldWeights
     patch: PatchFile | None = None
@@ -257,7 +257,8 @@ class Live:
         return outcome
 
     def _hold(self, label: str) -> None:
-        """What was loaded is known here also when the engine cannot be told: then it is not patched next."""
+        """What was loaded is known here also when the engine does not take it: then it is not patched
+        next."""
         if self._aim is not None:
             try:
                 self.engine.hold(self._aim.held, label)
@@ -307,14 +308,14 @@ class Candidate:
     name: str
     live: Live
     record: EngineState | None
-    sight: Sight
+    observation: Observation
     grouped: bool = False
     """it is one of a group whose other hosts stage no patches"""
 
 
 def start_of(one: Candidate, steps: Sequence[Step]) -> int | Offer:
     """The first of `steps` that the engine needs, else why it loads from disk. No IO."""
-    record, facts = one.record, one.sight.facts
+    record, facts = one.record, one.observation.facts
     if one.grouped:
         return Offer(None, "group", "its other hosts stage no patches: --group-patch is not set")
     if facts.unpatchable:
@@ -322,7 +323,11 @@ def start_of(one: Candidate, steps: Sequence[Step]) -> int | Offer:
     served = None if record is None or record.mark is not Mark.SERVED else record.version
     held = facts.held
     # what it holds is found among the steps by its root
-    if served is None or held is None or not is_aligned(record, one.sight, HeldWeights(served, held.root)):
+    if (
+        served is None
+        or held is None
+        or not is_in_sync(record, one.observation, HeldWeights(served, held.root))
+    ):
         return Offer(None, "unknown", "it was started, or its weights were changed, since the last version")
     for number, step in enumerate(steps):
         if held.root == step.base.root:
@@ -349,7 +354,7 @@ def make_offers(
         for one in candidates
         if one.name not in found
         and isinstance(start := starts[one.name], int)
-        and (held := one.sight.facts.held) is not None
+        and (held := one.observation.facts.held) is not None
     }
     if not bases:
         return found

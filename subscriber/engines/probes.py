@@ -1,6 +1,6 @@
 """What adapters share: which process answers, and which draft model it runs.
 
-Processes: one that was replaced never comes back. Where an identity that was seen before answers again, two
+Processes: a replaced one never comes back. Where an identity that was seen before answers again, two
 or more processes share the address, and an order reaches one of them. Every question has a connection of its
 own (`wire`), so that a load balancer may answer each from another process.
 
@@ -121,7 +121,7 @@ class Adapter:
         self._wire.close()
 
     def _steady_label(self, process: str | None, ask: Callable[[], str | None]) -> str | None:
-        """Of an engine whose process is not told: read several times, since only labels may differ."""
+        """Of an engine that does not name its process: read several times, since only labels may differ."""
         return ask() if process is not None else self._labels.read(ask, lambda label: label)
 
     def _forget_labels(self) -> None:
@@ -142,7 +142,7 @@ class StaleDrafter(Misconfigured):
 
 
 class Settings:
-    """How a server was started, as it says itself; asked once of every process. Where no process is told, it
+    """How a server was started, as it says itself; asked once of every process. Where no process is known, it
     is asked several times, and `of_start` of its settings tells one start from another."""
 
     def __init__(

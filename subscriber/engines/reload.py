@@ -35,13 +35,13 @@ from weightcast.subscriber.engines.reload_one import (
 )
 from weightcast.subscriber.engines.rules import (
     EngineResult,
+    Observation,
     ReloadOrder,
-    Sight,
     after,
     goes_on,
     in_doubt,
-    is_aligned,
     is_another,
+    is_in_sync,
     is_taken,
     label_of,
     may_relabel,
@@ -63,7 +63,7 @@ TAKEN_AT_ONCE = 3
 _PEACE = 2 * _RETRY_FAILED
 """seconds without that after which the count begins anew"""
 FAILED_AFTER = 5
-"""rounds of reloads in a row, in vain, until an engine counts as failed"""
+"""rounds of failed reloads in a row until an engine counts as failed"""
 E = TypeVar("E")
 T = TypeVar("T")
 UNSEEN = EngineFacts(reachable=False)
@@ -79,18 +79,18 @@ class _Known:
     """the directory that it named after our reload"""
     reason: str = ""
     failures: int = 0
-    """rounds of reloads in vain, in a row"""
+    """rounds of failed reloads in a row"""
     next_try: float = 0.0
     process: str | None = None
-    """the one that failed"""
+    """identity of the process that failed"""
     silent_since: float | None = None
     last: EngineResult | None = None
     taken: int = 0
     """times in a row that somebody else loaded other weights into the process that we had loaded"""
     taken_at: float = 0.0
 
-    def sight(self) -> Sight:
-        return Sight(self.facts, self.steady, self.source)
+    def observation(self) -> Observation:
+        return Observation(self.facts, self.steady, self.source)
 
     def is_another(self, facts: EngineFacts) -> bool:
         """Whether the process that failed is gone."""
@@ -118,7 +118,7 @@ class Engines:
         group_patches: bool = False,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`look_seconds`: between looks at engines that are all aligned. `jitter`: uniform in [0, 1).
+        """`look_seconds`: between looks at engines that are all in sync. `jitter`: uniform in [0, 1).
         `group`: the other hosts whose files the engines read; `group_patches`: each stages patches for them.
         `stopping`: whether the process is to end: a rolling reload then stops after the current engine."""
         self.engines = tuple(EngineProxy(engine, group) for engine in engines)
@@ -208,10 +208,10 @@ class Engines:
 
     def _see(self, engine: EngineProxy, facts: EngineFacts) -> None:
         known = self._known[engine.spec.name]
-        twin = self._twin(engine, facts)
-        if twin is not None:
+        duplicate = self._duplicate_of(engine, facts)
+        if duplicate is not None:
             # one of them would resume it while the other loads it; nobody of its own is there
-            hindrance = f"it is the engine {twin}, given twice: remove one of them"
+            hindrance = f"it is the engine {duplicate}, given twice: remove one of them"
             facts = EngineFacts(reachable=False, absent=True, hindrance=hindrance)
         known.facts = facts
         known.steady = known.steady and facts.reachable
@@ -228,29 +228,29 @@ class Engines:
         elif known.failures == 0:
             known.reason = _contested(known.taken) if known.taken >= TAKEN_AT_ONCE else ""
 
-    def _twin(self, engine: EngineProxy, facts: EngineFacts) -> str | None:
+    def _duplicate_of(self, engine: EngineProxy, facts: EngineFacts) -> str | None:
         """The name of the first option that leads to the same process."""
         for one in self.engines[: self.engines.index(engine)]:
             if facts.unique and self._known[one.spec.name].facts.process == facts.process:
                 return one.spec.name
         return None
 
-    def aligned(self, state: LocalState) -> frozenset[str]:
+    def in_sync(self, state: LocalState) -> frozenset[str]:
         """Names of the engines that hold the local checkpoint's bytes, as of the last look."""
         return frozenset(
             name
             for name, known in self._known.items()
-            if is_aligned(state.engines.get(name), known.sight(), weights_of(state.position))
+            if is_in_sync(state.engines.get(name), known.observation(), weights_of(state.position))
         )
 
     def serving(self, state: LocalState) -> frozenset[str]:
-        """Those of the aligned that generate, as far as they tell."""
-        return frozenset(name for name in self.aligned(state) if not self._known[name].facts.paused)
+        """Those in sync that generate, as far as they tell."""
+        return frozenset(name for name in self.in_sync(state) if not self._known[name].facts.paused)
 
     def due(self, state: LocalState) -> tuple[EngineProxy, ...]:
-        """Engines to reload now: reachable, not aligned, and not tried in vain a moment ago."""
-        aligned = self.aligned(state)
-        return tuple(engine for engine in self._ready() if engine.spec.name not in aligned)
+        """Engines to reload now: reachable, not in sync, and not tried without success a moment ago."""
+        in_sync = self.in_sync(state)
+        return tuple(engine for engine in self._ready() if engine.spec.name not in in_sync)
 
     def _ready(self) -> tuple[EngineProxy, ...]:
         now = self._clock()
@@ -262,7 +262,7 @@ class Engines:
         )
 
     def retry_at_once(self) -> None:
-        """A new version: whoever took the old one in vain is asked again without delay. One that has failed
+        """A new version: engines that did not take the old one are asked again without delay. A failed engine
         must not hold up the others with every version."""
         for name, known in self._known.items():
             if not self.failed(name):
@@ -295,7 +295,7 @@ class Engines:
     def resume_late(self, local: LocalCheckpoint) -> None:
         """Lets engines go on that hold the local version and are paused: by a pause of ours that was not
         answered and came about later, perhaps. Another one is nobody's business here."""
-        paused = self.aligned(local.state) - self.serving(local.state)
+        paused = self.in_sync(local.state) - self.serving(local.state)
         for engine in self.engines:
             name = engine.spec.name
             if name not in paused & local.state.unanswered:
@@ -324,7 +324,7 @@ class Engines:
             if record is None or record.mark is not Mark.SERVED or record.version != before:
                 continue
             del records[name]
-            if not may_relabel(record, known.sight(), HeldWeights(before, position.root)):
+            if not may_relabel(record, known.observation(), HeldWeights(before, position.root)):
                 continue
             label = label_of(position.version)
             with contextlib.suppress(EngineFailed):
@@ -341,7 +341,8 @@ class Engines:
 
     def offer(self, local: LocalCheckpoint, staged: Step, readers: Readers | None = None) -> None:
         """Has a patch made of what leads to the staged version, and checked by each engine that takes
-        patches. Engines serve; nothing of the local checkpoint is written. The next `reload` is told."""
+        patches. Engines serve; nothing of the local checkpoint is written. The next reload uses what they
+        answer."""
         lives = self.lives
         engines = [engine for engine in self.engines if engine.spec.name in lives]
         for engine, facts in zip(engines, self.each(engines, lambda e: e.probe()), strict=True):
@@ -354,7 +355,7 @@ class Engines:
     def _candidate(self, engine: EngineProxy, live: Live, local: LocalCheckpoint) -> Candidate:
         name = engine.spec.name
         grouped = engine.grouped and not self._group_patches
-        return Candidate(name, live, local.state.engines.get(name), self._known[name].sight(), grouped)
+        return Candidate(name, live, local.state.engines.get(name), self._known[name].observation(), grouped)
 
     @contextlib.contextmanager
     def reloading(
@@ -389,7 +390,7 @@ class Engines:
             aim = self._offers.get(name, Offer()).aim(state.position)
             # its group is asked before it resumes whether all of them stood
             live.aim(replace(aim, watched=engine.grouped))
-        return is_taken(state.engines.get(name), self._known[name].sight(), weights_of(state.position))
+        return is_taken(state.engines.get(name), self._known[name].observation(), weights_of(state.position))
 
     def learn(self, result: EngineResult, taken: bool) -> None:
         self._learn(result)
@@ -397,7 +398,7 @@ class Engines:
             self._bring_back_later(self._known[result.name])
 
     def _bring_back_later(self, known: _Known) -> None:
-        """If it is taken again: two who bring an engine back at once would leave it paused for good."""
+        """If it is taken again: two who bring an engine back at once would leave it paused."""
         now = self._clock()
         known.taken = 1 if now - known.taken_at > _PEACE else known.taken + 1
         known.taken_at = now
@@ -434,7 +435,7 @@ class Engines:
             known.next_try = self._clock() + self._delay(known)
 
     def _delay(self, known: _Known) -> float:
-        """A process that is known to have failed is left alone until another is seen; one that tells no
+        """A process that is known to have failed is left alone until another is seen; a process without
         identity may have been started anew at any time."""
         failed = known.failures >= self._failed_after
         longest = _RETRY_UNSEEN if known.process is None else _RETRY_FAILED if failed else _RETRY_MOST

@@ -101,7 +101,7 @@ class EngineReload:
         self._suspect = self.name in notes.suspects
         self._keeps_pause = False
         self._absent = ""
-        """why there is no process to pause"""
+        """why no process can be paused"""
         self._process: str | None = None
         self._source: str | None = None
         self._began = 0.0
@@ -218,8 +218,8 @@ class EngineReload:
         return self._resumed - self._began
 
     def _not_paused(self, failure: EngineFailed) -> None:
-        """No reload was tried; unless the engine has not seen the pause, it may come late. One that refused
-        the key was not paused, and would refuse to be resumed."""
+        """No reload was tried; unless the engine has not seen the pause, it may come late. An engine that
+        refused the key was not paused, and would refuse to be resumed."""
         self._unanswered = not isinstance(failure, NotSent | KeyRefused)
         self._keeps_pause |= isinstance(failure, KeyRefused)
 
@@ -297,7 +297,7 @@ class EngineReload:
 
 def pause_together(reloads: Sequence[EngineReload], paused: list[EngineReload]) -> list[EngineResult]:
     """Pauses all of them, and appends each to `paused` at once. Returns nothing when all are paused; else the
-    results of the one that did not pause and of those paused before, which are resumed in reverse order."""
+    results of the engine that did not pause and of those paused before: they are resumed in reverse order."""
     for one in reloads:
         result = one.pause()
         if result is None:

@@ -62,13 +62,13 @@ class EngineResult:
 
 
 def reload_order(engines: Sequence[EngineProxy], suspects: Collection[str]) -> tuple[EngineProxy, ...]:
-    """Engines in doubt come last: one that hangs must not keep the healthy ones waiting."""
+    """Engines in doubt come last: a hanging engine must not keep the healthy ones waiting."""
     return tuple(sorted(engines, key=lambda engine: engine.spec.name in suspects))
 
 
 def goes_on(result: EngineResult, doubtful: bool) -> bool:
-    """Whether the next engine of a rolling reload may be paused. One that was broken before (`doubtful`)
-    comes last and holds nobody back."""
+    """Whether the next engine of a rolling reload may be paused. An engine that was broken before
+    (`doubtful`) comes last and holds nobody back."""
     return doubtful or result.state == "served"
 
 
@@ -113,7 +113,7 @@ def weights_of(position: Position) -> HeldWeights:
 
 
 @dataclass(frozen=True)
-class Sight:
+class Observation:
     """`facts`: what an engine says now. `steady`: this process reloaded it and has reached it at every look
     since; only then a process that tells no identity counts as the same. `source`: the directory that it
     named after that reload."""
@@ -123,17 +123,17 @@ class Sight:
     source: str | None = None
 
 
-def is_aligned(record: EngineState | None, sight: Sight, weights: HeldWeights) -> bool:
+def is_in_sync(record: EngineState | None, observation: Observation, weights: HeldWeights) -> bool:
     """Whether the engine holds `weights`, the local checkpoint's, because of a reload of ours, in this
     process."""
     if record is None or record.mark is not Mark.SERVED or record.version != weights.version:
         return False
-    facts = sight.facts
+    facts = observation.facts
     if facts.in_doubt or not states(facts, weights):
         return False
-    if not facts.reachable or needs_reload(facts, record.process, _label(record), sight.source):
+    if not facts.reachable or needs_reload(facts, record.process, _label(record), observation.source):
         return False
-    return sight.steady or None not in (facts.process, record.process)
+    return observation.steady or None not in (facts.process, record.process)
 
 
 def states(facts: EngineFacts, weights: HeldWeights) -> bool:
@@ -142,24 +142,24 @@ def states(facts: EngineFacts, weights: HeldWeights) -> bool:
     return facts.held is None or facts.held == weights
 
 
-def is_taken(record: EngineState | None, sight: Sight, weights: HeldWeights) -> bool:
+def is_taken(record: EngineState | None, observation: Observation, weights: HeldWeights) -> bool:
     """Whether the process that served `weights` since a reload of ours was loaded with something else: by
     another subscriber or tool, as an engine does not do that itself."""
     if record is None or record.mark is not Mark.SERVED or record.version != weights.version:
         return False
-    facts = sight.facts
+    facts = observation.facts
     if not facts.reachable or facts.process is None or facts.process != record.process:
         return False
-    return not states(facts, weights) or needs_reload(facts, None, _label(record), sight.source)
+    return not states(facts, weights) or needs_reload(facts, None, _label(record), observation.source)
 
 
-def may_relabel(record: EngineState | None, sight: Sight, weights: HeldWeights) -> bool:
+def may_relabel(record: EngineState | None, observation: Observation, weights: HeldWeights) -> bool:
     """Whether the engine itself says that it is the process that took `weights` and still holds them: of one
     that tells less, nobody would see that it holds something else."""
-    facts = sight.facts
+    facts = observation.facts
     if facts.process is None or facts.label != label_of(weights.version):
         return False
-    return is_aligned(record, sight, weights)
+    return is_in_sync(record, observation, weights)
 
 
 def _label(record: EngineState) -> str | None:
@@ -174,7 +174,7 @@ def noted(known: EngineState | None, mark: Mark) -> EngineState:
     return EngineState(mark) if known is None else replace(known, mark=mark)
 
 
-def unaligned(records: Records) -> dict[str, EngineState]:
+def without_served(records: Records) -> dict[str, EngineState]:
     """The records without what engines served: the bytes of the local checkpoint become others. Who may be
     paused, or is in doubt, stays so."""
     return {name: record for name, record in records.items() if record.mark in DOUBTFUL}
@@ -212,7 +212,7 @@ def is_confirmed(records: Records, names: Iterable[str], version: int) -> bool:
 def rolls_back(results: Sequence[EngineResult], failures: int, order: ReloadOrder = "together") -> bool:
     """Whether a version that no engine confirmed is at fault rather than an engine. `failures`: reloads in a
     row, with this one, that left no engine on it. In a rolling reload it takes two, mostly two engines: one
-    alone may be at fault, a third shall not be lost to the version."""
+    alone may be at fault, a third engine must not be lost to the version."""
     asked = [result for result in results if result.attempts > 0]
     if order == "rolling":
         return bool(asked) and failures >= ROLL_BACK_AFTER_ROLLING

@@ -233,7 +233,7 @@ class SGLang(Adapter):
 
     def _told(self, reply: Reply) -> str:
         if self._label is None:
-            raise EngineFailed(reply.describe(), remedy="its weight_version is no text: see the engine's log")
+            raise EngineFailed(reply.describe(), remedy="see the engine's log; weight_version must be text")
         return self._label
 
     def _post(self, path: str, body: dict[str, object], remedy: str) -> None:
@@ -274,7 +274,7 @@ def _nothing_read(reply: Reply) -> bool:
 
 
 LOADER = "weightcast_engine.sglang.hook.load"
-INSTALL = "install weightcast-engine beside SGLang and start it as docs/engines.md says"
+INSTALL = "install weightcast-engine in SGLang's environment and start it as docs/engines.md says"
 LOG = "see the engine's log"
 NOT_PATCHABLE = "the engine says that it cannot be patched"
 UNTOUCHED = frozenset({400, 409, 422, 423, 503})
@@ -308,7 +308,7 @@ class _NoHook(EngineFailed):
 
 
 class SGLangLive:
-    """A released SGLang with the plugin's loader: `Patchable` by the server's own doors (docs/adr/0012)."""
+    """A released SGLang with the plugin's loader: `Patchable` by the server's own routes (docs/adr/0012)."""
 
     def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
         self.spec = spec
@@ -316,7 +316,7 @@ class SGLangLive:
         self._wire = wire
         self._timeouts = timeouts
         self._held: HeldWeights | None = None
-        """told or patched by this process; the hook compares it with what it has, at every patch"""
+        """named or patched by this process; the hook compares it with what it has, at every patch"""
         self._process: str | None = None
         self._unfit: str | None = None
         """why this process takes no orders; empty: it does; None: not known of it yet"""
@@ -427,7 +427,7 @@ class SGLangLive:
     def confirm(self, held: HeldWeights | None, label: str) -> Confirmation:
         confirmed = self._plain.read_back(label)
         if held is not None and held != self._held:
-            raise EngineFailed(f"{self.spec.shown_url} was not told to hold {held}", remedy="it is reloaded")
+            raise EngineFailed(f"{self.spec.shown_url} was not given {held}", remedy="it is reloaded")
         return confirmed
 
     def lanes(self, names: Sequence[str]) -> EngineLanes:
@@ -483,7 +483,7 @@ class SGLangLive:
         return ""
 
     def _begin(self) -> None:
-        """Opens the session in which SGLang takes tensors, after one that somebody left open. Raises
+        """Opens the session in which SGLang takes tensors, after another that was left open. Raises
         EngineFailed when it does not."""
         reply = self._wire.post_once("/begin_weight_update", {}, self._timeouts.control)
         if reply.status == httpx.codes.BAD_REQUEST:

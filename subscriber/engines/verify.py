@@ -1,7 +1,7 @@
 """The words in engines' memory, read by the engines themselves and compared with the lanes of the version.
 
-A patch proves the words that it touches. What else lies there is proved by reading: in the background, a
-little at a time, and wholly after every so many versions. Tensors of which an engine has no lanes (packed,
+A patch proves the words that it touches. All others are proved by reading: in the background, a
+little at a time, and wholly after every so many versions. Tensors without lanes (packed,
 quantised or derived ones) are counted, and never said to be right.
 """
 
@@ -34,7 +34,7 @@ REASON_LIMIT = 500
 
 @dataclass(frozen=True)
 class EngineVerifyFacts:
-    """Of one engine, since the start. `refused`: tensors in this pass of which it has no lanes; `version`:
+    """Of one engine, since the start. `refused`: tensors without lanes in this pass; `version`:
     the last one at which every tensor was read and was right; `full_pass`: unix time at which the last whole
     pass began."""
 
@@ -249,7 +249,7 @@ def verify_engine(
     together, DamagedFile for a name that the checkpoint does not have."""
     unknown = [name for name in names if name not in table.numbers]
     if unknown:
-        raise DamagedFile(f"{unknown[0]} is no tensor of the checkpoint", remedy="see its index file")
+        raise DamagedFile(f"{unknown[0]} is not a tensor of the checkpoint", remedy="see its index file")
     numbers = [table.numbers[name] for name in names] or list(range(len(table)))
     for _ in range(_TIMES):
         found = _whole(live, table, position(), numbers, advance)

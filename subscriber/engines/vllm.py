@@ -211,7 +211,7 @@ def _instance(server: Mapping[str, object]) -> object:
 
 
 def _all_workers_done(reply: Reply) -> bool:
-    """`reload_weights` returns nothing, so that every worker's result is null; all else is no success."""
+    """`reload_weights` returns nothing, so that every worker's result is null; anything else is a failure."""
     results = reply.fields().get("results")
     return isinstance(results, list) and bool(results) and all(result is None for result in results)
 
@@ -228,7 +228,7 @@ def _configuration(directory: Path) -> list[dict[str, Any]]:
 
 
 def _tied(directory: Path, parts: Sequence[dict[str, Any]]) -> bool:
-    """What the configuration says; else whether there is no head."""
+    """What the configuration says; else whether the checkpoint lacks a head."""
     for part in parts:
         if isinstance(said := part.get("tie_word_embeddings"), bool):
             return said
@@ -250,7 +250,7 @@ def _runs_on(server: Mapping[str, object]) -> tuple[object, bool]:
 
 DOOR = "/v1/weightcast"
 FORMAT = 1
-INSTALL = "install weightcast-engine beside vLLM and name it in VLLM_PLUGINS (docs/engines.md)"
+INSTALL = "install weightcast-engine in vLLM's environment and name it in VLLM_PLUGINS (docs/engines.md)"
 LOG = "see the engine's log"
 _BASE, _PAUSED, _BUSY = 409, 423, 503
 """it holds another base; it is not paused; it carries out another order and has not begun this one"""
@@ -260,7 +260,7 @@ _BUSY_SECONDS = 0.05
 
 
 class VLLMLive(Adapter):
-    """A vLLM that has the plugin: `Patchable` by the plugin's doors under /v1/weightcast."""
+    """A vLLM that has the plugin: `Patchable` by the plugin's routes under /v1/weightcast."""
 
     def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
         super().__init__(spec, wire, timeouts)
@@ -368,7 +368,7 @@ class VLLMLive(Adapter):
         return "label"
 
     def relabel(self, label: str) -> Confirmation:
-        """Labels are versions here (`aligned.label_of`)."""
+        """Labels are versions here (`rules.label_of`)."""
         found = held_of(self._wire.get(DOOR, self._timeouts.control).require_ok(LOG).fields())
         if found is None:
             raise EngineFailed(f"{self.spec.shown_url} does not know what it holds", remedy="it is reloaded")

@@ -1,6 +1,6 @@
 """HTTP to an engine: keys, deadlines, capped replies, and what a failure proves about the request.
 
-Every call has a connection of its own: an idle one that the engine has just dropped would look like a reload
+Every call has a connection of its own: an idle one, just dropped by the engine, would look like a reload
 that was cut off. Replies are read by httpx's transport alone: its client would look into what an engine says
 of redirects and cookies, and fail on what it cannot parse.
 
@@ -315,7 +315,7 @@ def not_handled(reply: Reply, remedy: str = "") -> Intact:
 
 
 def not_an_engine(reply: Reply) -> EngineFacts:
-    """`reply`: one of those in which nothing of an engine was told."""
+    """`reply`: any of those that say nothing of an engine."""
     if reply.refusal is not None:
         return unreachable(reply.refusal)
     return EngineFacts(
@@ -326,7 +326,8 @@ def not_an_engine(reply: Reply) -> EngineFacts:
 
 
 def start_time(metrics: Reply) -> str | None:
-    """The start time of the process that a Prometheus page speaks of, as text; None where it is not told."""
+    """The start time of the process that a Prometheus page speaks of, as text; None where the page lacks
+    it."""
     if metrics.status != httpx.codes.OK:
         return None
     for line in metrics.body.splitlines():

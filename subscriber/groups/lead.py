@@ -1,6 +1,6 @@
 """The leader's side of an engine group: every other host prepared, held, asked again, released.
 
-A thread per member repeats the order for as long as it stands, which keeps the leases; the work thread and
+A thread per member repeats the order until it ends, which keeps the leases; the work thread and
 the engines' threads only wait for what the answers say.
 """
 
@@ -54,7 +54,7 @@ class Member(Protocol):
 @dataclass(frozen=True)
 class GroupPace:
     """Seconds. `lease`: that followers keep still without word of the leader. `deadline`: that they may take
-    to come to a version. `patience`: for one that does not answer."""
+    to come to a version. `patience`: for a member that does not answer."""
 
     lease: float = 30.0
     deadline: float = 600.0
@@ -175,7 +175,7 @@ class Lead:
             failpoint("group.prepared")
 
     def hold(self, position: Position) -> None:
-        """Returns when every member lies at `position` and stands still. Raises as `await_prepared`."""
+        """Returns when every member is at `position` and holds it. Raises as `await_prepared`."""
         if self._order is None:
             return
 
@@ -204,18 +204,19 @@ class Lead:
             self._changed.wait_for(lambda: len(self._held()) == len(self.members), self._pace.patience)
             held = self._held()
             if len(held) < len(self.members):
-                raise self._hindrance("not every host of the group stands still")
+                raise self._hindrance("not every host of the group holds the version")
             return held
 
     def stood(self, grants: Grants) -> None:
-        """After a reload: raises EngineFailed unless every member stood still since it gave its grant."""
+        """After a reload: raises EngineFailed unless every member held its version since it gave its
+        grant."""
         with self._changed:
             self._asks += 1
             asks = self._asks
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._have_answered(asks), self._pace.lease)
             if not self._have_answered(asks) or self._held() != grants:
-                raise self._hindrance("a host of the group did not stand still during the reload")
+                raise self._hindrance("a host of the group did not hold the version during the reload")
         failpoint("group.stood")
 
     def _have_answered(self, asks: int) -> bool:
@@ -282,7 +283,7 @@ class Lead:
             failpoint("group.released")
 
     def _ask_all(self, ask: Callable[[Member], Hold]) -> None:
-        """Side by side: one that hangs costs its own time only."""
+        """Side by side: a hanging member costs its own time only."""
         with ThreadPoolExecutor(len(self.members), thread_name_prefix="group") as pool:
             answers = pool.map(lambda member: _answer(lambda: ask(member)), self.members)
             for line, answer in zip(self._lines, answers, strict=True):

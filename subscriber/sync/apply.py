@@ -21,7 +21,7 @@ from weightcast.subscriber.engines.rules import (
     is_confirmed,
     needs_undo,
     rolls_back,
-    unaligned,
+    without_served,
 )
 from weightcast.subscriber.sync.host import StepHost
 from weightcast.subscriber.sync.loader import Prover
@@ -91,7 +91,7 @@ class Apply:
         refused = local.state.position
         reason = "; ".join(f"{result.name}: {result.reason}" for result in results if result.reason)
         blocked = self._blocklist.blocked_with(local, reason)
-        local.save(local.state.but(blocked=blocked, engines=unaligned(local.state.engines)))
+        local.save(local.state.but(blocked=blocked, engines=without_served(local.state.engines)))
         failpoint("refused.blocked")
         self._host.degrade(f"the engines refused version {refused.version}: {reason}")
         self._engines.retry_at_once()

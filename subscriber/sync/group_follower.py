@@ -1,4 +1,4 @@
-"""A follower of an engine group: its local checkpoint moves, and stands still, when its leader says so.
+"""A follower of an engine group: its local checkpoint moves, and is held, when its leader says so.
 
 `Post` takes orders from HTTP threads; `GroupFollower` carries them out in the work thread.
 """
@@ -59,7 +59,7 @@ class Post:
         self._closed = False
 
     def take(self, order: Order, seconds: float) -> Hold:
-        """A new order, or the renewal of the lease of the one that is here."""
+        """A new order, or the renewal of the lease of the present one."""
         with self._lock:
             task, now = self._live(), self._clock()
             self._heard = now
@@ -135,7 +135,7 @@ class Post:
             return served
 
     def close(self) -> None:
-        """Nothing stands still from here on: what was granted is, and no order is taken."""
+        """From here on nothing is held: grants end, and no order is taken."""
         with self._lock:
             self._closed, self._task = True, None
 
@@ -215,7 +215,7 @@ class GroupFollower:
         self._post.answer(wanted, "held" if wanted.order.phase == "hold" else "prepared")
 
     def _stand_still(self, order: Order) -> bool:
-        """Takes the shared lock; False when what lies here is not what is wanted."""
+        """Takes the shared lock; False when the local version is not the wanted one."""
         local = self._sync.updater.local
         if local is None or local.state.phase is not Phase.CLEAN or not order.is_at(local.state.position):
             return False

@@ -29,10 +29,10 @@ class GroupMember:
         self.order: Order | None = None
         """what the leader wants"""
         self.is_prepared = False
-        """what the order wants is staged, lies here, or can be brought only when it is held"""
+        """the ordered version is staged, is local already, or can come only when it is held"""
 
     def require_readable(self) -> None:
-        """Engines elsewhere are about to read what lies here."""
+        """Engines elsewhere are about to read the local version."""
         local = self._host.local()
         self._prover.ahead()
         with local.patching(wait=self._host.wait):
@@ -83,7 +83,7 @@ class GroupMember:
             self._host.degrade(f"no patch for the group's engines: {made.reason}")
 
     def drop_kept(self) -> None:
-        """What was staged for an order that is no more, or went with a repair of what lies here."""
+        """What was staged for an order that has ended, or was lost in a repair."""
         kept, order, local = self._apply.kept, self.order, self._updater.local
         if kept is None or local is None:
             return

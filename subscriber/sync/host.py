@@ -72,7 +72,7 @@ class SyncOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`version` lies on disk (None: not seeded); `moved`: this step changed it; `waiting`: why the host is
+    """`version` is on disk (None: not seeded); `moved`: this step changed it; `waiting`: why the host is
     not ready."""
 
     version: int | None
@@ -143,7 +143,7 @@ class StepHost:
 
     @property
     def position(self) -> Position | None:
-        """The version that lies here whole; None: none does."""
+        """The local version, if it is whole."""
         local = self.updater.local
         return None if local is None or local.state.phase is not Phase.CLEAN else local.state.position
 
@@ -221,8 +221,8 @@ class StepHost:
         self.tell()
 
     def on_wait(self, awaited: Awaited | None) -> None:
-        """Shows a wait that lasts. Engines do not wait for the channel: EnginesFirst is raised for one that
-        is to be reloaded with the local version, unless it failed to do that a moment ago."""
+        """Shows a wait that lasts. Engines do not wait for the channel: EnginesFirst is raised for an engine
+        that is to be reloaded with the local version, unless it failed to do that a moment ago."""
         now, shown = self.clock(), self.view.waiting_for
         if awaited is None:
             self.log.append(Waits(None))
@@ -302,7 +302,7 @@ class StepHost:
         self.log.append(FilesSeen(files))
 
     def tell_reload(self) -> None:
-        """An engine in doubt is told at once: the others may take minutes."""
+        """An engine in doubt is shown at once: the others may take minutes."""
         state = self.state
         if state is not None and any(one.mark is Mark.SUSPECT for one in state.engines.values()):
             self.log.append(NotReady(self.reasons_not_ready()))

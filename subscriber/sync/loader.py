@@ -9,7 +9,7 @@ from weightcast.shared.checkpoint.local_checkpoint import grant_read
 from weightcast.shared.checkpoint.state.state import read_state
 from weightcast.shared.checkpoint.update.patch import prove
 from weightcast.shared.checkpoint.verify.hashing import Damaged
-from weightcast.subscriber.engines.rules import unaligned
+from weightcast.subscriber.engines.rules import without_served
 from weightcast.subscriber.status import ReloadProof
 from weightcast.subscriber.sync.host import StepHost
 from weightcast.subscriber.sync.step_log import Changed, NotReady, Proven, ReadFor, Usable
@@ -26,7 +26,7 @@ class Loader:
         """the next load re-hashes every byte"""
 
     def adopt(self) -> None:
-        """A state that cannot be read is told by every other step."""
+        """A state that cannot be read is an error of every other step."""
         channel = Channel.open(self._host.options.channel, self._host.options.trust)
         self._host.enter("hashing")
         if self._updater.recover_state(channel, self._host.advance):
@@ -93,7 +93,7 @@ class Loader:
         self._updater.release()
         state = self._updater.state
         if state is not None:
-            self._updater.state = state.but(engines=unaligned(state.engines))
+            self._updater.state = state.but(engines=without_served(state.engines))
             self._engines.pause_mapping(self._host.note_doubt)
 
 

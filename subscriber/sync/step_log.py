@@ -40,7 +40,7 @@ class MoveView:
 
 @dataclass(frozen=True)
 class FilesView:
-    """Files beside the weights."""
+    """Files other than the weights."""
 
     left_behind: tuple[str, ...] = ()
     """files of the base that are not copied"""
@@ -95,7 +95,7 @@ class StepBegan:
 
 @dataclass(frozen=True)
 class MoveBegan:
-    """Also in place of one that was given up."""
+    """Also in place of a move that was given up."""
 
     at: float
 

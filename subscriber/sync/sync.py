@@ -1,7 +1,7 @@
 """One step of a host: local checkpoint and engines towards the target. The loop is elsewhere.
 
 Order of a version: fetch and stage while engines serve and no lock is held; then, under the patch lock,
-patch, reload, record. After any error the next step starts from what lies on disk.
+patch, reload, record. After any error the next step starts from the disk.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Sync:
 
     @property
     def position(self) -> Position | None:
-        """The version that lies here whole; None: none does."""
+        """The local version, if it is whole."""
         return self.host.position
 
     def outcome(self) -> Outcome:
@@ -165,13 +165,13 @@ class Sync:
             self.host.tell()
 
     def verify_engines(self, verify: EngineVerify) -> dict[str, str]:
-        """Has engines that are patched read a little of their memory. One that holds other words is in doubt,
+        """Has engines that are patched read a little of their memory. An engine with other words is in doubt,
         and reloaded by a step at once: raises what `sync_once` raises. Returns what was wrong, by name."""
         local = self.updater.local
         if local is None or not self.engines.lives:
             return {}
-        aligned = self.engines.aligned(local.state)
-        lives = {name: live for name, live in self.engines.lives.items() if name in aligned}
+        in_sync = self.engines.in_sync(local.state)
+        lives = {name: live for name, live in self.engines.lives.items() if name in in_sync}
         faults = verify.turn(local, lives)
         for name, live in lives.items():
             if name in faults:

@@ -1,4 +1,4 @@
-"""The target: what a host follows. `latest`, a version, or a tag that stands for a version."""
+"""The target: what a host follows. `latest`, a version, or a tag that names a version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Target:
 
     @property
     def exact(self) -> bool:
-        """A version is meant, also when it is older than the one that lies here."""
+        """A version is meant, also when it is older than the local one."""
         return self.text != LATEST
 
 
@@ -54,7 +54,7 @@ def parse_target(text: str) -> Target:
 
 
 def resolve(target: Target, channel: Address, pointer: Pointer) -> int:
-    """The version that the target stands for now. Raises RetryLater for a tag that does not exist (yet)."""
+    """The version that the target names now. Raises RetryLater for a tag that does not exist (yet)."""
     if target.text == LATEST:
         return pointer.version
     if target.version is not None:
@@ -68,7 +68,7 @@ def read_tag(channel: Address, name: str) -> int:
         return tagged(channel, name)
     except FileNotFoundError as error:
         raise RetryLater(
-            f"{error.filename}: there is no such tag",
+            f"{error.filename}: no such tag",
             remedy=f"make it with `weightcast channel tag {name} VERSION`, or follow latest",
         ) from error
 
@@ -100,7 +100,7 @@ class Blocklist:
             local.save(local.state.but(blocked=kept))
 
     def blocked_with(self, local: LocalCheckpoint, reason: str) -> tuple[Blocked, ...]:
-        """The list with the version that lies here."""
+        """The list with the local version."""
         refused = local.state.position
         attempts = self._attempts.pop(refused.digest, 0) + 1
         one = Blocked(refused.version, refused.digest, reason[:REASON_LIMIT], attempts)

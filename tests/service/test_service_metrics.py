@@ -19,7 +19,7 @@ from weightcast.shared.daemon import metrics
 from weightcast.shared.daemon.loop import begun, next_status
 from weightcast.shared.daemon.metrics import DiskMetrics, Metrics
 from weightcast.shared.daemon.status import LoopStatus, Snapshot
-from weightcast.subscriber.daemon.metrics import SubscriberFigures
+from weightcast.subscriber.daemon.metrics import SubscriberMetrics
 from weightcast.subscriber.status import EngineStatus, HostStatus, LiveStatus, UpdateStatus
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -156,7 +156,7 @@ def host(**facts: object) -> HostStatus:
 
 def test_a_host_is_shown() -> None:
     registry = Metrics()
-    figures = SubscriberFigures(registry)
+    figures = SubscriberMetrics(registry)
     figures.show(host())
     found = series(registry)
     assert found["weightcast_local_version"] == -1 and found["weightcast_follows_latest"] == 1
@@ -256,8 +256,8 @@ def test_the_document_is_the_codes() -> None:
     assert (DOCS / "metrics.md").read_text() == f"{made}\n", message
 
 
-@pytest.mark.parametrize("side", [PublisherMetrics, SubscriberFigures])
-def test_what_is_shown_is_documented(side: type[PublisherMetrics] | type[SubscriberFigures]) -> None:
+@pytest.mark.parametrize("side", [PublisherMetrics, SubscriberMetrics])
+def test_what_is_shown_is_documented(side: type[PublisherMetrics] | type[SubscriberMetrics]) -> None:
     registry = Metrics()
     side(registry)
     metrics.watch_loop(registry, Snapshot(LoopStatus()))

@@ -20,7 +20,7 @@ from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.publish.report import PublishReport
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.checkpoint.state.state import LocalState, read_state
-from weightcast.subscriber.daemon.status import Board
+from weightcast.subscriber.daemon.status import StatusBuilder
 from weightcast.subscriber.engines.base import Timeouts, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.reload import Engines
@@ -262,11 +262,11 @@ class Host:
         specs = parse_engines(self.urls, self.options.local)
         engines = [open_engine(spec, timeouts=self.timeouts) for spec in specs]
         pace = RetryPace(attempts=2, first=0.0, longest=0.0)
-        self.board = Board(self.options)
+        self.status_builder = StatusBuilder(self.options)
         self.sync = Sync(
             self.options,
             Engines(engines, pace=pace, clock=self.clock, **self.conduct),
-            show=self.board.show,
+            show=self.status_builder.show,
             clock=self.clock,
         )
         self.stack.callback(self.sync.close)
@@ -295,7 +295,7 @@ class Host:
 
     @property
     def status(self) -> HostStatus:
-        return self.board.status.get()
+        return self.status_builder.status.get()
 
     @property
     def journals(self) -> list[str]:

@@ -39,7 +39,7 @@ def speak_through(site: Site, host: Host, *adapters: Any) -> None:
     """The host's engines are asked by these adapters from here on."""
     pace = RetryPace(attempts=2, first=0.0, longest=0.0)
     host.sync.close()
-    show: Callable[[Sync], None] = host.board.show
+    show: Callable[[Sync], None] = host.status_builder.show
     host.sync = Sync(
         host.options, Engines(adapters, pace=pace, clock=host.clock), show=show, clock=host.clock
     )

@@ -19,7 +19,7 @@ from weightcast.subscriber.engines.base import (
     parse_engines,
 )
 from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.groups.door import MOST_SECONDS
+from weightcast.subscriber.groups.client import MOST_SECONDS
 
 LOCAL = Path("/weights/local")
 ROOT = Path(__file__).parents[2]

@@ -26,7 +26,7 @@ from weightcast.shared.checkpoint.state.state import LocalState, Position
 from weightcast.shared.checkpoint.verify.scrub import Scrub
 from weightcast.shared.daemon.settings import BadSettings, load_settings
 from weightcast.subscriber.daemon.settings import SubscriberSettings
-from weightcast.subscriber.groups.door import MemberDoor
+from weightcast.subscriber.groups.client import MemberClient
 from weightcast.subscriber.groups.lead import GroupPace, Lead, Member
 from weightcast.subscriber.groups.messages import Hold, HoldRequest
 from weightcast.subscriber.groups.order import HOLD_PATH, RELEASE_PATH, HoldState, Order, OrderPhase
@@ -240,7 +240,7 @@ def test_a_member_that_let_go_makes_the_reload_not_count(fate: Callable[[Twin], 
     with holding(Twin("http://b"), twin) as one:
         grants = one.standing()
         fate(twin)
-        with pytest.raises(EngineFailed, match="did not stand still"):
+        with pytest.raises(EngineFailed, match="did not hold the version"):
             one.stood(grants)
         assert one.hindered
     assert True not in twin.released
@@ -309,7 +309,7 @@ def test_a_term_that_no_leader_comes_to_is_named_and_not_outdone(site: Site, ter
     odd = Answers()
     odd.term = term
     url = site.serve(odd)
-    one = lead(Twin("http://b"), MemberDoor(url, None, 5.0))
+    one = lead(Twin("http://b"), MemberClient(url, None, 5.0))
     with pytest.raises(RetryLater, match=f"{url}: it answers with term {term}"), one.gathering(7, STATE):
         one.await_prepared()
     odd.term = None
@@ -385,7 +385,7 @@ def test_only_a_follower_has_the_door(site: Site) -> None:
         host.run, site.root / "leader", site.stack, group_member=(host.url,), group_lease=1.0
     ).start()
     wait_until(lambda: leader.status.last_error is not None or leader.status.degraded)
-    wait_until(lambda: "is no follower" in str((leader.status.last_error, leader.status.degraded)))
+    wait_until(lambda: "is not a follower" in str((leader.status.last_error, leader.status.degraded)))
 
 
 @pytest.mark.parametrize(

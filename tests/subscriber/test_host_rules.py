@@ -34,14 +34,14 @@ from weightcast.subscriber.engines.base import EngineFacts, HeldWeights
 from weightcast.subscriber.engines.rules import (
     MOST_BLOCKED,
     EngineResult,
-    Sight,
+    Observation,
     block,
-    is_aligned,
+    is_in_sync,
     may_relabel,
     needs_undo,
     retry_delay,
     rolls_back,
-    unaligned,
+    without_served,
 )
 from weightcast.subscriber.engines.rules import ResultState as Came
 from weightcast.subscriber.status import (
@@ -84,7 +84,7 @@ def result(state: Came, attempts: int = 1) -> EngineResult:
     ],
 )
 def test_who_is_aligned(record: EngineState | None, facts: EngineFacts, steady: bool, aligned: bool) -> None:
-    assert is_aligned(record, Sight(facts, steady), HeldWeights(7, "r")) is aligned
+    assert is_in_sync(record, Observation(facts, steady), HeldWeights(7, "r")) is aligned
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_who_is_aligned(record: EngineState | None, facts: EngineFacts, steady: 
     ],
 )
 def test_who_gets_a_new_label(record: EngineState, facts: EngineFacts, allowed: bool) -> None:
-    assert may_relabel(record, Sight(facts, steady=True), HeldWeights(7, "r")) is allowed
+    assert may_relabel(record, Observation(facts, steady=True), HeldWeights(7, "r")) is allowed
 
 
 @given(st.lists(states, max_size=4), st.integers(0, 1), st.integers(0, 5))
@@ -123,7 +123,7 @@ def test_going_back_at_once_and_later() -> None:
 
 def test_unaligned_keeps_what_may_be_paused() -> None:
     records = {"a": SERVED, "b": EngineState(Mark.PAUSING), "c": EngineState(Mark.SUSPECT)}
-    assert set(unaligned(records)) == {"b", "c"}
+    assert set(without_served(records)) == {"b", "c"}
 
 
 @given(st.lists(st.integers(0, 100), max_size=200))

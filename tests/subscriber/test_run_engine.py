@@ -157,7 +157,7 @@ def test_no_version_comes_while_an_engine_loads(site: Site, run: Run) -> None:
     starting.send(signal.SIGTERM)
     assert starting.wait() == 7 and starting.has("got-SIGTERM")
     told = starting.read("stderr")
-    assert "version 0 stands still" in told and "has loaded" in told
+    assert "version 0 is locked" in told and "has loaded" in told
 
 
 def test_a_daemon_that_waits_for_a_loading_engine_ends_when_told(site: Site, run: Run) -> None:

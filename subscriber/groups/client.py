@@ -18,7 +18,7 @@ MOST_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class MemberPlace:
+class MemberAddress:
     url: str
     ca: Path | None = None
     verify: bool = True
@@ -28,13 +28,13 @@ class MemberPlace:
         return self.url
 
 
-class MemberDoor:
+class MemberClient:
     def __init__(self, url: str, token: str | None, lease: float) -> None:
         self.url = url.rstrip("/")
         # an answer that comes when the lease is over is of no use
         self._seconds = min(MOST_SECONDS, lease / 3)
         self._wire = Wire(
-            MemberPlace(self.url), Timeouts(connect=self._seconds), one_key(token, "WEIGHTCAST_GROUP_TOKEN")
+            MemberAddress(self.url), Timeouts(connect=self._seconds), one_key(token, "WEIGHTCAST_GROUP_TOKEN")
         )
 
     def order(self, order: Order, seconds: float) -> Hold:
@@ -62,10 +62,10 @@ class MemberDoor:
 
     def _hold(self, reply: Reply) -> Hold:
         if reply.status in NO_ROUTE:
-            raise EngineFailed(f"{self.url} is no follower", remedy="start it with --group-follower")
+            raise EngineFailed(f"{self.url} is not a follower", remedy="start it with --group-follower")
         try:
             return Hold.model_validate(reply.require_ok("see that host's subscriber").fields())
         except ValidationError:
             raise EngineFailed(
-                f"{self.url} answered what no follower does", remedy="run the same release on every host"
+                f"{self.url} did not answer as a follower", remedy="run the same release on every host"
             ) from None
