@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from weightcast.shared.base.errors import (
     Refused,
@@ -25,7 +25,7 @@ from weightcast.shared.checkpoint.local_checkpoint import HasWriter
 from weightcast.shared.checkpoint.state.state import Phase
 from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.verify.scrub import Scrub
-from weightcast.shared.daemon.http import make_app
+from weightcast.shared.daemon.http import StrictRoute, make_app
 from weightcast.shared.daemon.logs import get_log, setup_logs
 from weightcast.shared.daemon.loop import Stop, Wakeup, begun, run_daemon
 from weightcast.shared.daemon.metrics import DiskMetrics, new_registry, watch_loop
@@ -42,11 +42,12 @@ from weightcast.shared.files.paths import exists, require_directory
 from weightcast.subscriber.daemon.failed_engines import FailedEngines
 from weightcast.subscriber.daemon.metrics import SubscriberMetrics
 from weightcast.subscriber.daemon.report import Reporting, open_reporter
-from weightcast.subscriber.daemon.routes import group_routes
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.daemon.status import StatusBuilder, group_status, of_move
 from weightcast.subscriber.daemon.wiring import open_engines, open_lead, options_of
 from weightcast.subscriber.engines.verify import EngineVerify
+from weightcast.subscriber.groups.messages import Hold, HoldRequest, ReleaseRequest
+from weightcast.subscriber.groups.order import HOLD_PATH, RELEASE_PATH
 from weightcast.subscriber.status import HostStatus, UpdateStatus, WaitingFor, readiness
 from weightcast.subscriber.sync.group_follower import GroupFollower, Post
 from weightcast.subscriber.sync.host import Outcome, known
@@ -346,3 +347,25 @@ class Start:
     def is_known(self, status: HostStatus) -> bool:
         """Whether others may hear of this host: its settings have led somewhere."""
         return status.loop.steps > 0 or status.state not in _EARLY
+
+
+def group_routes(post: Post) -> APIRouter:
+    router = APIRouter(tags=["group"], route_class=StrictRoute)
+
+    @router.post(HOLD_PATH)
+    def hold(request: HoldRequest) -> Hold:
+        """Come to a version and stand still there, or only prepare for it, until the lease ends. Repeated by
+        the leader, which renews the lease and tells how far it is."""
+        return post.take(request.order(), request.seconds)
+
+    @router.get(HOLD_PATH)
+    def look() -> Hold:
+        """The order that is here and where the local checkpoint is."""
+        return post.look()
+
+    @router.post(RELEASE_PATH)
+    def release(request: ReleaseRequest) -> Hold:
+        """The leader's order of this term ends before its lease does."""
+        return post.release(request.leader, request.term, request.served)
+
+    return router

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
-from weightcast.shared.checkpoint.state.state import Position
+from weightcast.shared.checkpoint.state.state import Phase, Position
 from weightcast.shared.checkpoint.update.patch import require_readable
 from weightcast.shared.checkpoint.update.plan import Patch
 from weightcast.shared.checkpoint.update.sources import Route
@@ -256,3 +256,41 @@ class Apply:
 def _size(index: Index | ForeignIndex) -> int:
     """A foreign index states none: all its versions count alike."""
     return sum(file.size for file in index.files) if isinstance(index, Index) else 1
+
+
+class InSync:
+    """Who does not hold the local version is brought to it."""
+
+    def __init__(self, host: StepHost, apply: Apply) -> None:
+        self._host, self._apply = host, apply
+        self._engines, self._lead, self._updater = host.engines, host.lead, host.updater
+
+    def bring(self) -> None:
+        """Brings engines that do not hold the local version to it, and hosts of the group that strayed. Not
+        any more when the process is to end."""
+        local = self._updater.local
+        if local is None or local.state.phase is not Phase.CLEAN:
+            return
+        self._engines.resume_late(local)
+        if self._host.stop(0.0):
+            return
+        astray = self._astray(local)
+        due = self._engines.due(local.state)
+        if due or astray:
+            with self._lead.gathering(local.state.position.version, local.state):
+                self._apply.hold(local.state.position)
+                if due:
+                    self._apply.local_version(due)
+        elif self._apply.confirmed():
+            self._updater.forget_undo()
+
+    def _astray(self, local: LocalCheckpoint) -> bool:
+        """Whether a host of the group is elsewhere. Engines that map its files are then in doubt."""
+        seen = self._lead.look(local.state.position)
+        for trouble in seen.troubles:
+            self._host.degrade(trouble)
+        mapping = {engine.spec.name for engine in self._engines.mapping}
+        if seen.astray and seen.differs and mapping & set(local.state.engines):
+            kept = {name: one for name, one in local.state.engines.items() if name not in mapping}
+            local.save(local.state.but(engines=kept))
+        return seen.astray

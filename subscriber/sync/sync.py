@@ -20,10 +20,9 @@ from weightcast.subscriber.engines.rules import in_doubt
 from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.groups.order import Order
-from weightcast.subscriber.sync.apply import Apply
+from weightcast.subscriber.sync.apply import Apply, InSync
 from weightcast.subscriber.sync.group_member import GroupMember
 from weightcast.subscriber.sync.host import EnginesFirst, Outcome, StepHost, SyncOptions, known
-from weightcast.subscriber.sync.in_sync import InSync
 from weightcast.subscriber.sync.loader import Loader, Prover
 from weightcast.subscriber.sync.planner import Planner
 from weightcast.subscriber.sync.step_log import (

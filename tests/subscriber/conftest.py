@@ -5,10 +5,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from hosts import Site
+from hosts import Run, Site
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     with ExitStack() as stack:
         yield Site(tmp_path, stack)
+
+
+@pytest.fixture
+def run(site: Site) -> Run:
+    return site.run()

@@ -7,6 +7,8 @@ import signal
 import sys
 from collections.abc import Callable
 
+from hosts import Host
+
 
 def killed(step: Callable[[], object], event: str, number: int, part: str = "") -> bool:
     """Runs `step` in a fork that dies by SIGKILL right before the `number`-th (from 1) audit event `event`
@@ -26,6 +28,12 @@ def killed(step: Callable[[], object], event: str, number: int, part: str = "") 
         return True
     assert os.WEXITSTATUS(status) == 0, "the step failed"
     return False
+
+
+def started(host: Host) -> None:
+    """The step of a new process."""
+    host.start()
+    host.step()
 
 
 def _die_at(event: str, number: int, part: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from crashes import killed
+from crashes import killed, started
 from doubles import Answer
 from hosts import Host, Run, SGLang, Site
 
@@ -180,7 +180,7 @@ def test_killed_at_every_replacement_of_a_file(site: Site, event: str) -> None:
         texts = {TOKENIZER: f"t{number}", TEMPLATE: f"c{number}", TOOL: f"o{number}"}
         version = run.carry(texts if number % 2 else {TOKENIZER: "base", TOOL: "base"})
         host.sync.close()
-        if not killed(lambda: _one_step(host), event, number):
+        if not killed(lambda: started(host), event, number):
             break
         kills += 1
         try:
@@ -193,11 +193,6 @@ def test_killed_at_every_replacement_of_a_file(site: Site, event: str) -> None:
         settled(run, host, version)
         assert engine.read[-1] == run.expected[version]
     assert kills >= 3
-
-
-def _one_step(host: Host) -> None:
-    host.start()
-    host.step()
 
 
 def test_a_changed_or_lost_carried_file_is_repaired(run: Carrying, site: Site) -> None:

@@ -22,11 +22,6 @@ def rename(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(members))
 
 
-@pytest.fixture
-def run(site: Site) -> Run:
-    return site.run()
-
-
 def test_a_host_refuses_a_version_of_a_draft_model(site: Site, run: Run) -> None:
     engine = SGLang()
     host = site.host(run, engine)

@@ -56,11 +56,6 @@ class Watched(SGLang):
         return answer
 
 
-@pytest.fixture
-def run(site: Site) -> Run:
-    return site.run()
-
-
 def named(site: Site, engine: Watched) -> str:
     return f"{site.option(engine)},name={engine.name}"
 

@@ -120,11 +120,6 @@ class Started:
         return self.code
 
 
-@pytest.fixture
-def run(site: Site) -> Run:
-    return site.run()
-
-
 def locked(local: Path) -> bool:
     lock = FileLock(local / ".weightcast" / "patch")
     try:

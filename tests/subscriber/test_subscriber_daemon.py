@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -83,11 +83,6 @@ class Daemon:
     def term(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(30)
-
-
-@pytest.fixture
-def run(site: Site) -> Iterator[Run]:
-    yield site.run()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from crashes import killed
+from crashes import killed, started
 from disk_errors import watched
 from doubles import Answer, Drop
 from hosts import Clock, Host, Mapping_, Run, SGLang, Site, on_disk
@@ -47,7 +47,7 @@ def test_killed_at_every_durable_step_of_a_version(site: Site, event: str, part:
     for number in range(1, MOST_KILLS):
         version = run.publish()
         host.sync.close()
-        if not killed(lambda: _one_step(host), event, number, part):
+        if not killed(lambda: started(host), event, number, part):
             break
         kills += 1
         recovered(run, host, engine, version)
@@ -55,11 +55,6 @@ def test_killed_at_every_durable_step_of_a_version(site: Site, event: str, part:
         pytest.fail("never came to an end")
     assert kills >= 1
     recovered(run, host, engine, len(run.versions) - 1)
-
-
-def _one_step(host: Host) -> None:
-    host.start()
-    host.step()
 
 
 @pytest.mark.parametrize("number", range(1, 6))
@@ -71,7 +66,7 @@ def test_killed_while_going_back(site: Site, number: int) -> None:
     engine.script(UPDATE, Answer(400, SGLang.reply(False, "Failed to get weights iterator: no.")))
     host.sync.close()
     # patching, patched, pausing, refused, then: blocked, undoing, undone, pausing, served
-    assert killed(lambda: _one_step(host), "os.rename", 4 + number, "state.json")
+    assert killed(lambda: started(host), "os.rename", 4 + number, "state.json")
     engine._scripts.clear()
     engine.calls.clear()
     host.start()
@@ -87,7 +82,7 @@ def test_killed_while_seeding(site: Site, number: int) -> None:
     run.publish()
     host = site.host(run, engine)
     host.sync.close()
-    assert killed(lambda: _one_step(host), "os.rename", number, ".json")
+    assert killed(lambda: started(host), "os.rename", number, ".json")
     recovered(run, host, engine, 1)
 
 
@@ -162,7 +157,7 @@ def test_an_engine_killed_over_before_its_reload_is_not_resumed_on_what_it_has(s
     run.publish()
     host.sync.close()
     number = 1
-    while killed(lambda: _one_step(host), "socket.connect", number) and not engine.paused:
+    while killed(lambda: started(host), "socket.connect", number) and not engine.paused:
         number += 1
     assert engine.paused and [e.mark for e in host.state.engines.values()] == [Mark.PAUSING]
     engine.calls.clear()
@@ -313,7 +308,7 @@ def test_a_full_disk_changes_nothing(site: Site) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
         try:
-            _one_step(host)
+            started(host)
         except RetryLater:
             os._exit(75)
         os._exit(1)
