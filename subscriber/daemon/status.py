@@ -43,6 +43,11 @@ from weightcast.shared.base.errors import counted
 from weightcast.shared.daemon.logs import size_text
 
 ShownMark = Literal["served", "pausing", "suspect", "unknown"]
+_MARKS: Mapping[Mark, ShownMark] = {
+    Mark.SERVED: "served",
+    Mark.PAUSING: "pausing",
+    Mark.SUSPECT: "suspect",
+}
 
 
 class StatusBuilder:
@@ -146,52 +151,36 @@ def _of_state(state: LocalState | None) -> dict[str, object]:
 def engines_status(
     engines: Engines, state: LocalState | None, verified: Mapping[str, EngineVerifyFacts]
 ) -> tuple[EngineStatus, ...]:
-    aligned = frozenset[str]() if state is None else engines.in_sync(state)
+    in_sync = frozenset[str]() if state is None else engines.in_sync(state)
     serving = frozenset[str]() if state is None else engines.serving(state)
-    records = {} if state is None else state.engines
-    return tuple(
-        _engine_status(
-            engine,
-            engines,
-            records.get(engine.spec.name),
-            engine.spec.name in aligned,
-            engine.spec.name in serving,
-            verified.get(engine.spec.name),
+
+    def status(engine: EngineProxy) -> EngineStatus:
+        spec, name = engine.spec, engine.spec.name
+        record = None if state is None else state.engines.get(name)
+        facts, last = engines.facts(name), engines.last(name)
+        phases = {} if last is None else asdict(last.phases)
+        return EngineStatus(
+            name=name,
+            kind=spec.kind,
+            url=spec.shown_url,
+            mark="unknown" if record is None else _MARKS[record.mark],
+            version=None if record is None else record.version,
+            confirmed_by="" if record is None else record.confirmed_by,
+            process=facts.process if record is None else record.process,
+            aligned=name in in_sync,
+            reachable=facts.reachable,
+            reason="" if name in serving else engines.reason(name),
+            ready=name in serving,
+            state=_condition(engines, name, record, in_sync=name in in_sync, serving=name in serving),
+            failures=engines.failures(name),
+            seconds={phase: round(seconds, 6) for phase, seconds in phases.items()},
+            pause_seconds=None if last is None else last.pause_seconds,
+            via=spec.via,
+            drafter=facts.drafter,
+            live=_live_status(engine, verified.get(name)),
         )
-        for engine in engines.engines
-    )
 
-
-def _engine_status(
-    engine: EngineProxy,
-    engines: Engines,
-    record: EngineState | None,
-    aligned: bool,
-    serving: bool,
-    verified: EngineVerifyFacts | None,
-) -> EngineStatus:
-    spec = engine.spec
-    facts, last = engines.facts(spec.name), engines.last(spec.name)
-    return EngineStatus(
-        name=spec.name,
-        kind=spec.kind,
-        url=spec.shown_url,
-        mark=_mark(record),
-        version=None if record is None else record.version,
-        confirmed_by="" if record is None else record.confirmed_by,
-        process=facts.process if record is None else record.process,
-        aligned=aligned,
-        reachable=facts.reachable,
-        reason="" if serving else engines.reason(spec.name),
-        ready=serving,
-        state=_condition(engines, spec.name, record, aligned=aligned, serving=serving),
-        failures=engines.failures(spec.name),
-        seconds={} if last is None else {part: round(each, 6) for part, each in asdict(last.phases).items()},
-        pause_seconds=None if last is None else last.pause_seconds,
-        via=spec.via,
-        drafter=facts.drafter,
-        live=_live_status(engine, verified),
-    )
+    return tuple(map(status, engines.engines))
 
 
 def _live_status(engine: EngineProxy, verified: EngineVerifyFacts | None) -> LiveStatus | None:
@@ -210,26 +199,17 @@ def _live_status(engine: EngineProxy, verified: EngineVerifyFacts | None) -> Liv
 
 
 def _condition(
-    engines: Engines, name: str, record: EngineState | None, *, aligned: bool, serving: bool
+    engines: Engines, name: str, record: EngineState | None, *, in_sync: bool, serving: bool
 ) -> EngineCondition:
     if serving:
         return "serving"
-    if aligned:
+    if in_sync:
         return "paused"
     if engines.failed(name):
         return "failed"
     if not engines.facts(name).reachable:
         return "silent"
     return "suspect" if record is not None and record.mark is Mark.SUSPECT else "waiting"
-
-
-def _mark(record: EngineState | None) -> ShownMark:
-    marks: dict[Mark, ShownMark] = {
-        Mark.SERVED: "served",
-        Mark.PAUSING: "pausing",
-        Mark.SUSPECT: "suspect",
-    }
-    return "unknown" if record is None else marks[record.mark]
 
 
 def group_status(lead: Lead, post: Post | None) -> GroupStatus | None:
