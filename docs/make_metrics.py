@@ -10,7 +10,7 @@ from weightcast.publisher.fleet.view import ChannelPage
 from weightcast.shared.daemon.fleet import Fleet
 from weightcast.shared.daemon.metrics import DiskMetrics, Labels, MetricDoc, Metrics, watch_loop
 from weightcast.shared.daemon.status import LoopStatus, Snapshot
-from weightcast.subscriber.daemon.metrics import SubscriberFigures
+from weightcast.subscriber.daemon.metrics import SubscriberMetrics
 
 HEAD = """\
 # Metrics
@@ -59,7 +59,7 @@ def _no_fleet() -> Fleet:
 
 def _subscriber() -> list[MetricDoc]:
     registry = Metrics()
-    SubscriberFigures(registry)
+    SubscriberMetrics(registry)
     return _with_furniture(registry)
 
 
