@@ -105,4 +105,4 @@ def test_an_engine_that_waits_and_one_whose_restarts_are_not_seen(ask: Ask) -> N
 
 def test_a_wrong_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--engine", "tgi=http://127.0.0.1:1"]) == 2
-    assert "no engine kind" in capsys.readouterr().err
+    assert "unknown engine kind" in capsys.readouterr().err
