@@ -105,7 +105,7 @@ class _Planned:
 def _planned(model: Path, asked: Workload) -> _Planned:
     """Reads headers alone. Raises Refused for a directory without a checkpoint."""
     try:
-        weights = Weights.of(open_checkpoint(model, follow_links=True).table)
+        weights = Weights.of(open_checkpoint(model, follow_links=True, need_index=False).table)
     except FileNotFoundError as error:
         raise Refused(f"{model} is not there", remedy="give an HF checkpoint directory") from error
     return _Planned(weights, asked, sizing(weights, asked))

@@ -21,8 +21,8 @@ from weightcast.shared.files.safetensors import START, Header, check_kind, read_
 from weightcast.shared.files.strict_json import Members, parse_object
 
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_SIGNATURE = f"{_INDEX}.sig"
+WEIGHT_INDEX = "model.safetensors.index.json"
+_SIGNATURE = f"{WEIGHT_INDEX}.sig"
 _INDEX_LIMIT = 256 << 20
 _OTHER_WEIGHTS = re.compile(r"\.(bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz|safetensors)(\.index\.json)?$")
 """Weights in other formats, and safetensors that belong to no `model` (`consolidated.safetensors`)."""
@@ -105,31 +105,39 @@ def file_identity(path: Path) -> FileIdentity:
     return FileIdentity(path.name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns)
 
 
-def open_checkpoint(directory: Path, *, follow_links: bool) -> Checkpoint:
-    """Reads the index and all headers, no weights. Raises FileNotFoundError for a missing directory, Refused
-    when it is not a checkpoint, DamagedFile with the file's name when something in it is wrong."""
+def open_checkpoint(directory: Path, *, follow_links: bool, need_index: bool = True) -> Checkpoint:
+    """Reads the index and all headers, no weights. Without `need_index` a complete set of numbered shards is
+    enough, as for engines; a save that may be under way writes its index last. Raises FileNotFoundError for a
+    missing directory, Refused when it is not a checkpoint, DamagedFile with the file's name when something in
+    it is wrong."""
     try:
         names = _regular_files(directory, follow_links)
     except NotADirectoryError as error:
         raise Refused(f"{directory} is not a directory", remedy="give a checkpoint directory") from error
     try:
-        return _opened(directory, names, follow_links)
+        return _opened(directory, names, follow_links, need_index)
     except DamagedFile as error:
         if error.remedy:
             raise
         raise DamagedFile(error.message, remedy=_SAVE_AGAIN) from error
 
 
-def _opened(directory: Path, names: Sequence[str], follow_links: bool) -> Checkpoint:
+def _opened(directory: Path, names: Sequence[str], follow_links: bool, need_index: bool) -> Checkpoint:
     _refuse_adapter(directory, names)
     index = _weight_index(directory, names, follow_links)
-    shards = [_single(directory, names)] if index is None else sorted(set(index.weight_map.values()))
+    unindexed = [] if index is not None or need_index else _numbered(names)
+    named = [] if index is None else sorted(set(index.weight_map.values()))
+    shards = unindexed or named or [_single(directory, names)]
     notes = _check_present(directory, names, shards, follow_links)
+    if unindexed:
+        notes.append(f"{WEIGHT_INDEX} is missing; all {len(unindexed)} numbered shards are there")
     headers = {
         name: read_header_of(directory / name, follow_links=follow_links, tolerant=True) for name in shards
     }
     if index is not None:
-        notes += [f"{_INDEX}: {note}" for note in (*index.notes, *_index_notes(index.weight_map, headers))]
+        notes += [
+            f"{WEIGHT_INDEX}: {note}" for note in (*index.notes, *_index_notes(index.weight_map, headers))
+        ]
     notes += [f"{name}: {note}" for name, header in headers.items() for note in header.notes]
     _check_doubles(directory, headers)
     table, spots = _laid_out(tuple(headers.values()))
@@ -142,7 +150,7 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool) -> Checkp
         tuple(Place(files[shard], offset, nbytes) for shard, offset, nbytes in spots),
         tuple(directory / name for name in shards),
         tuple(directory / name for name in names if name not in shards and not _is_weights(name)),
-        directory / _INDEX if _INDEX in names else None,
+        directory / WEIGHT_INDEX if WEIGHT_INDEX in names else None,
         follow_links,
         tuple(notes),
     )
@@ -151,7 +159,7 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool) -> Checkp
 def _refuse_adapter(directory: Path, names: Sequence[str]) -> None:
     """Of peft, as it saves them; some bases hold one next to their own weights."""
     found = [name for name in names if name.startswith("adapter_model.") or name == "adapter_config.json"]
-    if found and _SINGLE not in names and _INDEX not in names:
+    if found and _SINGLE not in names and WEIGHT_INDEX not in names:
         raise adapter_refused(_IS_ADAPTER.format(directory, found[0]))
 
 
@@ -161,6 +169,16 @@ def is_adapter_tensor(name: str) -> bool:
 
 def adapter_refused(message: str) -> Refused:
     return Refused(message, remedy=_MERGE)
+
+
+def index_for_copy(checkpoint: Checkpoint) -> bytes | None:
+    """The index for a copy of numbered shards where the original has none; None where none is needed."""
+    if checkpoint.index_file is not None or not _is_shard(checkpoint.weight_files[0].name):
+        return None
+    pairs = zip(checkpoint.table, checkpoint.places, strict=True)
+    weight_map = {spec.name: place.file.name for spec, place in pairs}
+    metadata = {"total_size": checkpoint.table.nbytes}
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode()
 
 
 def surplus_weights(checkpoint: Checkpoint, known: Iterable[str] = ()) -> Iterator[Path]:
@@ -222,10 +240,10 @@ class _WeightIndex(NamedTuple):
 
 def _weight_index(directory: Path, names: Sequence[str], follow_links: bool) -> _WeightIndex | None:
     """None without an index."""
-    if _INDEX not in names:
+    if WEIGHT_INDEX not in names:
         return None
-    data = read_file(directory / _INDEX, _INDEX_LIMIT, follow_links=follow_links)
-    check_kind(data[:START], directory / _INDEX)
+    data = read_file(directory / WEIGHT_INDEX, _INDEX_LIMIT, follow_links=follow_links)
+    check_kind(data[:START], directory / WEIGHT_INDEX)
     try:
         index = _parsed_index(data)
     except DamagedFile as error:
@@ -240,16 +258,16 @@ def _parsed_index(data: bytes) -> _WeightIndex | None:
     """None for a delta's index. Remembered by its bytes, as headers are. Engines read the names of the files
     alone: `metadata` may be anything."""
     twice: list[str] = []
-    members = parse_object(data, _INDEX, twice, float)
+    members = parse_object(data, WEIGHT_INDEX, twice, float)
     metadata = members.get("metadata")
     if isinstance(metadata, dict) and "delta_encoding" in metadata:
         return None
     notes = [f"{name!r} is given twice" for name in twice]
     if "metadata" in members and not isinstance(metadata, dict):
         notes.append(f"metadata is {json.dumps(metadata)[:40]}")
-    weight_map = Members(members, _INDEX).text_map("weight_map")
+    weight_map = Members(members, WEIGHT_INDEX).text_map("weight_map")
     if not weight_map:
-        raise DamagedFile(f"{_INDEX}: weight_map names no file")
+        raise DamagedFile(f"{WEIGHT_INDEX}: weight_map names no file")
     for shard in set(weight_map.values()):
         file_name(shard)
     return _WeightIndex(weight_map, tuple(notes))
@@ -264,9 +282,18 @@ def _single(directory: Path, names: Sequence[str]) -> str:
     if not found:
         raise no_checkpoint(directory, names)
     raise Refused(
-        f"{directory} is not a checkpoint: {len(found)} safetensors files but no {_INDEX}",
+        f"{directory} is not a checkpoint: {len(found)} safetensors files but no {WEIGHT_INDEX}",
         remedy="wait for the save to end (the index is written last), or save it again",
     )
+
+
+def _numbered(names: Iterable[str]) -> list[str]:
+    """`model-00001-of-0000N.safetensors` to N, sorted; empty where one is missing or another safetensors file
+    is there, which engines would load too."""
+    found = sorted(name for name in names if name.endswith(".safetensors"))
+    count = len(found)
+    whole = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return found if found == whole else []
 
 
 def _is_shard(name: str) -> bool:
@@ -286,10 +313,10 @@ def _check_present(
     surplus = sorted({name for name in names if name == _SINGLE or _is_shard(name)} - set(shards))
     if _SINGLE in surplus or (surplus and not follow_links):
         raise DamagedFile(
-            f"{directory / surplus[0]} is not named by {_INDEX}",
+            f"{directory / surplus[0]} is not named by {WEIGHT_INDEX}",
             remedy="remove it or the index: one of them is left over from another checkpoint",
         )
-    return [f"{_INDEX}: does not name {name}, which engines ignore" for name in surplus]
+    return [f"{WEIGHT_INDEX}: does not name {name}, which engines ignore" for name in surplus]
 
 
 def _index_notes(weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> Iterator[str]:

@@ -245,6 +245,24 @@ def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / SHARDS[1], follow_links=False)
 
 
+def test_a_base_of_numbered_shards_needs_no_index(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    (tmp_path / INDEX).unlink()
+    base = open_base(tmp_path)
+    assert [spec.name for spec in base.table] == ["B", "b", "z"] and base.index_file is None
+    assert base.notes == (f"{INDEX} is missing; all 2 numbered shards are there",)
+    (tmp_path / "consolidated.safetensors").write_bytes((tmp_path / SHARDS[0]).read_bytes())
+    with pytest.raises(Refused, match=f"3 safetensors files but no {INDEX}"):
+        open_base(tmp_path)
+    (tmp_path / "consolidated.safetensors").unlink()
+    save_file({"z": A, "b": B}, tmp_path / SHARDS[1])
+    with pytest.raises(DamagedFile, match="both hold 'z'"):
+        open_base(tmp_path)
+    (tmp_path / SHARDS[1]).unlink()
+    with pytest.raises(Refused, match=f"1 safetensors files but no {INDEX}"):
+        open_base(tmp_path)
+
+
 def test_a_delta_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
     sharded(tmp_path)
     index = json.loads((tmp_path / INDEX).read_text())

@@ -6,6 +6,7 @@ import json
 import struct
 from pathlib import Path
 
+import pytest
 from core_cases import some_changed, write_checkpoint
 from in_process import Command
 from numpy import zeros
@@ -13,6 +14,8 @@ from numpy.random import default_rng
 from publisher_cases import Place, numpy_model
 from safetensors import safe_open
 from safetensors.numpy import save_file
+
+from weightcast.shared.base.errors import Refused
 
 INDEX = "model.safetensors.index.json"
 
@@ -49,3 +52,31 @@ def test_a_host_of_a_base_with_small_faults(tmp_path: Path, weightcast: Command)
     for shard in place.host.glob("*.safetensors"):
         with safe_open(shard, "np") as opened:
             assert opened.keys()
+
+
+def test_shards_without_an_index_are_a_base_and_not_an_export(tmp_path: Path, weightcast: Command) -> None:
+    place = Place(tmp_path, numpy_model(default_rng(3)))
+    (write_checkpoint(place.base, place.model, files=2) / INDEX).unlink()
+    where = ("--channel", place.channel, "--base", place.base)
+    code, out, err = weightcast("channel", "init", *where, "--json")
+    assert code == 0 and json.loads(out)["notes"] == [
+        f"{INDEX} is missing; all 2 numbered shards are there"
+    ], err
+    model = some_changed(place.model, default_rng(4))
+    assert place.publish(model) == 1
+    place.arrives(model, 1)
+    copied = json.loads((place.host / INDEX).read_text())["weight_map"]
+    assert copied.keys() == place.model.keys()
+    # opened again, damaged and repaired from the base
+    shard = place.host / "model-00002-of-00002.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    code, _, err = weightcast("local", "verify", "--local", place.host, "--repair", *where)
+    assert code == 0, err
+    place.arrives(model, 1)
+
+    export = write_checkpoint(tmp_path / "export", model, files=2)
+    (export / INDEX).unlink()
+    with place.publisher() as publisher, pytest.raises(Refused, match=f"no {INDEX}"):
+        publisher.publish_checkpoint(export)

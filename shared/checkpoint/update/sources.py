@@ -277,7 +277,7 @@ def _way(channel: Channel, route: Route, base: Path | None) -> RepairSource | No
         return None
     deltas = tuple(route.delta(version) for leg in plan.then.legs for version in leg)
     directory = full_weights(channel, route, plan.version, base)
-    return RepairSource(directory, follow_links=plan.version == 0, deltas=deltas)
+    return RepairSource(directory, of_base=plan.version == 0, deltas=deltas)
 
 
 def base_digest(channel: Channel, base: Path | None) -> str | None:
@@ -360,7 +360,7 @@ def _foreign_run(route: Route, plan: Seed) -> str:
 def open_base(directory: Path) -> Checkpoint:
     """Raises Refused or DamagedFile when it is not a complete checkpoint."""
     try:
-        checkpoint = open_checkpoint(directory, follow_links=True)
+        checkpoint = open_checkpoint(directory, follow_links=True, need_index=False)
         check_pointers(checkpoint)
         return checkpoint
     except FileNotFoundError as error:

@@ -52,7 +52,7 @@ class RepairSource:
     """Full weights of some version in `directory`, and the deltas from it to the version to be repaired."""
 
     directory: Path
-    follow_links: bool
+    of_base: bool
     deltas: tuple[Delta, ...] = ()
 
 
@@ -334,7 +334,9 @@ def _check_room(local: LocalCheckpoint, walk: RepairPlan) -> None:
 
 def _follow(table: TensorTable, scratch: _Scratch, walk: RepairPlan, advance: Advance | None) -> None:
     """Full weights, then each delta, into the scratch. Raises what reading raises, and OSError."""
-    checkpoint = open_checkpoint(walk.way.directory, follow_links=walk.way.follow_links)
+    checkpoint = open_checkpoint(
+        walk.way.directory, follow_links=walk.way.of_base, need_index=not walk.way.of_base
+    )
     check_table(walk.way.directory, checkpoint.table, table)
     with ReadCheckpoint(checkpoint) as full:
         for run in walk.words:

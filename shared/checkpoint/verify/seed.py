@@ -45,7 +45,7 @@ from weightcast.shared.checkpoint.verify.hashing import differing, hash_tensors
 from weightcast.shared.digest.root import root
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_error
-from weightcast.shared.files.hf_checkpoint import Checkpoint, Place
+from weightcast.shared.files.hf_checkpoint import WEIGHT_INDEX, Checkpoint, Place, index_for_copy
 from weightcast.shared.files.mapping import LeasedFile, is_open_elsewhere
 from weightcast.shared.files.paths import exists, is_file, is_link
 from weightcast.shared.files.side_files import side_files
@@ -335,6 +335,9 @@ def _copy_files(paths: LocalPaths, source: SeedSource, advance: Advance | None) 
         failpoint("seed.stray", stray)
     for name, path in _small_files(source).items():
         durable.replace(durable.make_within(paths.directory, name), _proven(path, name, digests))
+    index = index_for_copy(checkpoint)
+    if index is not None:
+        durable.replace(paths.directory / WEIGHT_INDEX, index)
     for path in checkpoint.weight_files:
         # the room that one file gives back may be what another one needs
         _cut(paths.directory / path.name, path.stat().st_size)
