@@ -165,9 +165,11 @@ def _delete_report(host: Host, channel: Path | None, url: str | None, token: str
 
 
 def _host_named(name: str, fleet: Fleet) -> Host:
-    """By its name, a name with as much of its path as tells it apart, or its key."""
+    """By its name, a name with as much of its path as tells it apart, or its key; else by the end of
+    its local checkpoint's path."""
     shorts, longs = short_names_of(fleet.hosts), names_of(fleet.hosts)
     found = [h for h in fleet.hosts if name in (h.host, shorts[h.key], longs[h.key], h.key)]
+    found = found or [h for h in fleet.hosts if f"/{h.local}".endswith(f"/{name}")]
     if len(found) == 1:
         return found[0]
     known = ", ".join(sorted(printable(shorts[h.key]) for h in (found or fleet.hosts))[:_NAMES_SHOWN])

@@ -473,6 +473,25 @@ def test_forget(channel: Path, weightcast: Command) -> None:
     assert hosts() == ["a"]
 
 
+def test_forget_takes_the_part_of_a_name_that_tells_hosts_apart(channel: Path, weightcast: Command) -> None:
+    for host, local in (
+        ("vm", "/data/host_b"),
+        ("vm", "/data/host_c"),
+        ("host_b", "/l"),
+        ("other", "/x/host_c"),
+    ):
+        write_aged(channel, replace(GHOST, host=host, local=local), 4000)
+    forget = ("fleet", "--channel", channel, "--forget")
+    code, _, err = weightcast(*forget, "host_c")
+    assert code == 3 and "2 hosts named 'host_c'" in err and "other, vm:host_c" in err
+    code, out, _ = weightcast(*forget, "host_b")
+    assert code == 0 and "forgot host_b (/l), lost" in out, "an exact name comes first"
+    code, out, _ = weightcast(*forget, "other", "--forget", "host_b")
+    assert code == 0 and "forgot vm (/data/host_b), lost" in out
+    code, out, _ = weightcast(*forget, "host_c")
+    assert code == 0 and "forgot vm (/data/host_c), lost" in out
+
+
 def test_a_host_of_another_run_says_so(channel: Path, weightcast: Command) -> None:
     write_report(channel, replace(REPORT, run_id="another"))
     _, out, _ = weightcast("fleet", "--channel", channel)
