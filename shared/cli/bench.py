@@ -8,12 +8,14 @@ from pathlib import Path
 
 import typer
 
+from weightcast.shared.files.paths import exists
+
 _NAME = "weightcast.benchmarks"
 _ROOM = Path(__file__).parents[2] / "benchmarks"
 
 
 def register(app: typer.Typer) -> None:
-    if (_ROOM / "__main__.py").exists():
+    if exists(_ROOM / "__main__.py"):
         _import_room()
         import_module(f"{_NAME}.__main__").register(app)
 
