@@ -29,6 +29,7 @@ from weightcast.shared.channel.store import (
     StoreError,
     check_key,
     store_error,
+    unavailable,
 )
 from weightcast.shared.files import durable
 from weightcast.shared.files.mapping import begin_write_back
@@ -96,16 +97,20 @@ class DirectoryStore:
         with _mapped(path):
             try:
                 return [name for name in os.listdir(path) if not durable.is_temporary(name)]
-            except (FileNotFoundError, NotADirectoryError):
+            except FileNotFoundError:
                 return []
+            except NotADirectoryError as error:
+                raise unavailable(error, str(path)) from error
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         path = self._path(prefix)
         with _mapped(path):
             try:
                 scan = os.scandir(path)
-            except (FileNotFoundError, NotADirectoryError):
+            except FileNotFoundError:
                 return
+            except NotADirectoryError as error:
+                raise unavailable(error, str(path)) from error
             with scan:
                 for entry in scan:
                     if not durable.is_temporary(entry.name):

@@ -74,6 +74,10 @@ def store_error(error: OSError, place: str) -> StoreError:
         return NotFound.at(place)
     if isinstance(error, FileExistsError):
         return AlreadyExists.at(place)
+    return unavailable(error, place)
+
+
+def unavailable(error: OSError, place: str) -> Unavailable:
     kept = Unavailable(
         disk_text(error, place),
         error.errno or errno.EIO,
