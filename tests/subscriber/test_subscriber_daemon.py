@@ -266,7 +266,7 @@ def test_an_engine_that_hangs_is_waited_for_no_longer_than_its_deadline(
     _, daemon = hanging(site, run, "/pause_generation", *times, of_engines=of_this)
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.process.wait(20) == 4
-    assert "did not end within 0.5 s" in (site.root / "log").read_text()
+    assert "did not end within its grace period of 0.5 s" in (site.root / "log").read_text()
 
 
 def test_a_killed_daemon_goes_on_where_it_was(site: Site, run: Run) -> None:
