@@ -438,4 +438,4 @@ def _rot(local: Path) -> None:
 
 def test_local_verify_refuses_what_is_none(site: Site, weightcast: Callable[..., Done]) -> None:
     done = weightcast("local", "verify", "--local", str(site.root))
-    assert done.returncode == 3 and "no local checkpoint" in done.stderr
+    assert done.returncode == 3 and "is not a local checkpoint" in done.stderr
