@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex, get_args
 
 from weightcast.publisher.maintenance.orders import carry_out, held, is_carried_out, standing
-from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
+from weightcast.publisher.maintenance.repair import Repairs, is_sound, keep_channel_file, repair
 from weightcast.publisher.maintenance.upkeep import Background, Upkeep, UpkeepOptions
 from weightcast.publisher.publish.commit import PostWrite, Signer
 from weightcast.publisher.publish.member import MemberRank
@@ -219,6 +219,7 @@ class Publisher:
             publisher = cls(updater, Rank(0, world_size), setup, options, claimed, upkeep)
             undo.callback(publisher.close)
             publisher._recover()
+            keep_channel_file(directory, Path(local))
             if cls._upkeep_in_background and options.upkeep is not None:
                 publisher._work_in_background()
             undo.pop_all()

@@ -36,7 +36,14 @@ from weightcast.shared.channel.index import (
     parse_index,
 )
 from weightcast.shared.channel.layout import Layout, read_pointer, version_name, write_pointer
-from weightcast.shared.channel.run_files import BASE_LIMIT, Base, parse_base, read_channel_file
+from weightcast.shared.channel.run_files import (
+    BASE_LIMIT,
+    CHANNEL_FILE_LIMIT,
+    Base,
+    parse_base,
+    parse_channel_file,
+    read_channel_file,
+)
 from weightcast.shared.channel.signing import Trust, signature_path
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.side_files import Carried
@@ -46,11 +53,12 @@ from weightcast.shared.codec.changes import compare
 from weightcast.shared.daemon.backoff import Due
 from weightcast.shared.digest.sums import span_sums
 from weightcast.shared.files import durable
-from weightcast.shared.files.paths import is_directory
+from weightcast.shared.files.paths import exists, is_directory
 from weightcast.shared.files.strict_json import parse_object
 
 WriteAnchor = Callable[[], int | None]
 """writes an anchor of the newest version; returns its number, None where one exists"""
+_BACKUP = "restore channel.json from a backup of the channel; without one, make a new channel"
 _MOVED = ("anchor", "skip", "stray", "report")
 
 
@@ -86,6 +94,7 @@ def repair(
     Raises Refused for another tool's channel and where `held` is outdated."""
     repairs = Repairs()
     if local is not None:
+        _restore_channel_file(directory, local, held, repairs)
         _restore_base(directory, local, repairs)
         _make_again(directory, local, held, repairs)
     channel = Channel.open(directory, trust)
@@ -103,6 +112,44 @@ def repair(
         for version in unannounced(Channel.open(directory))
     ]
     return repairs
+
+
+def keep_channel_file(directory: Path, local: Path) -> None:
+    """Copies channel.json to the publisher's local state: no other file has the time, globs and aliases of
+    the run. For a repair only, so errors of the disk are left to what needs the disk."""
+    with suppress(WeightcastError, OSError):
+        data = durable.read_file(Layout(directory).channel_json, CHANNEL_FILE_LIMIT)
+        parse_channel_file(data)
+        kept = LocalPaths(local).channel
+        if not exists(kept) or durable.read_file(kept, CHANNEL_FILE_LIMIT) != data:
+            durable.replace(kept, data)
+
+
+def _restore_channel_file(directory: Path, local: Path, held: Claim, repairs: Repairs) -> None:
+    """Of this run alone: the local state names it. A newer format is left as it is."""
+    layout, paths = Layout(directory), LocalPaths(local)
+    try:
+        read_channel_file(layout.channel_json)
+        return
+    except FileNotFoundError:
+        if not exists(layout.base_json):
+            return
+    except DamagedFile:
+        pass
+    here, own = _base_in(layout.base_json), _base_in(paths.base)
+    try:
+        data = durable.read_file(paths.channel, CHANNEL_FILE_LIMIT)
+        kept = parse_channel_file(data)
+    except FileNotFoundError as error:
+        raise DamagedFile(f"{layout.channel_json} is damaged; {local} has no copy", remedy=_BACKUP) from error
+    if any(base is not None and base.run_id != kept.run_id for base in (here, own)):
+        raise Refused(
+            f"{paths.channel} is of run {kept.run_id}, the channel is not",
+            remedy="give the --local of this channel's publisher",
+        )
+    held.check()
+    durable.replace(layout.channel_json, data)
+    repairs.done.append(f"channel.json restored from {local}")
 
 
 def _restore_base(directory: Path, local: Path, repairs: Repairs) -> None:

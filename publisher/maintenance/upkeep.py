@@ -28,6 +28,7 @@ from weightcast.publisher.maintenance.prune import (
     prune,
     situation,
 )
+from weightcast.publisher.maintenance.repair import keep_channel_file
 from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
 from weightcast.publisher.maintenance.retention import Retention, decide
 from weightcast.publisher.publish.anchors import Full, write_anchor
@@ -288,6 +289,7 @@ class Upkeep:
         hosts = self._active.versions(read_reports(channel.directory))
         verdict = decide(situation(channel, pointer, hosts, time.time()), self._options.retention)
         prune(channel, verdict, self._claim)
+        keep_channel_file(self._channel, self._local)
         return f"{counted(len(verdict.removals), 'version')} pruned" if verdict.removals else ""
 
     def _sweep(self, channel: Channel) -> None:

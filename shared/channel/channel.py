@@ -85,6 +85,12 @@ _BEFORE = ("hosts", "publishers", "lost+found")
 """what a channel's directory may hold before the channel is made"""
 
 
+_MEND_CHANNEL_FILE = (
+    "stop the publisher; on its machine run `weightcast channel repair --channel CHANNEL "
+    "--local PUBLISHER_LOCAL`, or restore the file from a backup"
+)
+
+
 class NoChannel(RetryLater):
     """The channel does not exist yet, or is not mounted."""
 
@@ -122,7 +128,7 @@ class Channel:
             if trust is not None:
                 _refuse_unsigned(foreign)
             return foreign
-        with _read_from(store, CHANNEL_JSON):
+        with _read_from(store, CHANNEL_JSON, _MEND_CHANNEL_FILE):
             parsed = parse_channel_file(file)
         data, place = read_if_there(store, BASE_JSON, BASE_LIMIT), store.place(BASE_JSON)
         if data is None:
@@ -351,13 +357,13 @@ def _is_cut(data: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def _read_from(files: Store, key: str) -> Iterator[None]:
+def _read_from(files: Store, key: str, remedy: str = MEND_CHANNEL) -> Iterator[None]:
     """Parsers know what is wrong; the object's place and the remedy are known here."""
     try:
         yield
     except Refused as error:
         problem = error.message.removeprefix(f"{key}: ")
-        raise type(error)(f"{files.place(key)}: {problem}", remedy=error.remedy or MEND_CHANNEL) from error
+        raise type(error)(f"{files.place(key)}: {problem}", remedy=error.remedy or remedy) from error
 
 
 def _single_file(files: Store, version: int) -> FullVersion | None:

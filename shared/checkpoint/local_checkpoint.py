@@ -70,6 +70,8 @@ class LocalPaths:
         self.directory = directory
         self.room = room = directory / ".weightcast"
         self.state, self.base = room / "state.json", room / "base.json"
+        self.channel = room / "channel.json"
+        """the channel's, kept by its publisher for a repair"""
         self.owner, self.patch = room / "owner", room / "patch"
         self.journals, self.spool = room / "journal", room / "spool"
         self.carried = room / "carried"

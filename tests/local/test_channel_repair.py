@@ -19,7 +19,7 @@ from weightcast.publisher import PublisherOptions
 from weightcast.publisher.channel_repair import repair_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.service_publisher import ServicePublisher
-from weightcast.shared.base.errors import Refused
+from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.reports import Report, write_report
@@ -35,8 +35,7 @@ UNSEEN = {("latest", "swapped"), ("claim", "removed"), ("report", "removed"), ("
 UNSEEN |= {(kind, "duplicated") for kind in ("index", "anchor index", "claim", "report")}
 UNSEEN |= {("claim", "swapped"), ("report", "swapped"), ("channel", "swapped")}
 """what is there is a channel of its own right: an older pointer, an older claim, one report less"""
-LOST = {("channel", damage) for damage in DAMAGES[:3]}
-LOST |= {(kind, damage) for kind in ("index", "shard", "newest shard") for damage in DAMAGES[:4]}
+LOST = {(kind, damage) for kind in ("index", "shard", "newest shard") for damage in DAMAGES[:4]}
 
 
 @dataclass(frozen=True)
@@ -110,21 +109,19 @@ def test_a_planted_fault(runs: Runs, run: Run, tmp_path: Path, kind: str, damage
     assert snapshot(run.channel, ()) == before, "looking changes nothing"
     assert bool(found) is ((kind, damage) not in UNSEEN), found
     assert all(problem.meaning and problem.message for problem in found)
-    if kind == "channel" and (kind, damage) in LOST:
-        with pytest.raises(Refused):
-            repair_channel(run.channel, run.root / "pub", patience=0.0)
-    else:
-        done = repair_channel(run.channel, run.root / "pub", patience=0.0)
-        assert bool(done.left) is ((kind, damage) in LOST), done
-        assert bool(done.done) is (bool(found) and (kind, damage) not in NOTHING_TO_DO), done
+    done = repair_channel(run.channel, run.root / "pub", patience=0.0)
+    assert bool(done.left) is ((kind, damage) in LOST), done
+    assert bool(done.done) is (bool(found) and (kind, damage) not in NOTHING_TO_DO), done
     after = snapshot(run.channel, ())
     committed = {name: digest for name, digest in before.items() if name.startswith("weight_v")}
     moved = [name for name in committed if name not in after]
     assert all("anchor" in name or "2.safetensors" in name for name in moved)
     assert all(after[name] == digest for name, digest in committed.items() if name in after)
-    if (kind, damage) in LOST and kind != "channel":
+    if kind == "channel" and damage != "swapped":
+        assert file_of(run.channel, kind).read_bytes() == file_of(runs.run.channel, kind).read_bytes()
+    if (kind, damage) in LOST:
         joins(run, tmp_path / "host", None)
-    elif kind != "channel":
+    elif (kind, damage) != ("channel", "swapped"):
         joins(run, tmp_path / "host", run.base)
 
 
@@ -143,6 +140,27 @@ def joins(run: Run, local: Path, base: Path | None) -> None:
         updater.close()
     assert version == int((run.channel / "latest").read_text())
     assert read_checkpoint(local) == bytes_of(run.models[version])
+
+
+def test_a_damaged_channel_file_names_one_remedy(runs: Runs, run: Run) -> None:
+    plant(runs, run, "channel", "truncated")
+    with pytest.raises(DamagedFile, match=r"channel\.json") as damaged:
+        repair_channel(run.channel)
+    assert "--local PUBLISHER_LOCAL" in damaged.value.remedy
+    (run.root / "pub" / ".weightcast" / "channel.json").unlink()
+    with pytest.raises(DamagedFile, match="has no copy") as damaged:
+        repair_channel(run.channel, run.root / "pub")
+    assert "from a backup" in damaged.value.remedy and "repair" not in damaged.value.remedy
+
+
+def test_the_channel_file_of_another_run_is_not_taken(runs: Runs, run: Run) -> None:
+    plant(runs, run, "channel", "truncated")
+    kept = run.root / "pub" / ".weightcast" / "channel.json"
+    kept.write_bytes(kept.read_bytes().replace(b'"run_id":"', b'"run_id":"other-'))
+    before = file_of(run.channel, "channel").read_bytes()
+    with pytest.raises(Refused, match="is of run other-"):
+        repair_channel(run.channel, run.root / "pub")
+    assert file_of(run.channel, "channel").read_bytes() == before
 
 
 def test_a_sound_channel_is_left_alone(run: Run) -> None:
