@@ -86,8 +86,8 @@ _BEFORE = ("hosts", "publishers", "lost+found")
 
 
 _MEND_CHANNEL_FILE = (
-    "stop the publisher; on its machine run `weightcast channel repair --channel CHANNEL "
-    "--local PUBLISHER_LOCAL`, or restore the file from a backup"
+    "on the publisher's machine run `weightcast channel repair --channel CHANNEL --local PUBLISHER_LOCAL`, "
+    "or restore the file from a backup"
 )
 
 

@@ -71,6 +71,21 @@ def test_the_command_sends_the_order_and_waits(published: tuple[Places, Daemon])
     daemon.wait_for_version(4)
 
 
+def test_a_cut_channel_file_is_restored_by_the_publisher_that_owns_it(
+    published: tuple[Places, Daemon],
+) -> None:
+    places, daemon = published
+    path = places.channel / "channel.json"
+    before = path.read_bytes()
+    path.write_bytes(before[:30])
+    assert daemon.post("/v1/repair", None).status_code == 202
+    result = wait_until(lambda: daemon.status()["repair"])
+    assert result["done"] == [f"channel.json restored from {places.local}"] and result["left"] == []
+    assert path.read_bytes() == before
+    rename_in(places.watch / "step_9", changed(base_tensors(), 9))
+    daemon.wait_for_version(VERSIONS + 1)
+
+
 @pytest.mark.parametrize("content", [b"garbage", b"", b"0000", b"other/weight_v000001", None])
 def test_a_damaged_pointer_is_put_back_by_the_publisher_that_owns_it(
     tmp_path: Path, content: bytes | None
