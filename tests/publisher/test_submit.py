@@ -243,7 +243,7 @@ def test_a_channel_that_went_on_meanwhile(place: Place, rng: np.random.Generator
         arrays = writable(models[2])
         handle = publisher.submit(arrays)
         scribble(arrays)
-        with pytest.raises(WeightcastError, match="held since the rollback to version 1"):
+        with pytest.raises(WeightcastError, match="on hold since the rollback to version 1"):
             handle.result(SECONDS)
         place.arrives(models[0], 3)
         pins.resume(place.channel)
