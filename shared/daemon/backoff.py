@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 JITTER = 0.2
+_SOURCE = random.Random()
+"""of its own: a trainer may have seeded the global one, on every rank alike"""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Backoff:
 
 def jittered(seconds: float) -> float:
     """More or less of them, so that many who wait for the same do not come at once."""
-    return seconds * random.uniform(1 - JITTER, 1 + JITTER)
+    return seconds * _SOURCE.uniform(1 - JITTER, 1 + JITTER)
 
 
 class Due:
