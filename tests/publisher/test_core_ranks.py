@@ -173,7 +173,7 @@ def test_a_tensor_of_no_rank_is_refused(place: Place) -> None:
 
 
 def test_the_world_must_have_one_size(place: Place) -> None:
-    with pytest.raises(Refused, match="rank 2 of world_size 2"):
+    with pytest.raises(Refused, match="rank 2 with world_size 2"):
         Publisher.open(place.channel, local=place.pub, rank=2, world_size=2)
 
 

@@ -174,7 +174,7 @@ def test_what_is_refused(tmp_path: Path, export: Path) -> None:
         array = np.zeros(5, np.float32)
         with pytest.raises(Refused, match="a was given twice"):
             hand_over.put([("a", array), ("a", array)])
-        with pytest.raises(Refused, match="no tensor"):
+        with pytest.raises(Refused, match="expected a tensor"):
             hand_over.put({"a": [1, 2]})
         with pytest.raises(Refused, match="not a step number"):
             hand_over.put({"a": array}, step=True)

@@ -191,7 +191,7 @@ def test_what_is_set_aside_is_never_put_over_something(tmp_path: Path) -> None:
         (aside / "optimizer.pt").touch()
         directory.mkdir()
 
-    with watched(goes_on_writing), pytest.raises(Refused, match="another has its name") as refused:
+    with watched(goes_on_writing), pytest.raises(Refused, match="its name is in use again") as refused:
         consume(tmp_path, "policy", known)
     assert str(aside) in refused.value.remedy and (aside / "optimizer.pt").exists()
     assert list(directory.iterdir()) == []

@@ -211,7 +211,7 @@ def test_a_key_that_stands_twice_is_refused_whatever_the_body_is_called(
         client.headers["Content-Type"] = content_type
         assert client.post("/v1/strict", content=b'{"version": 3}').json() == {"version": 3}
         refused = client.post("/v1/strict", content=b'{"version": 3, "version": 4}')
-        assert refused.status_code == 422 and "twice" in refused.json()["message"]
+        assert refused.status_code == 422 and "duplicate key" in refused.json()["message"]
         client.headers["Content-Type"] = "text/plain"
         unnamed = client.post("/v1/strict", content=b'{"version": 3}')
         assert unnamed.status_code == 422 and "Content-Type" in unnamed.json()["remedy"]

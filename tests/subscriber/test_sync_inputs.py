@@ -36,7 +36,7 @@ def test_a_local_directory_of_another_run_is_left_alone(site: Site) -> None:
     other = site.run("other")
     other.publish()
     stranger = site.host(other, name="host")
-    with pytest.raises(WrongRun, match="of run"):
+    with pytest.raises(WrongRun, match="belongs to run"):
         stranger.step()
     assert files(host.local) == before and not stranger.status.ready
 
