@@ -60,15 +60,13 @@ def in_api(fleet: LiveFleet, rollout: Rollout, **expected: Any) -> dict[str, Any
 
 def shows_soon(page: Page, host: dict[str, Any]) -> None:
     """The page says of a host what the API says, within the bound."""
-    page.wait_for_function(
-        """([key, served, lag]) => {
+    script = """([key, served, lag]) => {
           const row = document.querySelector(`tr[data-key="${key}"]`);
           const text = (column) => row.querySelector("td." + column).innerText;
           return text("served") === served && text("lag") === lag;
-        }""",
-        arg=[host["key"], str(host["served_version"]), str(host["lag"])],
-        timeout=SHOWN_WITHIN_MS,
-    )
+        }"""
+    shown = [host["key"], str(host["served_version"]), str(host["lag"])]
+    wait_until(lambda: page.evaluate(script, shown), SHOWN_WITHIN_MS / 1000)
 
 
 def test_hosts_appear_stop_and_recover(fleet: LiveFleet, open_tab: OpenTab) -> None:

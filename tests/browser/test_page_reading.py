@@ -12,7 +12,8 @@ import fleet_double
 import pytest
 from fleet_double import Double, host
 from pydantic import BaseModel
-from tabs import OpenTab
+from tabs import WAIT_MS, OpenTab
+from waiting import wait_until
 
 from weightcast.publisher.fleet.catch_up_cost import CatchUp, PrunePlan, Versions
 from weightcast.shared.daemon.fleet import Fleet
@@ -229,7 +230,7 @@ def test_stopped_hosts_are_calm_and_ghosts_come_last(double: Double, open_tab: O
     assert page.locator(".verdict").inner_text().startswith("1 of 2 hosts serve version 128")
     page.get_by_role("button", name="rollout-001").click()
     page.get_by_role("button", name="Forget rollout-001").click()
-    page.wait_for_function("document.querySelectorAll('tr.host').length === 3")
+    page.locator("tr.host").nth(3).wait_for(state="detached")
     assert "rollout-001" not in rows(page)
 
 
@@ -525,5 +526,5 @@ def test_the_scheme_is_followed_while_the_page_is_open(double: Double, open_tab:
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(ground)
     page.emulate_media(color_scheme="dark")
-    page.wait_for_function(f"{ground} !== '{light}'")
+    wait_until(lambda: page.evaluate(ground) != light, WAIT_MS / 1000)
     assert page.locator("#versions canvas").count() == 4
