@@ -158,7 +158,8 @@ class Claim:
         self._write(replace(self.record, released=True))
 
     def _write(self, record: ClaimRecord) -> None:
-        self.store.replace(claim_key(self.epoch), write_claim(record))
+        # only over our own: where the mount is gone, nothing is written into the directory below it
+        self.store.replace(claim_key(self.epoch), write_claim(record), expected=write_claim(self.record))
         self.record = record
 
 

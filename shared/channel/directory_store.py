@@ -165,8 +165,9 @@ class DirectoryStore:
     ) -> None:
         path = self._path(key)
         with _mapped(path), contextlib.nullcontext() if expected is None else _COMPARING:
-            self._make_parent(path)
-            if expected is not None and not _has(path, expected):
+            if expected is None:
+                self._make_parent(path)
+            elif not _has(path, expected):
                 raise Changed.at(str(path))
             if sync:
                 durable.replace(path, data, allowed)

@@ -52,7 +52,7 @@ def test_what_cannot_be_read_stays_where_it_is(place: Place, run: Run, unread: s
     assert contents(run.channel) == before
     facts = json.loads(told)
     assert facts["done"] == [] and facts["left"]
-    assert all(problem["unread"] and "mend rights" in problem["meaning"] for problem in facts["left"])
+    assert all(problem["unread"] and "fix access" in problem["meaning"] for problem in facts["left"])
     assert place.verb("channel", "verify", "--channel", view.mount)[0] == RETRY_LATER
 
 
