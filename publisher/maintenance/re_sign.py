@@ -13,7 +13,7 @@ from weightcast.shared.channel.chain import ChainEntry, entries, verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import BASE_JSON
-from weightcast.shared.channel.render import look
+from weightcast.shared.channel.listing import look
 from weightcast.shared.channel.signing import (
     PrivateKey,
     Statement,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightcast.shared.channel.render import Shown
+from weightcast.shared.channel.listing import Shown
 
 _HOUR = 3600.0
 

@@ -39,7 +39,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import ANCHOR, Layout, Pointer, base_of, version_of
-from weightcast.shared.channel.render import Shown, look
+from weightcast.shared.channel.listing import Shown, look
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import Step

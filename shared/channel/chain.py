@@ -18,7 +18,7 @@ from weightcast.shared.channel.channel import Channel, FullVersion
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, ForeignIndex, Index
 from weightcast.shared.channel.layout import Pointer, from_name, version_of
-from weightcast.shared.channel.render import look
+from weightcast.shared.channel.listing import look
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.channel.store import Address, NotFound, Store
 from weightcast.shared.files.disk_errors import disk_text

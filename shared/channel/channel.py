@@ -44,7 +44,7 @@ from weightcast.shared.channel.layout import (
     version_name,
     version_of,
 )
-from weightcast.shared.channel.render import Shown, look
+from weightcast.shared.channel.listing import Shown, look
 from weightcast.shared.channel.run_files import (
     BASE_LIMIT,
     CHANNEL_FILE_LIMIT,

@@ -40,7 +40,7 @@ from weightcast.publisher import init_channel
 from weightcast.publisher.daemon.daemon import run_publisher
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.shared.channel.layout import version_name
-from weightcast.shared.channel.render import look
+from weightcast.shared.channel.listing import look
 from weightcast.shared.daemon.logs import setup_logs
 from weightcast.subscriber.daemon.daemon import run_subscriber
 from weightcast.subscriber.daemon.settings import SubscriberSettings

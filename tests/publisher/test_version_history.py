@@ -25,7 +25,7 @@ from weightcast.publisher.fleet.version_history import History, VersionHistory
 from weightcast.publisher.maintenance.retention import CheapestWay, HeldVersion, Hop, Retention, Situation
 from weightcast.shared.base.errors import Refused, RetryLater, WrongRun
 from weightcast.shared.channel.layout import Layout, write_pointer
-from weightcast.shared.channel.render import Shown
+from weightcast.shared.channel.listing import Shown
 from weightcast.shared.channel.reports import REPORTS_LIMIT, Report, pack_report, read_reports
 from weightcast.shared.daemon.fleet import Host
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weightcast.shared.base.errors import MEND_CHANNEL
-from weightcast.shared.channel.render import Shown
+from weightcast.shared.channel.listing import Shown
 
 FULL = -1
 """in place of the base version: full weights"""

@@ -56,10 +56,6 @@ class Block:
     def source_end(self) -> int:
         return self.source + (self.rows - 1) * self.source_step + self.run
 
-    @property
-    def target_end(self) -> int:
-        return self.target + (self.rows - 1) * self.target_step + self.run
-
 
 class Scattered(ValueError):
     """A copy of too many blocks in the checkpoint's order."""
