@@ -516,7 +516,9 @@ class Reload:
         """After an error in the block of `reloading`."""
         state = self._local.state
         untouched = state.phase is Phase.CLEAN and state.position == self._before
-        written = not (untouched and isinstance(error, NeedsReseed | OSError))
+        # the files of a group's other hosts may be patched already
+        grouped = any(one.engine.grouped for one in self._paused)
+        written = grouped or not (untouched and isinstance(error, NeedsReseed | OSError))
         try:
             abandon_all(self._paused, error, written=written)
         finally:

@@ -77,7 +77,7 @@ class Copies(_ReadsAll, SGLangDouble):
 
 
 class Maps(_ReadsAll, WebhookDouble):
-    """Never to be patched under: what lies there when it is paused is still what it held."""
+    """Never to be patched under: what is on disk when it is paused or resumed is what it holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,8 @@ class Maps(_ReadsAll, WebhookDouble):
         self.patched_under = False
 
     def behave(self, call: Call) -> Answer:
-        if call.method == "POST" and call.body["phase"] == "pause" and self.reads and not self.paused:
+        phase = call.body["phase"] if call.method == "POST" and self.reads else ""
+        if (phase == "pause" and not self.paused) or (phase == "resume" and self.paused):
             self.patched_under |= {on_disk(each) for each in self.dirs} != {self.held}
         return super().behave(call)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import threading
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
+from disk_errors import watched
 from doubles import Answer
 from groups import SECONDS, Copies, Group, Host, Maps, Process, journals
 from hosts import Site, on_disk
@@ -18,6 +22,8 @@ from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.state.state import Blocked, read_state, write_state
 
 UPDATE = "/update_weights_from_disk"
+LEADERS_OWN = ("engine.", "group.", "lock.")
+"""failpoints that no disk has a part in"""
 SHORT = 3.0
 """a lease that a test waits for"""
 
@@ -195,6 +201,26 @@ def test_what_the_engine_refuses_is_undone_everywhere(site: Site) -> None:
     run.publish()
     group.await_served(2)
     wait_until(lambda: not journals(group.member.local))
+
+
+def test_a_leader_whose_disk_fails_keeps_an_engine_paused_that_maps_patched_files(site: Site) -> None:
+    run, engine = site.run(), Maps()
+    group = Group(site, run, engine).start()
+    group.await_served(0)
+    failed: list[str] = []
+    held: list[int] = []
+
+    def fail(name: str, where: Path | None) -> None:
+        if name == "group.held":
+            held.append(threading.get_ident())
+        elif held == [threading.get_ident()] and not failed and not name.startswith(LEADERS_OWN):
+            failed.append(name)
+            raise OSError(errno.EIO, "the disk failed")
+
+    with watched(fail):
+        run.publish()
+        group.await_served(1)
+    assert failed and not engine.patched_under
 
 
 def test_an_engine_that_restarts_is_aligned_although_the_channel_is_gone(site: Site) -> None:
