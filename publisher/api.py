@@ -45,10 +45,11 @@ from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim, claim, this_process
+from weightcast.shared.channel.directory_store import directory_of, mounted, open_store
 from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding
-from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.run_files import Base, ChannelFile
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.known_bases import recorded_base
 from weightcast.shared.files.paths import exists, require_no_overlap, require_places
@@ -146,7 +147,7 @@ class Publisher:
     @classmethod
     def open(
         cls,
-        channel: str | Path,
+        channel: str | Path | Store,
         *,
         local: str | Path,
         base: str | Path | None = None,
@@ -174,17 +175,20 @@ class Publisher:
             raise Refused(
                 f"rank {rank} with world_size {world_size}", remedy="give a rank from 0 to world_size - 1"
             )
-        directory = Path(channel)
-        require_places(directory, Path(local))
+        store = open_store(channel)
+        directory = mounted(store)
+        if directory is not None:
+            require_places(directory, Path(local))
         signer = Signer.load(options.sign_key, options.trusted_keys)
         if rank == 0:
-            signer.check_owner(Layout(directory))
-        opened = Channel.open(directory, signer.trust)
+            signer.check_owner(store)
+        opened = Channel.open(store, signer.trust)
         opened.require_ours()
         base = recorded_base(opened) if base is None else base
-        require_no_overlap("--local", Path(local), "--channel", directory)
+        if directory is not None:
+            require_no_overlap("--local", Path(local), "--channel", directory)
         updater = LocalUpdater(
-            directory,
+            store,
             Path(local),
             None if base is None else Path(base),
             UpdaterOptions(threads=options.threads, visible_seconds=options.visible_seconds, carries=False),
@@ -204,22 +208,25 @@ class Publisher:
         with contextlib.ExitStack() as undo:
             undo.callback(updater.close)
             first = not exists(updater.paths.state)
-            require("--channel", directory, CHANNEL_NEEDS if first else COMMIT_NEEDS)
+            if directory is not None:
+                require("--channel", directory, CHANNEL_NEEDS if first else COMMIT_NEEDS)
             updater.own()
             claimed = claim(
-                directory,
+                store,
                 this_process(),
                 take_over=options.take_over,
                 patience=options.take_over_seconds,
                 above=updater.epoch,
             )
-            upkeep = Upkeep(directory, Path(local), claimed, options.upkeep or UpkeepOptions(), signer)
+            upkeep = Upkeep(
+                directory_of(store), Path(local), claimed, options.upkeep or UpkeepOptions(), signer
+            )
             keep = None if options.upkeep is None else upkeep.keep
             setup = replace(setup, free_space=upkeep.give_up, keep_journal=keep)
             publisher = cls(updater, Rank(0, world_size), setup, options, claimed, upkeep)
             undo.callback(publisher.close)
             publisher._recover()
-            keep_channel_file(directory, Path(local))
+            keep_channel_file(directory_of(store), Path(local))
             if cls._upkeep_in_background and options.upkeep is not None:
                 publisher._work_in_background()
             undo.pop_all()
@@ -259,12 +266,17 @@ class Publisher:
 
     @property
     def channel(self) -> Path:
-        return self._updater.channel_dir
+        """Raises Refused for a channel that is not in a directory."""
+        return directory_of(self.store)
+
+    @property
+    def store(self) -> Store:
+        return self._updater.store
 
     @property
     def version(self) -> int:
         """The version that the pointer names, 0 before the first."""
-        return Channel.open(self._updater.channel_dir).pointed()
+        return Channel.open(self.store).pointed()
 
     @property
     def epoch(self) -> int:
@@ -277,7 +289,7 @@ class Publisher:
     @functools.cached_property
     def run(self) -> tuple[ChannelFile, Base]:
         """What the channel was made with, as it was first read here: neither changes in a run."""
-        return Channel.open(self._updater.channel_dir, self._trust).require_ours()
+        return Channel.open(self.store, self._trust).require_ours()
 
     @property
     def config_changed(self) -> tuple[str, ...]:
@@ -297,7 +309,7 @@ class Publisher:
     def state_dict(self) -> dict[str, object]:
         """For the trainer's checkpoint: where in the channel its weights stand. Waits for submissions."""
         self._submissions.drain()
-        return position(self._updater.channel_dir)
+        return position(self.store)
 
     def load_state_dict(self, state: Mapping[str, object]) -> Resumed:
         """Checks that this channel is the one in which the checkpoint's weights were published, and says how
@@ -305,7 +317,7 @@ class Publisher:
 
         Raises WrongRun for another channel, Forked for another history, Refused for what is no such state.
         """
-        return resumed(self._updater.channel_dir, state)
+        return resumed(self.store, state)
 
     def _recover(self, advance: Advance | None = None) -> None:
         self._drained()
@@ -396,7 +408,7 @@ class Publisher:
                 remedy="give the version of a report, or the handle that submit returned",
             )
         if self._arrivals is None:
-            self._arrivals = VersionWait.in_channel(self._updater.channel_dir)
+            self._arrivals = VersionWait.in_channel(self.store)
         return self._arrivals.wait(operator.index(version), min_hosts, fraction, timeout)
 
     def publish_checkpoint(
@@ -480,7 +492,7 @@ class Publisher:
         if self._lone is not None:
             self._obey_repair()
             self._lone.recovery.hold_pointer()
-        channel = Channel.open(self._updater.channel_dir)
+        channel = Channel.open(self.store)
         order = standing(channel)
         if order is None or self._lone is None:
             return order
@@ -503,26 +515,25 @@ class Publisher:
         if self._claim is None or self._lone is None:
             raise Refused("only rank 0 repairs the channel", remedy="call it on rank 0")
         self._claim.check()
-        lone, directory = self._lone, self._updater.channel_dir
-        if is_sound(directory, trust=self._trust):
+        lone = self._lone
+        if is_sound(self.channel, trust=self._trust):
             return Repairs()
 
         def write_anchor() -> int | None:
             return self.version if lone.write_anchor() else None
 
         local = self._updater.paths.directory
-        return repair(directory, self._claim, local, write_anchor, trust=self._trust)
+        return repair(self.channel, self._claim, local, write_anchor, trust=self._trust)
 
     def _obey_repair(self) -> Repairs | None:
-        directory = self._updater.channel_dir
-        if self._lone is None or not pins.repair_ordered(directory):
+        if self._lone is None or not pins.repair_ordered(self.store):
             return None
         try:
             done = self._repair()
         except Refused:
-            pins.end_repair(directory)
+            pins.end_repair(self.store)
             raise
-        pins.end_repair(directory)
+        pins.end_repair(self.store)
         return done
 
     def _work_in_background(self) -> Background | None:

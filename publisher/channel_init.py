@@ -12,7 +12,8 @@ from weightcast.publisher.publish.commit import Signer
 from weightcast.publisher.weights.config import CONFIG, read_config
 from weightcast.shared.base.errors import Refused, WrongRun
 from weightcast.shared.channel.channel import Channel, may_lie_before
-from weightcast.shared.channel.layout import Layout, version_of
+from weightcast.shared.channel.directory_store import mounted, open_store
+from weightcast.shared.channel.layout import BASE_JSON, CHANNEL_JSON, LATEST, version_of
 from weightcast.shared.channel.run_files import (
     BASE_LIMIT,
     Base,
@@ -21,11 +22,11 @@ from weightcast.shared.channel.run_files import (
     write_base,
     write_channel_file,
 )
-from weightcast.shared.channel.signing import PrivateKey, signature_path, stated_by_base, write_signature
+from weightcast.shared.channel.signing import PrivateKey, signature_key, stated_by_base, write_signature
+from weightcast.shared.channel.store import AlreadyExists, Store
 from weightcast.shared.checkpoint.state.known_bases import remember_base
 from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.verify.seed import describe
-from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import Checkpoint
 from weightcast.shared.files.paths import exists, require_directory, require_no_overlap
 from weightcast.shared.files.probes import CHANNEL_NEEDS, require
@@ -44,7 +45,7 @@ _NAMED = 3
 
 
 def init_channel(
-    channel: str | Path,
+    channel: str | Path | Store,
     base: str | Path,
     *,
     frozen: Sequence[str] = (),
@@ -61,83 +62,93 @@ def init_channel(
     Raises Refused for a directory that holds anything else or lies in the base, WrongRun for another base,
     Untrusted for a channel that is there and whose base neither that key nor one of `trusted_keys` signed.
     """
-    channel, base = Path(channel), Path(base)
+    store, base = open_store(channel), Path(base)
     signer = Signer.load(sign_key, trusted_keys)
     checkpoint = open_base(base)
-    layout = Layout(channel)
-    require_directory("--channel", channel)
-    if not exists(layout.channel_json):
-        require_no_overlap("--channel", channel, "--base", base)
-        require("--channel", channel, CHANNEL_NEEDS)
-    channel.mkdir(parents=True, exist_ok=True)
-    if exists(layout.channel_json):
-        made = Channel.open(channel, signer.trust)
+    _make_directory(store, base)
+    if _is_made(store):
+        made = Channel.open(store, signer.trust)
         _check_rules(made, frozen, aliases or {})
         return _same(made, checkpoint, threads, advance)
-    _refuse_foreign(layout)
+    _refuse_foreign(store)
     described = describe(checkpoint, run_id or _new_run_id(), threads=threads, advance=advance)
     ties = {**ties_of(base, checkpoint), **(aliases or {})}
     _check_aliases(ties, described)
-    described = _put_base(layout, described, run_id)
+    described = _put_base(store, described, run_id)
     file = ChannelFile(described.run_id, time.time(), tuple(frozen), ties, 0)
-    if not exists(layout.channel_json):
-        _sign_base(layout, described, signer.key)
+    if not _is_made(store):
+        _sign_base(store, described, signer.key)
     try:
-        durable.create(layout.channel_json, write_channel_file(file))
-    except FileExistsError:
+        store.create(CHANNEL_JSON, write_channel_file(file))
+    except AlreadyExists:
         # by somebody else meanwhile
-        made = Channel.open(channel, signer.trust)
+        made = Channel.open(store, signer.trust)
         _check_rules(made, frozen, aliases or {})
         return made.require_ours()[0]
-    durable.sync_directory(channel)
     remember_base(file.run_id, base)
     return file
 
 
-def _put_base(layout: Layout, described: Base, run_id: str | None) -> Base:
+def _make_directory(store: Store, base: Path) -> None:
+    """Of a channel that will be in a local directory; other stores need none."""
+    directory = mounted(store)
+    if directory is None:
+        return
+    require_directory("--channel", directory)
+    if not _is_made(store):
+        require_no_overlap("--channel", directory, "--base", base)
+        require("--channel", directory, CHANNEL_NEEDS)
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def _is_made(store: Store) -> bool:
+    return store.stat(CHANNEL_JSON) is not None
+
+
+def _put_base(store: Store, described: Base, run_id: str | None) -> Base:
     """`described`, or what lies there from an attempt that came to nothing or is under way: that of the same
     base is taken over, its run included. Nothing that somebody may have read already is replaced."""
     try:
-        durable.create(layout.base_json, write_base(described))
+        store.create(BASE_JSON, write_base(described))
         return described
-    except FileExistsError:
-        found = parse_base(durable.read_file(layout.base_json, BASE_LIMIT))
+    except AlreadyExists:
+        found = parse_base(store.read(BASE_JSON, BASE_LIMIT))
     same = found.root == described.root and not _differing_files(described, found)
     if not same or run_id not in (None, found.run_id):
         raise WrongRun(
-            f"{layout.base_json} belongs to another base or run, and {layout.channel} is not a channel yet",
+            f"{store.place(BASE_JSON)} belongs to another base or run, and {store.place()} is not a channel "
+            "yet",
             remedy="wait for the other init; if there is none, remove the file",
         )
     return found
 
 
-def _sign_base(layout: Layout, base: Base, key: PrivateKey | None) -> None:
-    path = signature_path(layout.base_json)
+def _sign_base(store: Store, base: Base, key: PrivateKey | None) -> None:
     if key is None:
         # of an attempt that came to nothing
-        path.unlink(missing_ok=True)
+        store.delete(signature_key(BASE_JSON))
     else:
-        durable.replace(path, write_signature(stated_by_base(base, time.time()), key))
+        store.replace(signature_key(BASE_JSON), write_signature(stated_by_base(base, time.time()), key))
 
 
 def _new_run_id() -> str:
     return f"run-{secrets.token_hex(6)}"
 
 
-def _refuse_foreign(layout: Layout) -> None:
-    names = sorted(entry.name for entry in layout.channel.iterdir())
-    if exists(layout.latest) or any(version_of(name) is not None for name in names):
+def _refuse_foreign(store: Store) -> None:
+    names = sorted(store.names())
+    if LATEST in names or any(version_of(name) is not None for name in names):
         raise Refused(
-            f"{layout.channel} holds versions and no channel.json: another system publishes there",
+            f"{store.place()} holds versions and no channel.json: another system publishes there",
             remedy="use a directory of its own",
         )
     # of an init that came to nothing or is under way
-    ours = (layout.base_json.name, signature_path(layout.base_json).name)
+    ours = (BASE_JSON, signature_key(BASE_JSON))
     others = [name for name in names if not may_lie_before(name) and name not in ours]
     if others:
         more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
         raise Refused(
-            f"{layout.channel} is not empty: it holds {', '.join(others[:_NAMED])}{more}",
+            f"{store.place()} is not empty: it holds {', '.join(others[:_NAMED])}{more}",
             remedy="make a channel in a directory of its own",
         )
 
@@ -151,7 +162,7 @@ def _same(
     if described.root != known.root or files:
         named = f": {', '.join(files[:_NAMED])}" if files else ""
         raise WrongRun(
-            f"{channel.directory} was made from another base than {checkpoint.directory}{named}",
+            f"{channel.place} was made from another base than {checkpoint.directory}{named}",
             remedy="give the base that the channel was made from, or make another channel",
         )
     remember_base(file.run_id, checkpoint.directory)
@@ -173,7 +184,7 @@ def _check_rules(made: Channel, frozen: Sequence[str], aliases: Mapping[str, str
         others.append(f"frozen {', '.join(frozen)}")
     if others:
         raise Refused(
-            f"{made.directory} was made without {'; '.join(others)}",
+            f"{made.place} was made without {'; '.join(others)}",
             remedy="leave them out, or make another channel: they are fixed for a run",
         )
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_LIMIT, INDEX_NAME, describe, parse_foreign
 from weightcast.shared.channel.layout import version_of, write_pointer
-from weightcast.shared.files.durable import read_file
-from weightcast.shared.files.paths import is_file
+from weightcast.shared.channel.store import Store, read_if_there
 
 _SINGLE = "model.safetensors"
 """full weights may have no index"""
@@ -31,22 +31,22 @@ def point(args: Any, directory: str | Path, engines: Any = ()) -> None:
     version = version_of(path.name)
     if version is None or _rank() != 0:
         return
-    _check(path, version)
-    write_pointer(path.parent, version)
+    store = open_store(path.parent)
+    _check(store.within(path.name), version)
+    write_pointer(store, version)
 
 
-def _check(path: Path, version: int) -> None:
+def _check(files: Store, version: int) -> None:
     """Of rank 0's own files: those of other ranks may show here later than to hosts, which look for them."""
-    try:
-        data = read_file(path / INDEX_NAME, INDEX_LIMIT)
-    except FileNotFoundError:
-        if is_file(path / _SINGLE):
+    data = read_if_there(files, INDEX_NAME, INDEX_LIMIT)
+    if data is None:
+        if files.stat(_SINGLE) is not None:
             return
-        raise Refused(f"{path} has no {INDEX_NAME}", remedy="call this when the version is written") from None
+        raise Refused(f"{files.place()} has no {INDEX_NAME}", remedy="call this when the version is written")
     if describe(data) == "foreign delta":
-        index = parse_foreign(data, what=str(path / INDEX_NAME))
+        index = parse_foreign(data, what=files.place(INDEX_NAME))
         if index.version != version:
-            raise DamagedFile(f"{path}: its index is of version {index.version}")
+            raise DamagedFile(f"{files.place()}: its index is of version {index.version}")
 
 
 def _rank() -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from weightcast.publisher.maintenance.orders import root_of
 from weightcast.shared.base.errors import Forked, Refused, WrongRun
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.layout import Pointer
-from weightcast.shared.files.paths import exists
+from weightcast.shared.channel.layout import Pointer, index_key
+from weightcast.shared.channel.store import Store
 
 FORMAT = 1
 
@@ -30,8 +29,8 @@ class Resumed:
         return self.now - self.then
 
 
-def position(directory: Path) -> dict[str, object]:
-    channel = Channel.open(directory)
+def position(store: Store) -> dict[str, object]:
+    channel = Channel.open(store)
     newest = channel.pointer() or Pointer(0)
     return {
         "format": FORMAT,
@@ -41,27 +40,27 @@ def position(directory: Path) -> dict[str, object]:
     }
 
 
-def resumed(directory: Path, state: Mapping[str, object]) -> Resumed:
+def resumed(store: Store, state: Mapping[str, object]) -> Resumed:
     """See `Publisher.load_state_dict`."""
     run_id, then, root = _read(state)
-    channel = Channel.open(directory)
+    channel = Channel.open(store)
     found = channel.require_ours()[0].run_id
     if found != run_id:
         raise WrongRun(
-            f"the checkpoint belongs to run {run_id}, {directory} is of run {found}: its hosts would go from "
-            "this channel's weights to the checkpoint's",
+            f"the checkpoint belongs to run {run_id}, {channel.place} is of run {found}: its hosts would go "
+            "from this channel's weights to the checkpoint's",
             remedy="open the channel of the run; for a new run make a channel from the weights "
             "that its hosts start with",
         )
     newest = channel.pointer() or Pointer(0)
     if then > newest.version:
         raise Forked(
-            f"the checkpoint was written at version {then}, {directory} ends at version {newest.version}",
+            f"the checkpoint was written at version {then}, {channel.place} ends at version {newest.version}",
             remedy="mount the channel that was published to; this one may be an older copy",
         )
     if _is_there(channel, then) and root_of(channel, newest, then) != root:
         raise Forked(
-            f"version {then} of {directory} has other weights than when the checkpoint was written",
+            f"version {then} of {channel.place} has other weights than when the checkpoint was written",
             remedy="mount the channel that was published to; this one was restored or written by another run",
         )
     return Resumed(run_id, then, newest.version)
@@ -69,7 +68,7 @@ def resumed(directory: Path, state: Mapping[str, object]) -> Resumed:
 
 def _is_there(channel: Channel, version: int) -> bool:
     """False for what was pruned."""
-    return version == 0 or exists(channel.layout.index(version))
+    return version == 0 or channel.store.stat(index_key(version)) is not None
 
 
 def _read(state: Mapping[str, object]) -> tuple[str, int, str]:

@@ -79,7 +79,7 @@ class ServicePublisher(Publisher):
     def check_channel(self, check: ChannelCheck) -> Repairs | None:
         """Reads some of the channel's files; those of a damaged version are written again at once."""
         self._drained()
-        local, layout = self._updater.local, Layout(self._updater.channel_dir)
+        local, layout = self._updater.local, Layout(self.channel)
         version = None if self._claim is None or local is None else check.turn(layout, local)
         if version is None or self._claim is None:
             return None
@@ -119,7 +119,7 @@ class ServicePublisher(Publisher):
     def made_for(self, request: str, above: int) -> Index | None:
         """The version that was published for `request`, if it is one after `above`. That there are newer ones
         says nothing: another publisher, an operator or a rollback may have made them."""
-        channel = Channel.open(self._updater.channel_dir, self._trust)
+        channel = Channel.open(self.store, self._trust)
         pointer, table = channel.pointer(), self.run[1].table
         for version in range(0 if pointer is None else pointer.version, above, -1):
             with contextlib.suppress(DamagedFile, Untrusted):
@@ -138,7 +138,7 @@ class ServicePublisher(Publisher):
         local = self._updater.local
         position = None if local is None else local.state.position
         with contextlib.closing(read()) as weights:
-            channel = Channel.open(self.channel, self._trust)
+            channel = Channel.open(self.store, self._trust)
             if self._options.carry_config and not is_carried(channel, weights, version):
                 return False
             given = matched_input(weights, file, base.table, Rank(0, 1))
@@ -146,7 +146,7 @@ class ServicePublisher(Publisher):
 
     def root_of(self, version: int) -> str:
         """Of a version up to the newest; empty where the channel no longer says."""
-        channel = Channel.open(self._updater.channel_dir, self._trust)
+        channel = Channel.open(self.store, self._trust)
         pointer = channel.pointer()
         with contextlib.suppress(WeightcastError):
             return "" if pointer is None else root_of(channel, pointer, version)

@@ -168,9 +168,13 @@ class FaultyStore:
         fault = self._fault("begin", draft)
         return self._done(fault, draft, self._inner.begin(draft))
 
-    def move(self, source: str, target: str) -> None:
+    def move(self, source: str, target: str, *, sync: bool = False) -> None:
         fault = self._fault("move", source)
-        self._done(fault, source, self._inner.move(source, target))
+        self._done(fault, source, self._inner.move(source, target, sync=sync))
+
+    def copy(self, source: str, target: str) -> None:
+        fault = self._fault("copy", source)
+        self._done(fault, source, self._inner.copy(source, target))
 
     def commit(
         self,

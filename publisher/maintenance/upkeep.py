@@ -340,7 +340,7 @@ class Upkeep:
         if version is None:
             return ""
         full = Full(positions[version], log.base, log.words_at(version), log.side_files)
-        write_anchor(channel.layout, full, self._claim, self._signer.key)
+        write_anchor(full, self._claim, self._signer.key)
         self._chain = Chain()
         self._wrote("anchor", channel.layout.anchor_dir(version))
         return f"anchor of version {version}"

@@ -6,7 +6,6 @@ starts a new chain where no delta can be made.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,30 +13,31 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.publisher.publish.commit import commit, discard, new_beside
+from weightcast.publisher.publish.commit import begin_beside, commit_draft, put
 from weightcast.shared.base.elements import TensorTable, whole_part
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.claims import Claim
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import (
     INDEX_NAME,
     FileRecord,
     Index,
     VersionTotals,
-    file_record,
+    object_record,
     write_index,
 )
 from weightcast.shared.channel.index_records import TensorRecords
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.layout import anchor_key
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.channel.signing import PrivateKey
+from weightcast.shared.channel.store import AlreadyExists, Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, WordsIn
 from weightcast.shared.checkpoint.state.state import Position, lanes_list
 from weightcast.shared.digest.checksums import Lanes, hash_bytes
 from weightcast.shared.digest.root import root
 from weightcast.shared.files import durable
-from weightcast.shared.files.paths import exists
 from weightcast.shared.files.safetensors import Entry, pack_header
 
 SHARD_BYTES = 4 << 30
@@ -45,7 +45,7 @@ _PIECE_BYTES = 8 << 20
 
 
 def write_weights(
-    directory: Path,
+    files: Store | Path,
     table: TensorTable,
     words_in: WordsIn,
     beside: Mapping[str, Path],
@@ -53,21 +53,19 @@ def write_weights(
     shard_bytes: int = SHARD_BYTES,
     advance: Advance | None = None,
 ) -> tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]]:
-    """Shards and the files `beside` them, durable; the weight map; raw lanes of what was written, in table
-    order."""
+    """Shards and the files `beside` them, into a draft; the weight map; raw lanes of what was written, in
+    table order."""
+    files = open_store(files)
     lanes = [Lanes()] * len(table)
     weight_map: dict[str, str] = {}
     records: list[FileRecord] = []
     shards = list(_shards(table, shard_bytes))
     for number, tensors in enumerate(shards):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(directory / name, table, tensors, words_in, lanes, advance)
+        _write_shard(files, name, table, tensors, words_in, lanes, advance)
         weight_map.update((table[tensor].name, name) for tensor in tensors)
-        records.append(file_record(directory / name))
-    for name, path in beside.items():
-        target = durable.make_within(directory, name)
-        durable.replace(target, durable.pieces_of(path))
-        records.append(file_record(target, name))
+        records.append(object_record(files, name))
+    records += [put(files, name, durable.pieces_of(path)) for name, path in beside.items()]
     return tuple(records), weight_map, lanes
 
 
@@ -85,7 +83,8 @@ def _shards(table: TensorTable, shard_bytes: int) -> Iterator[list[int]]:
 
 
 def _write_shard(
-    path: Path,
+    files: Store,
+    name: str,
     table: TensorTable,
     tensors: Sequence[int],
     words_in: WordsIn,
@@ -97,18 +96,21 @@ def _write_shard(
         spec = table[tensor]
         entries.append(Entry(spec.name, spec.dtype, spec.shape, end, end + spec.nbytes))
         end += spec.nbytes
-    with path.open("xb") as file:
-        file.write(pack_header(entries, {"format": "pt"}))
+    writer = files.write(name)
+    try:
+        writer.write(pack_header(entries, {"format": "pt"}))
         for tensor in tensors:
             for start, piece in _pieces(table, tensor, words_in):
-                file.write(piece)
+                writer.write(piece)
                 lanes[tensor] = lanes[tensor].plus(hash_bytes(np.frombuffer(piece, np.uint8), start // 8))
                 if advance is not None:
                     advance(len(piece))
-        file.flush()
-        failpoint("anchor.copied", path)
-        os.fsync(file.fileno())
-    failpoint("anchor.synced", path)
+        failpoint("anchor.copied", files.place(name))
+        writer.finish()
+    except BaseException:
+        writer.discard()
+        raise
+    failpoint("anchor.synced", files.place(name))
 
 
 def _pieces(table: TensorTable, tensor: int, words_in: WordsIn) -> Iterator[tuple[int, memoryview]]:
@@ -166,41 +168,39 @@ class Full:
     beside: Mapping[str, Path]
 
 
-def write_anchor_beside(
-    layout: Layout, local: LocalCheckpoint, claim: Claim, key: PrivateKey | None = None
-) -> bool:
+def write_anchor_beside(local: LocalCheckpoint, claim: Claim, key: PrivateKey | None = None) -> bool:
     """The anchor of the version that the local checkpoint holds. False when it exists already."""
     with local.reading():
         full = Full(local.state.position, local.base, local.words_in, local.side_files)
-        return write_anchor(layout, full, claim, key)
+        return write_anchor(full, claim, key)
 
 
-def write_anchor(layout: Layout, full: Full, claim: Claim, key: PrivateKey | None = None) -> bool:
+def write_anchor(full: Full, claim: Claim, key: PrivateKey | None = None) -> bool:
     """The anchor beside a version. False when it exists already. Its digests must equal the version's before
     its index is written; it appears through its index alone."""
-    directory = layout.anchor_dir(full.position.version)
-    if exists(directory / INDEX_NAME):
+    store, name = claim.store, anchor_key(full.position.version)
+    if store.stat(f"{name}/{INDEX_NAME}") is not None:
         return False
-    made = new_beside(directory, claim.epoch)
-    failpoint("anchor.begun", made)
+    made = begin_beside(claim, name)
+    failpoint("anchor.begun", store.place(made))
     try:
-        index, data = _written(made, full, claim)
-        commit(layout, made, directory, index, data, claim, key, main=full.position.digest)
-    except FileExistsError:
-        discard(layout, made)
+        index, data = _written(store.within(made), full, claim)
+        commit_draft(claim, made, name, index, data, key, main=full.position.digest)
+    except AlreadyExists:
+        store.discard(made)
         return False
     except BaseException:
         # not to fill a disk that is full already
-        discard(layout, made)
+        store.discard(made)
         raise
-    failpoint("anchor.committed", directory)
+    failpoint("anchor.committed", store.place(name))
     return True
 
 
-def _written(directory: Path, full: Full, claim: Claim) -> tuple[Index, bytes]:
+def _written(files: Store, full: Full, claim: Claim) -> tuple[Index, bytes]:
     """Its files are there; what remains to be written is its index."""
     position = full.position
-    written = write_weights(directory, full.base.table, full.words_in, full.beside)
+    written = write_weights(files, full.base.table, full.words_in, full.beside)
     if written[2] != lanes_list(position.lanes):
         raise DamagedFile(
             f"the publisher's local checkpoint does not hold version {position.version}; no anchor was "
@@ -209,6 +209,5 @@ def _written(directory: Path, full: Full, claim: Claim) -> tuple[Index, bytes]:
         )
     index = anchor_index(full.base.run_id, position.version, claim.epoch, None, full.base, written)
     index = replace(index, main=position.digest)
-    durable.sync_directory(directory)
-    failpoint("anchor.written", directory)
+    failpoint("anchor.written", files.place())
     return index, write_index(index, full.base.table)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blake3 import blake3
@@ -25,28 +24,31 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.index import CARRIED, INDEX_NAME, FileRecord, Index, file_record
-from weightcast.shared.channel.layout import Layout, Pointer, TornPointer, read_pointer, write_pointer
+from weightcast.shared.channel.index import CARRIED, INDEX_NAME, FileRecord, Index, object_record
+from weightcast.shared.channel.layout import (
+    ATTEMPTS,
+    BASE_JSON,
+    Layout,
+    Pointer,
+    TornPointer,
+    attempts_key,
+    index_key,
+    read_pointer,
+    version_name,
+    write_pointer,
+)
 from weightcast.shared.channel.signing import (
     PrivateKey,
     Trust,
     load_private_key,
     signature_key,
-    signature_path,
     stated_by,
     trusted_keys,
     write_signature,
 )
+from weightcast.shared.channel.store import TRASH, AlreadyExists, NotFound, Store, StoreError, pieces_of
 from weightcast.shared.checkpoint.state.side_files import Carried, proven
 from weightcast.shared.files import durable
-from weightcast.shared.files.paths import (
-    exists,
-    is_directory,
-    is_file,
-    is_link,
-    is_own_directory,
-    matching,
-)
 
 PostWrite = Callable[[int, Path, str], None]
 """Called with version, its directory and the phase `version` (files are there) or `pointer`."""
@@ -75,7 +77,7 @@ class Signer:
         others = [other for text in trusted for other in trusted_keys(text)]
         return cls(key, Trust.of([key.public, *others]))
 
-    def check_owner(self, layout: Layout) -> None:
+    def check_owner(self, store: Store) -> None:
         """Raises Refused where hosts would refuse what this publisher writes, or it what it wrote itself."""
         if self.key is not None:
             return
@@ -84,10 +86,10 @@ class Signer:
                 "trusted keys are given but no signing key: the publisher would refuse its own versions",
                 remedy="give --sign-key, or leave out --trusted-key",
             )
-        signature = signature_path(layout.base_json)
-        if exists(signature):
+        signature = signature_key(BASE_JSON)
+        if store.stat(signature) is not None:
             raise Refused(
-                f"{layout.channel} is signed ({signature.name}), but no signing key is given",
+                f"{store.place()} is signed ({signature}), but no signing key is given",
                 remedy="give --sign-key; to stop signing, remove that file and the hosts' --trusted-key",
             )
 
@@ -95,40 +97,215 @@ class Signer:
 UNSIGNED = Signer()
 
 
-def move_shards(parts: Path, sources: Mapping[str, str]) -> Path:
-    """The version's directory as it will be, among the parts of its attempt: exactly the listed files."""
-    directory = parts / _WHOLE
-    directory.mkdir()
-    failpoint("version.begun", directory)
+def begin_attempt(claim: Claim, version: int) -> str:
+    """Key of a directory in which a version is made, under a name that nobody else has."""
+    attempts = attempts_key(version)
+    with contextlib.suppress(AlreadyExists):
+        claim.store.begin(attempts)
+    key = f"{attempts}/{_own_name(claim)}"
+    claim.store.begin(key)
+    failpoint("attempt.begun", claim.store.place(key))
+    return key
+
+
+def begin_beside(claim: Claim, key: str) -> str:
+    """As `begin_attempt`, for what will be the directory `key` in that of a version."""
+    made = f"{key}.{_own_name(claim)}"
+    claim.store.begin(made)
+    return made
+
+
+def _own_name(claim: Claim) -> str:
+    return f"{claim.epoch}-{secrets.token_hex(4)}"
+
+
+def end_attempt(store: Store, key: str) -> None:
+    store.discard(key)
+    with contextlib.suppress(StoreError):  # while there are others
+        store.delete(key.rpartition("/")[0])
+
+
+def drop_parts(claim: Claim) -> None:
+    """Parts of attempts that came to nothing, up to those of the claim's epoch, and what a kill left half
+    deleted: only the channel's owner may call this. Who is no longer that leaves alone what newer owners
+    make."""
+    store = claim.store
+    for name in _directories(store, ""):
+        if name.endswith(ATTEMPTS):
+            for attempt in _directories(store, name):
+                if not _is_newer(attempt, claim.epoch):
+                    store.discard(f"{name}/{attempt}")
+            with contextlib.suppress(StoreError):  # while there are others
+                store.delete(name)
+    for name in _directories(store, TRASH):
+        if not name.endswith((PRUNED, PUT_AWAY)):
+            store.discard(f"{TRASH}/{name}")
+
+
+def _directories(store: Store, prefix: str) -> list[str]:
+    return sorted(entry.name for entry in store.list(prefix) if entry.kind == "directory")
+
+
+def _is_newer(attempt: str, epoch: int) -> bool:
+    number = attempt.partition("-")[0]
+    return number.isascii() and number.isdigit() and int(number[:15]) > epoch
+
+
+def move_shards(store: Store, attempt: str, sources: Mapping[str, str]) -> str:
+    """Key of the version's directory as it will be, in that of its attempt: exactly the listed files."""
+    whole = store.within(attempt).begin(_WHOLE)
+    failpoint("version.begun", whole.place())
     for name, source in sources.items():
-        (parts / source).rename(durable.make_within(directory, name))
-        failpoint("version.moved", directory)
-    durable.sync_directory(directory)
-    return directory
+        store.within(attempt).move(source, f"{_WHOLE}/{name}", sync="/" in name)
+        failpoint("version.moved", whole.place())
+    return f"{attempt}/{_WHOLE}"
+
+
+def put(files: Store, name: str, pieces: Iterable[bytes]) -> FileRecord:
+    """Writes a file of a draft, durable with it."""
+    writer = files.write(name)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+        writer.finish()
+    except BaseException:
+        writer.discard()
+        raise
+    return object_record(files, name)
+
+
+def commit_version(claim: Claim, made: str, index: Index, data: bytes, key: PrivateKey | None = None) -> None:
+    """Gives what `made` holds the version's name. `data`: the index, written."""
+    name = version_name(index.version)
+    try:
+        commit_draft(claim, made, name, index, data, key)
+    except AlreadyExists as error:
+        raise Forked(
+            f"{claim.store.place(name)} was committed by another publisher",
+            remedy="stop the other publisher of this channel",
+        ) from error
+
+
+def commit_draft(
+    claim: Claim, draft: str, name: str, index: Index, data: bytes, key: PrivateKey | None, main: str = ""
+) -> None:
+    """Signature and index into `draft`, which then becomes `name`. `data`: the index, written; `main`:
+    digest of the version's main index, for an anchor without it. Raises AlreadyExists, and Refused
+    of `claim`; what is there by then is untouched."""
+    store = claim.store
+
+    def allowed() -> None:
+        claim.check()
+        failpoint("index.allowed", store.place(draft))
+
+    if key is not None:
+        statement = stated_by(index, blake3(data).hexdigest(), main or index.main)
+        store.within(draft).create(signature_key(INDEX_NAME), write_signature(statement, key))
+    store.commit(draft, name, INDEX_NAME, data, allowed)
+
+
+def advance_pointer(claim: Claim, version: int, post_write: PostWrite | None) -> None:
+    """Tells the fleet. Hooks are retried; the version is not written again for them. Raises Refused of
+    `claim`, also where the channel was lost while the pointer was written."""
+    place = claim.store.place(version_name(version))
+    _hook(post_write, version, place, "version")
+    _point(claim, version)
+    failpoint("pointer.moved", place)
+    _hook(post_write, version, claim.store.place(), "pointer")
+
+
+def put_pointer_right(claim: Claim) -> None:
+    """A former owner that was suspended right before its rename may have put the pointer back, or the file
+    was damaged. If the version is gone too, the channel was restored, and the pointer stays. Raises
+    DamagedFile and TornPointer if this owner never saw a valid pointer."""
+    try:
+        pointer = read_pointer(claim.store)
+    except (DamagedFile, TornPointer):
+        if not claim.pointed:
+            raise
+        pointer = None
+    at = 0 if pointer is None or pointer.run is not None else pointer.version
+    if at < claim.pointed and claim.store.stat(index_key(claim.pointed)) is not None:
+        _point(claim, claim.pointed)
+    claim.saw(at)
+
+
+def _point(claim: Claim, version: int) -> None:
+    def allowed() -> None:
+        claim.check()
+        failpoint("pointer.allowed", claim.store.place(version_name(version)))
+
+    write_pointer(claim.store, version, allowed)
+    # no rename compares: who lost the channel in between says so, and the new owner puts the pointer right
+    claim.check()
+    claim.saw(version)
+
+
+def _hook(post_write: PostWrite | None, version: int, place: str, phase: str) -> None:
+    if post_write is None:
+        return
+    for left in reversed(range(_HOOK_TRIES)):
+        try:
+            return post_write(version, Path(place), phase)
+        except RetryLater:
+            if not left:
+                raise
+            time.sleep(0.2 * (_HOOK_TRIES - left))
+
+
+def verify_files(files: Store | Path, index: Index, but: Collection[str] = ()) -> None:
+    """Every file that the index names is there and what it says. `but`: those that are known to be."""
+    files = open_store(files)
+    for record in index.all_files:
+        found = None
+        with contextlib.suppress(NotFound, DamagedFile):
+            found = record if record.name in but else object_record(files, record.name)
+        if found != record:
+            raise DamagedFile(
+                f"{files.place(record.name)} is missing or damaged",
+                remedy="the version is not served; run `weightcast channel verify`",
+            )
+
+
+def carry(
+    channel: Channel, kept: Carried, made: Store, facts: InputFacts, carried_of: int | None
+) -> tuple[FileRecord, ...]:
+    """Writes the version's config files into `made` and lists them: those of version `carried_of`, or those
+    of the previous version with what the input changed or took back. Every version has all of them, so that
+    no host needs another version. `kept`: the publisher's own copies, in case that the channel lost one.
+    Raises DamagedFile for a file that both lost."""
+    at = channel.pointed() if carried_of is None else carried_of
+    given = facts.carry.keys() | {name for name, digest in (facts.configs or {}).items() if not digest}
+    records = []
+    for record in _of(channel, at):
+        if carried_of is not None or record.name not in given:
+            _again(kept, made, record, channel.store.within(version_name(at)))
+            records.append(record)
+    for name, data in facts.carry.items():
+        record = replace(put(made, f"{CARRIED}/{name}", [data]), name=name)
+        kept.keep(record, [data])
+        records.append(record)
+    return tuple(sorted(records, key=lambda record: record.name))
+
+
+def new_parts_dir(layout: Layout, version: int, epoch: int) -> Path:
+    key = f"{attempts_key(version)}/{epoch}-{secrets.token_hex(4)}"
+    (layout.channel / key).mkdir(parents=True)
+    return layout.channel / key
+
+
+def new_beside(directory: Path, epoch: int) -> Path:
+    made = directory.with_name(f"{directory.name}.{epoch}-{secrets.token_hex(4)}")
+    made.mkdir()
+    return made
 
 
 def discard(layout: Layout, path: Path) -> None:
-    """Moves leftovers out of sight, then deletes them."""
-    open_store(layout.channel).discard(_key(layout, path))
+    open_store(layout.channel).discard(path.relative_to(layout.channel).as_posix())
 
 
-def _key(layout: Layout, path: Path) -> str:
-    return path.relative_to(layout.channel).as_posix()
-
-
-def commit_version(
-    layout: Layout, made: Path, index: Index, data: bytes, claim: Claim, key: PrivateKey | None = None
-) -> Path:
-    """Gives what `made` holds the version's name. `data`: the index, written."""
-    directory = layout.version_dir(index.version)
-    try:
-        commit(layout, made, directory, index, data, claim, key)
-    except FileExistsError as error:
-        raise Forked(
-            f"{directory} was committed by another publisher",
-            remedy="stop the other publisher of this channel",
-        ) from error
-    return directory
+def drop_attempt(layout: Layout, path: Path) -> None:
+    end_attempt(open_store(layout.channel), path.relative_to(layout.channel).as_posix())
 
 
 def commit(
@@ -139,148 +316,9 @@ def commit(
     data: bytes,
     claim: Claim,
     key: PrivateKey | None,
-    main: str = "",
 ) -> None:
-    """Signature and index into `made`, which then becomes `directory`. `data`: the index, written; `main`:
-    digest of the version's main index, for an anchor without it. Raises AlreadyExists, and Refused
-    of `claim`; what is there by then is untouched."""
-
-    def allowed() -> None:
-        claim.check()
-        failpoint("index.allowed", made)
-
-    store, draft = open_store(layout.channel), _key(layout, made)
-    if key is not None:
-        statement = stated_by(index, blake3(data).hexdigest(), main or index.main)
-        store.within(draft).create(signature_key(INDEX_NAME), write_signature(statement, key))
-    store.commit(draft, _key(layout, directory), INDEX_NAME, data, allowed)
-
-
-def advance_pointer(layout: Layout, version: int, claim: Claim, post_write: PostWrite | None) -> None:
-    """Tells the fleet. Hooks are retried; the version is not written again for them. Raises Refused of
-    `claim`, also where the channel was lost while the pointer was written."""
-    directory = layout.version_dir(version)
-    _hook(post_write, version, directory, "version")
-    _point(layout, version, claim)
-    failpoint("pointer.moved", directory)
-    _hook(post_write, version, layout.channel, "pointer")
-
-
-def put_pointer_right(layout: Layout, claim: Claim) -> None:
-    """A former owner that was suspended right before its rename may have put the pointer back, or the file
-    was damaged. If the version is gone too, the channel was restored, and the pointer stays. Raises
-    DamagedFile and TornPointer if this owner never saw a valid pointer."""
-    try:
-        pointer = read_pointer(layout.channel)
-    except (DamagedFile, TornPointer):
-        if not claim.pointed:
-            raise
-        pointer = None
-    at = 0 if pointer is None or pointer.run is not None else pointer.version
-    if at < claim.pointed and exists(layout.index(claim.pointed)):
-        _point(layout, claim.pointed, claim)
-    claim.pointed = max(claim.pointed, at)
-
-
-def _point(layout: Layout, version: int, claim: Claim) -> None:
-    def allowed() -> None:
-        claim.check()
-        failpoint("pointer.allowed", layout.version_dir(version))
-
-    write_pointer(layout.channel, version, allowed)
-    # no rename compares: who lost the channel in between says so, and the new owner puts the pointer right
-    claim.check()
-    claim.pointed = max(claim.pointed, version)
-
-
-def _hook(post_write: PostWrite | None, version: int, directory: Path, phase: str) -> None:
-    if post_write is None:
-        return
-    for left in reversed(range(_HOOK_TRIES)):
-        try:
-            return post_write(version, directory, phase)
-        except RetryLater:
-            if not left:
-                raise
-            time.sleep(0.2 * (_HOOK_TRIES - left))
-
-
-def verify_files(directory: Path, index: Index, but: Collection[str] = ()) -> None:
-    """Every file that the index names is there and what it says. `but`: those that are known to be."""
-    for record in index.all_files:
-        if record.name in but:
-            continue
-        path = durable.within(directory, record.name)
-        if is_link(path) or not is_file(path) or file_record(path, record.name) != record:
-            raise DamagedFile(
-                f"{path} is missing or damaged",
-                remedy="the version is not served; run `weightcast channel verify`",
-            )
-
-
-def drop_parts(layout: Layout, epoch: int) -> None:
-    """Parts of attempts that came to nothing, up to those of `epoch`, and what a kill left half deleted: only
-    the channel's owner may call this. Who is no longer that leaves alone what newer owners make."""
-    for entry in layout.channel.iterdir():
-        if entry.name.endswith(".parts") and is_own_directory(entry):
-            for attempt in matching(entry, "*"):
-                if is_own_directory(attempt) and not _is_newer(attempt.name, epoch):
-                    drop_attempt(layout, attempt)
-            with contextlib.suppress(OSError):
-                entry.rmdir()
-    for entry in layout.trash.iterdir() if is_directory(layout.trash) else ():
-        if is_own_directory(entry) and not entry.name.endswith((PRUNED, PUT_AWAY)):
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(entry)
-
-
-def new_beside(directory: Path, epoch: int) -> Path:
-    """Where what will be `directory`, beside a version, is made: under a name that nobody else has."""
-    made = directory.with_name(f"{directory.name}.{epoch}-{secrets.token_hex(4)}")
-    made.mkdir()
-    return made
-
-
-def drop_attempt(layout: Layout, attempt: Path) -> None:
-    discard(layout, attempt)
-    with contextlib.suppress(OSError):  # while there are others
-        attempt.parent.rmdir()
-
-
-def _is_newer(attempt: str, epoch: int) -> bool:
-    number = attempt.partition("-")[0]
-    return number.isascii() and number.isdigit() and int(number[:15]) > epoch
-
-
-def new_parts_dir(layout: Layout, version: int, epoch: int) -> Path:
-    directory = layout.parts_dir(version, epoch, secrets.token_hex(4))
-    directory.parent.mkdir(exist_ok=True)
-    directory.mkdir()
-    failpoint("attempt.begun", directory)
-    return directory
-
-
-def carry(
-    channel: Channel, store: Carried, made: Path, facts: InputFacts, carried_of: int | None
-) -> tuple[FileRecord, ...]:
-    """Writes the version's config files, durable, into `made` and lists them: those of version `carried_of`,
-    or those of the previous version with what the input changed or took back. Every version has all of them,
-    so that no host needs another version. `store`: the publisher's own copies, in case that the channel lost
-    one. Raises DamagedFile for a file that both lost."""
-    at = channel.pointed() if carried_of is None else carried_of
-    given = facts.carry.keys() | {name for name, digest in (facts.configs or {}).items() if not digest}
-    records = []
-    for record in _of(channel, at):
-        if carried_of is not None or record.name not in given:
-            source = channel.layout.version_dir(at) / CARRIED / record.name
-            records.append(_again(store, made, record, source))
-    for name, data in facts.carry.items():
-        target = durable.make_within(made, f"{CARRIED}/{name}")
-        durable.replace(target, data)
-        record = file_record(target, name)
-        store.keep(record, [data])
-        records.append(record)
-    return tuple(sorted(records, key=lambda record: record.name))
+    draft, name = (path.relative_to(layout.channel).as_posix() for path in (made, directory))
+    commit_draft(claim, draft, name, index, data, key)
 
 
 def is_carried(channel: Channel, weights: NewWeights, version: int) -> bool:
@@ -304,17 +342,15 @@ def _of(channel: Channel, version: int) -> tuple[FileRecord, ...]:
     index = channel.index(Pointer(version), version, base.table)
     if not isinstance(index, Index):
         raise DamagedFile(
-            f"{channel.layout.index(version)} is missing although the pointer names it",
+            f"{channel.store.place(index_key(version))} is missing although the pointer names it",
             remedy="restore it; run `weightcast channel verify`",
         )
     return index.carried
 
 
-def _again(store: Carried, made: Path, record: FileRecord, source: Path) -> FileRecord:
-    kept = store.path(record)
-    target = durable.make_within(made, f"{CARRIED}/{record.name}")
-    pieces = durable.pieces_of(source if kept is None else kept, follow_links=False)
-    durable.replace(target, proven(record, pieces))
-    if kept is None:
-        store.keep(record, durable.pieces_of(target, follow_links=False))
-    return record
+def _again(kept: Carried, made: Store, record: FileRecord, source: Store) -> None:
+    key, copy = f"{CARRIED}/{record.name}", kept.path(record)
+    pieces = pieces_of(source, key) if copy is None else durable.pieces_of(copy, follow_links=False)
+    put(made, key, proven(record, pieces))
+    if copy is None:
+        kept.keep(record, pieces_of(made, key))

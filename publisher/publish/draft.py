@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -19,9 +18,10 @@ from weightcast.publisher.ranks.rendezvous import RankPart, shard_name
 from weightcast.shared.base.elements import Chunk, ChunkKey, Part, TensorTable, Words, grid
 from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.delta_writer import open_shard_writer
+from weightcast.shared.channel.delta_writer import begin_shard
 from weightcast.shared.channel.index import ChunkRecord, Encoding, FileRecord, Index, VersionTotals
 from weightcast.shared.channel.index_records import TensorRecords
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes
 from weightcast.shared.digest.checksums import Lanes, LanesArray
@@ -43,14 +43,14 @@ class DeltaHeader:
 
 @dataclass(frozen=True)
 class PartWriter:
-    """Writes the part of rank `rank` into `directory`."""
+    """Writes the part of rank `rank` into `files`, those of an attempt."""
 
     local: LocalCheckpoint
     header: DeltaHeader
-    directory: Path
+    files: Store
     rank: int
     options: PublishOptions
-    durable: bool = True
+    sync: bool = True
     """False for files that are copied on, and worth nothing after a loss of power"""
 
     def write(
@@ -63,9 +63,9 @@ class PartWriter:
         """The diff pass. `merged`: the part's new words where `given` does not have all of them. Leaves
         nothing behind when it raises."""
         table = self.local.table
-        path = self.directory / shard_name(self.rank)
         chunks = sum(1 for _ in grid(table, part))
-        writer = open_shard_writer(self.header.encoding, path, table, chunks, durable=self.durable)
+        name, encoding = shard_name(self.rank), self.header.encoding
+        writer = begin_shard(encoding, self.files, name, table, chunks, sync=self.sync)
         try:
             with self.local.reading():
                 difference = write_difference(

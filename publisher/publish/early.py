@@ -7,11 +7,11 @@ memory what differs from the local checkpoint, and meets the others later.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightcast.publisher.publish.commit import put
 from weightcast.publisher.publish.draft import DeltaHeader, PartWriter
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
 from weightcast.publisher.publish.report import InputFacts
@@ -19,10 +19,11 @@ from weightcast.publisher.ranks.compared_weights import ComparedWeights
 from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.ranks.shards import RankWeights
 from weightcast.shared.base.errors import DamagedFile
-from weightcast.shared.channel.index import Index, file_record
+from weightcast.shared.channel.directory_store import DirectoryStore
+from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.run_files import ChannelFile
+from weightcast.shared.channel.store import Store, pieces_of
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
-from weightcast.shared.files import durable
 from weightcast.shared.files.paths import is_link
 
 _OUTBOX = "outbox"
@@ -62,31 +63,28 @@ def compare_early(
 
 @dataclass(frozen=True)
 class SpooledDelta:
-    """A delta in the outbox, not durable yet."""
+    """A delta in the outbox, a local directory; not durable yet."""
 
     header: DeltaHeader
     draft: Index
-    directory: Path
+    outbox: DirectoryStore
     facts: InputFacts
     non_finite: Mapping[str, int]
     """elements by tensor that became NaN or infinite"""
 
-    def copy_to(self, parts: Path) -> None:
+    def copy_to(self, parts: Store) -> None:
         """Makes its shards durable in `parts`. Raises DamagedFile when they are not what was written."""
         for record in self.draft.files:
-            target = parts / record.name
-            shutil.copyfile(self.directory / record.name, target, follow_symlinks=False)
-            durable.sync_file(target)
-            if file_record(target) != record:
+            if put(parts, record.name, pieces_of(self.outbox, record.name)) != record:
                 raise DamagedFile(
-                    f"{target} differs from what was written to {self.directory}",
+                    f"{parts.place(record.name)} differs from what was written to {self.outbox.place()}",
                     remedy="nothing was published; check memory and disks of this machine",
                 )
         self.drop()
 
     def drop(self) -> None:
         for record in self.draft.files:
-            (self.directory / record.name).unlink(missing_ok=True)
+            (self.outbox.directory / record.name).unlink(missing_ok=True)
 
 
 def spool(
@@ -96,8 +94,8 @@ def spool(
     given = Input.open(job.source, file, local.table, Rank(0, 1), job.phase)
     try:
         with job.phase("diff"):
-            outbox = _emptied(local.paths.room / _OUTBOX)
-            writer = PartWriter(local, header, outbox, 0, options, durable=False)
+            outbox = DirectoryStore(_emptied(local.paths.room / _OUTBOX))
+            writer = PartWriter(local, header, outbox, 0, options, sync=False)
             part = writer.write(given, local.table.whole, job.advance)
     finally:
         given.weights.close()

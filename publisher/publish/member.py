@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from weightcast.publisher.publish.draft import DeltaHeader, PartWriter
 from weightcast.publisher.publish.early import EarlyInput, compare_early, compares_early
@@ -27,8 +26,9 @@ from weightcast.shared.base.errors import (
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.layout import index_key
 from weightcast.shared.channel.run_files import ChannelFile
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.state import Phase, read_state
@@ -44,7 +44,7 @@ class MemberRank:
 
     def __init__(self, updater: LocalUpdater, rank: Rank, options: PublishOptions) -> None:
         self._updater, self._rank, self._options = updater, rank, options
-        self._seen = rendezvous.attempts_seen(Layout(updater.channel_dir))
+        self._seen = rendezvous.attempts_seen(updater.store)
         self._last: _Last | None = None
 
     def publish(self, job: PublishJob) -> PublishReport:
@@ -53,12 +53,12 @@ class MemberRank:
             return self._publish(job, last)
         except OSError as error:
             self._updater.release()
-            raise disk_error(error, self._updater.channel_dir) from error
+            raise disk_error(error, self._updater.store.place()) from error
 
     def _publish(self, job: PublishJob, last: _Last | None) -> PublishReport:
         early = self._compare_early(job, last)
         deadline = time.monotonic() + self._options.deadline_seconds
-        channel = Channel.open(self._updater.channel_dir, self._options.trust)
+        channel = Channel.open(self._updater.store, self._options.trust)
         left = self._meet_and_write(channel, early, job, deadline)
         shared = not self._updater.owns
         if shared:
@@ -70,10 +70,11 @@ class MemberRank:
             with job.phase("patch"):
                 self._updater.update_to(channel)
         self._last = _Last(channel.require_ours()[0], left.attempt.base_digest, index.digest)
+        found = channel.store.stat(index_key(index.version))
         return report_of(
             index,
             left.table,
-            channel.layout.version_dir(index.version),
+            0 if found is None else found.size,
             left.facts,
             seconds=job.phase.seconds,
             non_finite=left.part.non_finite,
@@ -86,32 +87,32 @@ class MemberRank:
             given: Input | None = None
             while True:
                 with job.phase("ranks"), _preferring(early):
-                    directory, attempt = rendezvous.find_attempt(
-                        channel.layout, job.step, self._rank, channel.pointed(), deadline, self._seen
+                    files, attempt = rendezvous.find_attempt(
+                        channel.store, job.step, self._rank, channel.pointed(), deadline, self._seen
                     )
-                failpoint("part.begun", directory)
+                failpoint("part.begun", files.place())
                 # longer than rank 0 waits: rank 0 knows who is missing, and tells
                 until = time.monotonic() + _PATIENCE * self._options.deadline_seconds
                 try:
-                    with self._told(directory):
+                    with self._told(files):
                         local = self._local(channel, attempt, early, job, until)
                         if given is None or isinstance(early, EarlyInput):
                             given = self._given(channel, local, early, job)
                             opened.callback(given.weights.close)
-                        met = self._joined(directory, attempt, local, given, job, until)
+                        met = self._joined(files, attempt, local, given, job, until)
                     break
                 except (RetryLater, OSError):
                     # rank 0 was killed and begins again: there will be another attempt
-                    if not rendezvous.is_cleared(directory):
+                    if not rendezvous.is_cleared(files):
                         raise
-            with self._told(directory):
+            with self._told(files):
                 part = met.write_part(job)
                 job.source.release_tensors()
                 opened.close()
-                failpoint("part.written", directory)
-                rendezvous.leave_part(directory, self._rank.number, part, local.table)
-                failpoint("part.left", directory)
-            return _Left(directory, attempt, local.table, part, given.facts, until)
+                failpoint("part.written", files.place())
+                rendezvous.leave_part(files, self._rank.number, part, local.table)
+                failpoint("part.left", files.place())
+            return _Left(files, attempt, local.table, part, given.facts, until)
 
     def _compare_early(self, job: PublishJob, last: _Last | None) -> EarlyInput | Exception | None:
         """An error is returned: rank 0 has to be told. None where the channel has to be asked first: at the
@@ -204,7 +205,7 @@ class MemberRank:
 
     def _joined(
         self,
-        directory: Path,
+        files: Store,
         attempt: Attempt,
         local: LocalCheckpoint,
         given: Input,
@@ -221,15 +222,15 @@ class MemberRank:
             step=attempt.step,
             created=attempt.created,
         )
-        writer = PartWriter(local, header, directory, self._rank.number, self._options)
+        writer = PartWriter(local, header, files, self._rank.number, self._options)
         own = RankWeights.of(self._rank.number, local, given.weights, given.matched)
-        rendezvous.leave_holds(directory, self._rank.number, own.holds, local.table)
+        rendezvous.leave_holds(files, self._rank.number, own.holds, local.table)
         with job.phase("ranks"):
-            holds = rendezvous.await_plan(directory, attempt, local.table, deadline)
+            holds = rendezvous.await_plan(files, attempt, local.table, deadline)
         return Meeting.of(attempt, writer, given, own, holds, deadline)
 
     @contextlib.contextmanager
-    def _told(self, directory: Path) -> Iterator[None]:
+    def _told(self, files: Store) -> Iterator[None]:
         """Tells rank 0 of an error in the block: it need not wait for a part that will not come. Where a
         local checkpoint has drifted, every rank reads its own again."""
         try:
@@ -237,7 +238,7 @@ class MemberRank:
         except BaseException as error:
             drifted = isinstance(error, NeedsReseed)
             with contextlib.suppress(OSError):
-                rendezvous.leave_failure(directory, self._rank.number, error, drifted)
+                rendezvous.leave_failure(files, self._rank.number, error, drifted)
             if drifted and self._updater.owns:
                 self._updater.mark_dirty(str(error))
             self._updater.release()
@@ -252,7 +253,7 @@ class MemberRank:
             return index if isinstance(index, Index) else None
 
         try:
-            return rendezvous.wait_for_commit(left.directory, left.attempt, pointed, left.deadline)
+            return rendezvous.wait_for_commit(left.files, left.attempt, pointed, left.deadline)
         except NeedsReseed as error:
             if self._updater.owns:
                 self._updater.mark_dirty(str(error))
@@ -263,7 +264,7 @@ class MemberRank:
 class _Left:
     """This rank's part in rank 0's attempt. `deadline`: on the monotonic clock, for the outcome."""
 
-    directory: Path
+    files: Store
     attempt: Attempt
     table: TensorTable
     part: RankPart

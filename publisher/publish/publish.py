@@ -16,12 +16,11 @@ from pathlib import Path
 from weightcast.publisher.publish.anchors import anchor_index, write_anchor_beside, write_weights
 from weightcast.publisher.publish.commit import (
     advance_pointer,
+    begin_attempt,
     carry,
     commit_version,
-    discard,
     drop_parts,
     move_shards,
-    new_parts_dir,
     verify_files,
 )
 from weightcast.publisher.publish.diff import refuse_moved
@@ -35,7 +34,7 @@ from weightcast.publisher.publish.early import (
 )
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
 from weightcast.publisher.publish.rank_publish import Meeting, check_doubles
-from weightcast.publisher.publish.recovery import Recovery, committed
+from weightcast.publisher.publish.recovery import Recovery
 from weightcast.publisher.publish.report import InputFacts, PublishReport, report_of, step_of_version
 from weightcast.publisher.ranks import rendezvous
 from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart
@@ -44,10 +43,13 @@ from weightcast.shared.base.elements import whole_part
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.chain import committed
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import Index, parse_index, write_index
+from weightcast.shared.channel.layout import index_key
 from weightcast.shared.channel.run_files import Base, ChannelFile
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.known_bases import find_base
@@ -56,17 +58,16 @@ from weightcast.shared.checkpoint.update.fetch import ROOM_BYTES, journal_bytes
 from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.update.stage import Fetched, Staged, stage
 from weightcast.shared.files.disk_errors import disk_error
-from weightcast.shared.files.paths import exists
 from weightcast.shared.files.side_files import side_files
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A version whose files are written, under names of the attempt: `sources` has the name in `parts` of
-    each of the version's files."""
+    """A version whose files are written, under names of the attempt: `sources` has the name in `parts`, the
+    attempt's key, of each of the version's files."""
 
     index: Index
-    parts: Path
+    parts: str
     sources: Mapping[str, str]
     facts: InputFacts
     non_finite: Mapping[str, int]
@@ -76,9 +77,10 @@ class Draft:
 
 @dataclass(frozen=True)
 class Proven:
-    """A version that lacks only its index and its name. `data`: the index, written."""
+    """A version that lacks only its index and its name. `made`: key of its directory; `data`: the index,
+    written."""
 
-    directory: Path
+    made: str
     index: Index
     data: bytes
     staged: Staged | None
@@ -117,10 +119,10 @@ class OwnerRank:
             with self._compared(channel, early, job) as given:
                 draft = self._write(channel, given, job)
             proven = self._prove(channel, draft, job)
-            directory = self._commit(channel, proven, job)
-            self._point(channel, proven, job)
-            report = self._report(channel, draft, proven, directory, job)
-            return self._follow(channel, draft, proven, report, job)
+            self._commit(proven, job)
+            self._point(proven, job)
+            report = self._report(channel, draft, proven, job)
+            return self._follow(draft, proven, report, job)
 
     @contextlib.contextmanager
     def _forgetting_on_error(self) -> Iterator[None]:
@@ -132,7 +134,7 @@ class OwnerRank:
             raise
         except OSError as error:
             self._updater.release()
-            raise disk_error(error, self._updater.channel_dir) from error
+            raise disk_error(error, self._updater.store.place()) from error
         except BaseException:
             self._updater.release()
             raise
@@ -165,7 +167,7 @@ class OwnerRank:
         self._claim.check()
         with job.phase("recover"):
             channel = self.recover(job.advance)
-        failpoint("publish.recovered", self._updater.channel_dir)
+        failpoint("publish.recovered", self._updater.store.place())
         return channel
 
     def recover(self, advance: Advance | None = None) -> Channel:
@@ -207,7 +209,7 @@ class OwnerRank:
         attempt = Attempt(
             version, self._claim.epoch, "", step, self._rank.world_size, self._options.encoding, time.time()
         )
-        parts = new_parts_dir(channel.layout, version, self._claim.epoch)
+        parts = channel.store.within(begin_attempt(self._claim, version))
         rendezvous.close_attempt(parts, error)
         rendezvous.open_attempt(parts, attempt)
 
@@ -232,15 +234,16 @@ class OwnerRank:
                 remedy="nothing was published; submit again",
             )
         with job.phase("copy"):
-            parts = new_parts_dir(channel.layout, header.version, header.epoch)
-            spooled.copy_to(parts)
+            parts = begin_attempt(self._claim, header.version)
+            spooled.copy_to(channel.store.within(parts))
         index, sources = assemble(local.table, header.base, [RankPart(spooled.draft)])
         return Draft(index, parts, sources, spooled.facts, spooled.non_finite, local)
 
     def _write_delta(self, channel: Channel, local: LocalCheckpoint, given: Input, job: PublishJob) -> Draft:
         """This rank's part and, where there are others, theirs. A failure ends the attempt for all ranks."""
         header = self._header(local, job.step)
-        parts = new_parts_dir(channel.layout, header.version, header.epoch)
+        parts = begin_attempt(self._claim, header.version)
+        files = channel.store.within(parts)
         attempt = Attempt(
             header.version,
             header.epoch,
@@ -250,8 +253,8 @@ class OwnerRank:
             header.encoding,
             header.created,
         )
-        rendezvous.open_attempt(parts, attempt)
-        writer = PartWriter(local, header, parts, self._rank.number, self._options)
+        rendezvous.open_attempt(files, attempt)
+        writer = PartWriter(local, header, files, self._rank.number, self._options)
         try:
             if self._rank.alone:
                 with job.phase("diff"):
@@ -263,7 +266,7 @@ class OwnerRank:
         except BaseException as error:
             # the error counts, not that the other ranks could not read it
             with contextlib.suppress(OSError):
-                rendezvous.close_attempt(parts, error)
+                rendezvous.close_attempt(files, error)
             raise
         return Draft(index, parts, sources, given.facts, written[0].non_finite, local)
 
@@ -271,7 +274,7 @@ class OwnerRank:
         self, writer: PartWriter, attempt: Attempt, given: Input, job: PublishJob
     ) -> list[RankPart]:
         """What all ranks hold, shared with all; this rank's part; the others' parts."""
-        table, parts = writer.local.table, writer.directory
+        table, parts = writer.local.table, writer.files
         deadline = time.monotonic() + self._options.deadline_seconds
         own = RankWeights.of(self._rank.number, writer.local, given.weights, given.matched)
         with job.phase("ranks"):
@@ -298,11 +301,13 @@ class OwnerRank:
             raise refused
         _, base = channel.require_ours()
         version = self._free_number(channel)
-        parts = new_parts_dir(channel.layout, version, self._claim.epoch)
+        parts = begin_attempt(self._claim, version)
         try:
             with job.phase("diff"):
                 base, beside = self._files_beside(base)
-                written = write_weights(parts, base.table, given.words_in, beside, advance=job.advance)
+                written = write_weights(
+                    channel.store.within(parts), base.table, given.words_in, beside, advance=job.advance
+                )
                 given.weights.finish()
             job.source.release_tensors()
             index = anchor_index(base.run_id, version, self._claim.epoch, job.step, base, written)
@@ -310,14 +315,14 @@ class OwnerRank:
             refuse_moved(base.table, [tensor for tensor in sorted(given.matched.frozen) if moved[tensor]])
             job.check_root(index)
         except BaseException:
-            discard(channel.layout, parts)
+            channel.store.discard(parts)
             raise
         return Draft(index, parts, {file.name: file.name for file in index.all_files}, given.facts, {}, None)
 
     def _free_number(self, channel: Channel) -> int:
         state = self._updater.state
         at = channel.pointed()
-        taken = {at, *committed(channel, above=at)}
+        taken = {at, *committed(channel.store, at)}
         return max(taken | ({state.position.version} if state is not None else set())) + 1
 
     def _files_beside(self, base: Base) -> tuple[Base, Mapping[str, Path]]:
@@ -344,50 +349,47 @@ class OwnerRank:
     def _prove(self, channel: Channel, draft: Draft, job: PublishJob) -> Proven:
         """Stages the written files as a host would: no host sees a version that did not pass."""
         self._claim.check()
-        failpoint("publish.assembled", draft.parts)
-        made = move_shards(draft.parts, draft.sources)
+        failpoint("publish.assembled", channel.store.place(draft.parts))
+        made = move_shards(channel.store, draft.parts, draft.sources)
+        files = channel.store.within(made)
         with job.phase("stage"):
-            carried = carry(channel, Carried(self._updater.paths), made, draft.facts, job.carried_of)
+            carried = carry(channel, Carried(self._updater.paths), files, draft.facts, job.carried_of)
             index = replace(draft.index, request=job.request, carried=carried)
             table = channel.require_ours()[1].table
             data = write_index(index, table)
             if draft.local is None:
                 return Proven(made, index, data, None)
             index = parse_index(data, table)
-            staged = self._staged(draft.local, index, draft.sources, made)
+            staged = self._staged(draft.local, index, draft.sources, files)
             job.check_root(index)
-        failpoint("publish.proven", made)
+        failpoint("publish.proven", files.place())
         return Proven(made, index, data, staged)
 
     def _staged(
-        self, local: LocalCheckpoint, index: Index, sources: Mapping[str, str], directory: Path
+        self, local: LocalCheckpoint, index: Index, sources: Mapping[str, str], files: Store
     ) -> Staged:
         if not self._rank.alone:
             # what fails is left for the next attempt to move away: after a takeover it may be another
             # owner's. Digests of our own files were just computed from them
             own = rendezvous.shard_name(self._rank.number)
-            verify_files(directory, index, [new for new, old in sources.items() if old == own])
-        fetched = [Fetched(index, directory)]
+            verify_files(files, index, [new for new, old in sources.items() if old == own])
+        fetched = [Fetched(index, files)]
         wanted = ROOM_BYTES + journal_bytes(index)
         return self.recovery.with_room(lambda: stage(local, fetched), wanted)
 
     # commit, point
 
-    def _commit(self, channel: Channel, proven: Proven, job: PublishJob) -> Path:
+    def _commit(self, proven: Proven, job: PublishJob) -> None:
         """The version exists once its directory has its name."""
         with job.phase("commit"):
-            return commit_version(
-                channel.layout, proven.directory, proven.index, proven.data, self._claim, self._options.key
-            )
+            commit_version(self._claim, proven.made, proven.index, proven.data, self._options.key)
 
-    def _point(self, channel: Channel, proven: Proven, job: PublishJob) -> None:
+    def _point(self, proven: Proven, job: PublishJob) -> None:
         """`latest` tells the fleet."""
         with job.phase("commit"):
-            advance_pointer(channel.layout, proven.index.version, self._claim, self._options.post_write)
+            advance_pointer(self._claim, proven.index.version, self._options.post_write)
 
-    def _report(
-        self, channel: Channel, draft: Draft, proven: Proven, directory: Path, job: PublishJob
-    ) -> PublishReport:
+    def _report(self, channel: Channel, draft: Draft, proven: Proven, job: PublishJob) -> PublishReport:
         index, configs = proven.index, draft.facts.configs
         if not self._has_published:
             # for the report of the next version
@@ -395,7 +397,7 @@ class OwnerRank:
         report = report_of(
             index,
             channel.require_ours()[1].table,
-            directory,
+            len(proven.data),
             draft.facts,
             seconds=job.phase.seconds,
             step_before=self._step,
@@ -411,15 +413,13 @@ class OwnerRank:
 
     # the publisher's own files, behind the pointer
 
-    def _follow(
-        self, channel: Channel, draft: Draft, proven: Proven, report: PublishReport, job: PublishJob
-    ) -> PublishReport:
+    def _follow(self, draft: Draft, proven: Proven, report: PublishReport, job: PublishJob) -> PublishReport:
         problem = ""
         with job.phase("patch"):
             local = self._patched(draft.local, proven.staged, job)
-        drop_parts(channel.layout, self._claim.epoch)
+        drop_parts(self._claim)
         if draft.local is not None and local is not None:
-            problem = self._anchor_if_due(channel, local, job)
+            problem = self._anchor_if_due(local, job)
         return replace(report, seconds=dict(job.phase.seconds), anchor_problem=problem)
 
     def _patched(
@@ -452,7 +452,7 @@ class OwnerRank:
                 self._options.keep_journal(staged.step, seconds)
         self._updater.drop_journal(staged)
 
-    def _anchor_if_due(self, channel: Channel, local: LocalCheckpoint, job: PublishJob) -> str:
+    def _anchor_if_due(self, local: LocalCheckpoint, job: PublishJob) -> str:
         """Returns why there is none. The version is out whatever becomes of its anchor; one that could not be
         written is made up for beside the next version."""
         every, version = self._options.anchor_every, local.state.position.version
@@ -461,7 +461,7 @@ class OwnerRank:
             return ""
         try:
             with job.phase("anchor"):
-                write_anchor_beside(channel.layout, local, self._claim, self._options.key)
+                write_anchor_beside(local, self._claim, self._options.key)
         except (OSError, WeightcastError) as error:
             return rendezvous.reason_of(error)
         self._anchor_due = False
@@ -472,11 +472,11 @@ class OwnerRank:
         channel, local = self.recover(), self._updater.local
         if local is None or channel.pointed() == 0:
             raise Refused("nothing to anchor: no version is published", remedy="publish a version first")
-        return write_anchor_beside(channel.layout, local, self._claim, self._options.key)
+        return write_anchor_beside(local, self._claim, self._options.key)
 
 
 def _next_is_free(channel: Channel, local: LocalCheckpoint) -> bool:
     """False when the local checkpoint is not at the pointer, or the next number is taken by a version that no
     pointer may ever lead to."""
     at = channel.pointed()
-    return local.state.position.version == at and not exists(channel.layout.index(at + 1))
+    return local.state.position.version == at and channel.store.stat(index_key(at + 1)) is None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from weightcast.publisher.publish.draft import PartWriter
 from weightcast.publisher.publish.publish_job import Input, PublishJob
 from weightcast.publisher.ranks import rendezvous
-from weightcast.publisher.ranks.messages import Sent, blobs_name
+from weightcast.publisher.ranks.messages import Sent
 from weightcast.publisher.ranks.rendezvous import Attempt, RankPart
 from weightcast.publisher.ranks.shard_assignment import Holds, ShardAssignment, assign_shards
 from weightcast.publisher.ranks.shards import FromRank, Merged, RankWeights, runs_in, send, senders
@@ -66,22 +66,19 @@ class Meeting:
         return replace(written, sent=sent)
 
     def _send(self) -> Sent:
-        own, directory = self.own, self.writer.directory
-        shares = send(own, self.assignment, directory, self.writer.options.threads)
+        own, files = self.own, self.writer.files
+        shares = send(own, self.assignment, files, self.writer.options.threads)
         doubled = sorted(self.assignment.doubled(own.rank))
         sent = Sent(shares, {n: own.digest(n, own.weights.box(own.names[n])) for n in doubled})
-        rendezvous.leave_sent(directory, own.rank, sent)
+        rendezvous.leave_sent(files, own.rank, sent)
         return sent
 
     def _received(self) -> list[FromRank]:
-        table, directory = self.own.local.table, self.writer.directory
+        table, files = self.own.local.table, self.writer.files
         ranks = senders(self.assignment, table, self.own.rank)
-        sent = rendezvous.collect_sent(directory, self.attempt, ranks, self.deadline)
+        sent = rendezvous.collect_sent(files, self.attempt, ranks, self.deadline)
         return [
-            FromRank(
-                rank, runs_in(table, self.assignment.answers[rank]), sent[rank], directory / blobs_name(rank)
-            )
-            for rank in ranks
+            FromRank(rank, runs_in(table, self.assignment.answers[rank]), sent[rank], files) for rank in ranks
         ]
 
 

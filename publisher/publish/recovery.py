@@ -24,13 +24,13 @@ from weightcast.shared.base.errors import (
     WrongRun,
 )
 from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.chain import committed
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.index import INDEX_NAME, Index
-from weightcast.shared.channel.layout import Layout, Pointer, version_of
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.layout import Pointer, index_key, version_name
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.files.disk_errors import NoRoom, lacks_room
-from weightcast.shared.files.paths import exists
 from weightcast.shared.files.system import nearest_directory, space_of
 
 Made = TypeVar("Made")
@@ -41,19 +41,19 @@ class Recovery:
         self._updater, self._claim, self._options = updater, claim, options
 
     def channel(self) -> Channel:
-        return Channel.open(self._updater.channel_dir, self._options.trust)
+        return Channel.open(self._updater.store, self._options.trust)
 
     def hold_pointer(self) -> None:
         """Moves the pointer to where this owner last had it, if another owner put it back since."""
-        put_pointer_right(Layout(self._updater.channel_dir), self._claim)
+        put_pointer_right(self._claim)
 
     def recover(self, advance: Advance | None = None) -> Channel:
         """Finishes a version that was committed and never pointed to, deletes parts of failed attempts, and
         brings the local checkpoint to the pointer."""
         channel = self.channel()
-        put_pointer_right(channel.layout, self._claim)
+        put_pointer_right(self._claim)
         self._finish_committed(channel)
-        drop_parts(channel.layout, self._claim.epoch)
+        drop_parts(self._claim)
         try:
             self._catch_up(channel, advance)
         except (WrongRun, Untrusted):
@@ -110,28 +110,18 @@ class Recovery:
     def _finish_committed(self, channel: Channel) -> None:
         _, base = channel.require_ours()
         at = channel.pointed()
-        for version in sorted(committed(channel, above=at)):
+        for version in committed(channel.store, at):
             try:
                 index = channel.index(Pointer(version), version, base.table)
                 finish = isinstance(index, Index) and _follows(channel, at, index)
                 if isinstance(index, Index) and finish:
-                    verify_files(channel.layout.version_dir(version), index)
+                    verify_files(channel.store.within(version_name(version)), index)
             except (DamagedFile, Untrusted):
                 # its number is lost: the next publication begins a new chain behind it
                 continue
             if finish:
-                advance_pointer(channel.layout, version, self._claim, self._options.post_write)
+                advance_pointer(self._claim, version, self._options.post_write)
                 at = version
-
-
-def committed(channel: Channel, *, above: int) -> set[int]:
-    """Versions with an index that the pointer does not reach yet. Only the owner may look there."""
-    found = set()
-    for entry in channel.directory.iterdir():
-        version = version_of(entry.name)
-        if version is not None and version > above and exists(entry / INDEX_NAME):
-            found.add(version)
-    return found
 
 
 def _follows(channel: Channel, at: int, index: Index) -> bool:
@@ -147,7 +137,7 @@ def _digest_at(channel: Channel, version: int, table: TensorTable) -> str:
     index = channel.index(Pointer(version), version, table)
     if index is None:
         raise DamagedFile(
-            f"{channel.layout.index(version)} is missing although the pointer names it",
+            f"{channel.store.place(index_key(version))} is missing although the pointer names it",
             remedy="restore it; run `weightcast channel verify`",
         )
     return index.digest

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from weightcast.publisher.weights.tensors import Adapted
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.index import INDEX_NAME, Index
+from weightcast.shared.channel.index import Index
 from weightcast.shared.daemon.status import Facts
 
 
@@ -97,7 +96,7 @@ NO_INPUT = InputFacts()
 def report_of(
     index: Index,
     table: TensorTable,
-    directory: Path,
+    index_bytes: int,
     facts: InputFacts = NO_INPUT,
     *,
     seconds: Mapping[str, float] | None = None,
@@ -105,8 +104,8 @@ def report_of(
     configs_before: Mapping[str, str] | None = None,
     non_finite: Mapping[str, int] | None = None,
 ) -> PublishReport:
-    """`directory`: the version's, for the size of its index. `step_before`: of the previous version;
-    `configs_before`: `facts.configs` of the previous input from files."""
+    """`step_before`: of the previous version; `configs_before`: `facts.configs` of the previous input from
+    files."""
     resumed = step_before is not None and index.step is not None and index.step < step_before
     known = configs_before or {}
     changed = {name: digest for name, digest in (facts.configs or {}).items() if digest}
@@ -123,7 +122,7 @@ def report_of(
         changed_elements=index.totals.changed,
         full_bytes=table.nbytes,
         changed_bytes=_changed_bytes(index, table),
-        delta_bytes=index.totals.delta_bytes + (directory / INDEX_NAME).stat().st_size,
+        delta_bytes=index.totals.delta_bytes + index_bytes,
         tensors_changed=len(index.tensors),
         seconds=dict(seconds or {}),
         mapped=dict(facts.mapped),

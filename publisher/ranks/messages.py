@@ -10,18 +10,17 @@ attempt: all ranks run the same release, and hosts never see them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import cast
 
 from weightcast.publisher.ranks.shard_assignment import Holds
 from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import CHUNK_WORDS, ChunkKey, TensorTable
 from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.channel.shard_files import read_exactly
+from weightcast.shared.channel.store import Store
 from weightcast.shared.digest.checksums import Lanes
-from weightcast.shared.files import durable
 from weightcast.shared.files.safetensors import naturals
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
@@ -199,42 +198,7 @@ def parse_sums(data: bytes, table: TensorTable, what: str) -> dict[int, SegmentS
     return found
 
 
-class BlobFile:
-    """The blobs that a rank sends, one after another."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        # what a killed process of this rank left is not read: its record was never there
-        path.unlink(missing_ok=True)
-        self._file = path.open("xb")
-        self._end = 0
-
-    def append(self, blob: bytes) -> int:
-        """Its offset."""
-        self._file.write(blob)
-        self._end += len(blob)
-        return self._end - len(blob)
-
-    def close(self) -> None:
-        """Durable; gone when nothing was sent."""
-        with self._file as file:
-            file.flush()
-            os.fsync(file.fileno())
-        if not self._end:
-            self.path.unlink()
-
-    def abandon(self) -> None:
-        self._file.close()
-        self.path.unlink(missing_ok=True)
-
-
-def read_blob(path: Path, share: Share) -> bytes:
-    """Raises DamagedFile when the file ends too early."""
-    fd = durable.open_regular(path)
-    try:
-        data = os.pread(fd, share.length, share.offset)
-    finally:
-        os.close(fd)
-    if len(data) != share.length:
-        raise DamagedFile(f"{path}: ends before byte {share.offset + share.length}")
-    return data
+def read_blob(files: Store, rank: int, share: Share) -> bytes:
+    """Of a rank's blobs. Raises DamagedFile when they end too early."""
+    name = blobs_name(rank)
+    return read_exactly(files, name, share.offset, share.length, files.place(name))

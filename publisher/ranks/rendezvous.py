@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from weightcast.publisher.ranks import messages
@@ -27,9 +27,8 @@ from weightcast.shared.base.errors import (
     WeightcastError,
 )
 from weightcast.shared.channel.index import INDEX_LIMIT, Index, parse_index, write_index
-from weightcast.shared.channel.layout import Layout
-from weightcast.shared.files import durable
-from weightcast.shared.files.paths import exists, matching
+from weightcast.shared.channel.layout import ATTEMPTS
+from weightcast.shared.channel.store import Store, read_if_there
 from weightcast.shared.files.strict_json import Members, parse_object
 
 _POLL_SECONDS = 0.05
@@ -67,14 +66,14 @@ def shard_name(rank: int) -> str:
     return f"part-{rank:05d}.safetensors"
 
 
-def open_attempt(directory: Path, attempt: Attempt) -> None:
-    durable.replace(directory / _OPEN, json.dumps(asdict(attempt)).encode())
+def open_attempt(files: Store, attempt: Attempt) -> None:
+    files.replace(_OPEN, json.dumps(asdict(attempt)).encode())
 
 
-def close_attempt(directory: Path, error: BaseException) -> None:
+def close_attempt(files: Store, error: BaseException) -> None:
     """Tells the other ranks that this attempt is over without a version."""
     facts = {"reason": reason_of(error), "drifted": isinstance(error, NeedsReseed)}
-    durable.replace(directory / _CLOSED, json.dumps(facts).encode())
+    files.replace(_CLOSED, json.dumps(facts).encode())
 
 
 @dataclass(frozen=True)
@@ -89,28 +88,29 @@ class RankPart:
     """elements by tensor that became NaN or infinite; known to the rank itself alone"""
 
 
-def leave_holds(directory: Path, rank: int, holds: Holds, table: TensorTable) -> None:
-    durable.replace(directory / messages.holds_name(rank), messages.write_holds(holds, table))
+def leave_holds(files: Store, rank: int, holds: Holds, table: TensorTable) -> None:
+    files.replace(messages.holds_name(rank), messages.write_holds(holds, table))
 
 
-def leave_plan(directory: Path, holds: Sequence[Holds], table: TensorTable) -> None:
-    durable.replace(directory / messages.PLAN, messages.write_plan(holds, table))
+def leave_plan(files: Store, holds: Sequence[Holds], table: TensorTable) -> None:
+    files.replace(messages.PLAN, messages.write_plan(holds, table))
 
 
-def leave_sent(directory: Path, rank: int, sent: Sent) -> None:
-    durable.replace(directory / messages.sent_name(rank), messages.write_sent(sent))
+def leave_sent(files: Store, rank: int, sent: Sent) -> None:
+    files.replace(messages.sent_name(rank), messages.write_sent(sent))
 
 
-def leave_part(directory: Path, rank: int, part: RankPart, table: TensorTable) -> None:
-    """The draft is what the others wait for."""
-    durable.replace(directory / messages.sums_name(rank), messages.write_sums(part.sums))
-    durable.replace(_draft(directory, rank), write_index(part.draft, table))
+def leave_part(files: Store, rank: int, part: RankPart, table: TensorTable) -> None:
+    """The draft is what the others wait for. Raises RetryLater where nobody waits any more."""
+    _raise_cleared(files)
+    files.replace(messages.sums_name(rank), messages.write_sums(part.sums))
+    files.replace(_draft(rank), write_index(part.draft, table))
 
 
-def leave_failure(directory: Path, rank: int, error: BaseException, drifted: bool) -> None:
+def leave_failure(files: Store, rank: int, error: BaseException, drifted: bool) -> None:
     """`drifted`: a local checkpoint is not what it claims; nobody knows for sure whose."""
     facts = {"reason": reason_of(error), "drifted": drifted}
-    durable.replace(_failure(directory, rank), json.dumps(facts).encode())
+    files.replace(_failure(rank), json.dumps(facts).encode())
 
 
 def reason_of(error: BaseException) -> str:
@@ -122,36 +122,37 @@ def _printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def _draft(directory: Path, rank: int) -> Path:
-    return directory / f"part-{rank:05d}.json"
+def _draft(rank: int) -> str:
+    return f"part-{rank:05d}.json"
 
 
-def _failure(directory: Path, rank: int) -> Path:
-    return directory / f"part-{rank:05d}.failed.json"
+def _failure(rank: int) -> str:
+    return f"part-{rank:05d}.failed.json"
 
 
-def collect_holds(directory: Path, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
+def collect_holds(files: Store, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
     """All other ranks' holds, in rank order. Raises as `collect`."""
 
     def read(rank: int) -> Holds | None:
-        path = directory / messages.holds_name(rank)
-        data = _read(path, messages.LIMIT)
-        return None if data is None else messages.parse_holds(data, table, str(path))
+        name = messages.holds_name(rank)
+        data = read_if_there(files, name, messages.LIMIT)
+        return None if data is None else messages.parse_holds(data, table, files.place(name))
 
-    return collect(directory, attempt, range(1, attempt.world_size), read, deadline)
+    return collect(files, attempt, range(1, attempt.world_size), read, deadline)
 
 
-def await_plan(directory: Path, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
+def await_plan(files: Store, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
     """All ranks' holds as rank 0 told them."""
-    path = directory / messages.PLAN
     for _ in _looks(deadline):
-        _raise_over(directory)
-        data = _read(path, messages.LIMIT)
+        _raise_over(files)
+        data = read_if_there(files, messages.PLAN, messages.LIMIT)
         if data is None:
             continue
-        plan = messages.parse_plan(data, table, str(path))
+        plan = messages.parse_plan(data, table, files.place(messages.PLAN))
         if len(plan) != attempt.world_size:
-            raise DamagedFile(f"{path}: {len(plan)} ranks in a world of {attempt.world_size}")
+            raise DamagedFile(
+                f"{files.place(messages.PLAN)}: {len(plan)} ranks in a world of {attempt.world_size}"
+            )
         return plan
     raise NotInTime(
         f"version {attempt.version}: rank 0 did not send the plan in time",
@@ -159,39 +160,39 @@ def await_plan(directory: Path, attempt: Attempt, table: TensorTable, deadline: 
     )
 
 
-def collect_sent(directory: Path, attempt: Attempt, ranks: Sequence[int], deadline: float) -> dict[int, Sent]:
+def collect_sent(files: Store, attempt: Attempt, ranks: Sequence[int], deadline: float) -> dict[int, Sent]:
     """Raises as `collect`."""
 
     def read(rank: int) -> Sent | None:
-        path = directory / messages.sent_name(rank)
-        data = _read(path, messages.LIMIT)
-        return None if data is None else messages.parse_sent(data, str(path))
+        name = messages.sent_name(rank)
+        data = read_if_there(files, name, messages.LIMIT)
+        return None if data is None else messages.parse_sent(data, files.place(name))
 
-    return dict(zip(ranks, collect(directory, attempt, ranks, read, deadline), strict=True))
+    return dict(zip(ranks, collect(files, attempt, ranks, read, deadline), strict=True))
 
 
 def collect_parts(
-    directory: Path, attempt: Attempt, assignment: ShardAssignment, table: TensorTable, deadline: float
+    files: Store, attempt: Attempt, assignment: ShardAssignment, table: TensorTable, deadline: float
 ) -> list[RankPart]:
     """What all other ranks leave, in rank order. Raises as `collect`."""
 
     def read(rank: int) -> RankPart | None:
-        data = _read(_draft(directory, rank), INDEX_LIMIT)
+        data = read_if_there(files, _draft(rank), INDEX_LIMIT)
         if data is None:
             return None
         draft = _checked(parse_index(data, table), attempt, rank, assignment)
-        sums, sent = (directory / name(rank) for name in (messages.sums_name, messages.sent_name))
+        sums, sent = messages.sums_name(rank), messages.sent_name(rank)
         return RankPart(
             draft,
-            messages.parse_sums(durable.read_file(sums, messages.LIMIT), table, str(sums)),
-            messages.parse_sent(durable.read_file(sent, messages.LIMIT), str(sent)),
+            messages.parse_sums(files.read(sums, messages.LIMIT), table, files.place(sums)),
+            messages.parse_sent(files.read(sent, messages.LIMIT), files.place(sent)),
         )
 
-    return collect(directory, attempt, range(1, attempt.world_size), read, deadline)
+    return collect(files, attempt, range(1, attempt.world_size), read, deadline)
 
 
 def collect(
-    directory: Path,
+    files: Store,
     attempt: Attempt,
     ranks: Sequence[int],
     read: Callable[[int], Found | None],
@@ -202,9 +203,9 @@ def collect(
     was cleared away."""
     found: dict[int, Found] = {}
     for _ in _looks(deadline):
-        _raise_over(directory)
+        _raise_over(files)
         for rank in ranks:
-            _raise_failure(directory, rank)
+            _raise_failure(files, rank)
             one = None if rank in found else read(rank)
             if one is not None:
                 found[rank] = one
@@ -238,8 +239,8 @@ def _checked(draft: Index, attempt: Attempt, rank: int, assignment: ShardAssignm
     return draft
 
 
-def _raise_failure(directory: Path, rank: int) -> None:
-    failure = _members(_failure(directory, rank))
+def _raise_failure(files: Store, rank: int) -> None:
+    failure = _members(files, _failure(rank))
     if failure is not None:
         text = f"rank {rank} failed: {_printable(failure.text('reason'))}"
         if failure.boolean("drifted"):
@@ -247,8 +248,8 @@ def _raise_failure(directory: Path, rank: int) -> None:
         raise Refused(text, remedy="nothing was published")
 
 
-def _raise_closed(directory: Path) -> None:
-    closed = _members(directory / _CLOSED)
+def _raise_closed(files: Store) -> None:
+    closed = _members(files, _CLOSED)
     if closed is not None:
         text = f"rank 0 gave up: {_printable(closed.text('reason'))}"
         if closed.boolean("drifted"):
@@ -256,54 +257,59 @@ def _raise_closed(directory: Path) -> None:
         raise Refused(text, remedy="nothing was published")
 
 
-def is_cleared(directory: Path) -> bool:
+def is_cleared(files: Store) -> bool:
     """Whether an attempt that was open is there no more: rank 0 has begun again, or has committed it."""
-    return not exists(directory / _OPEN)
+    return files.stat(_OPEN) is None
 
 
-def _raise_over(directory: Path) -> None:
+def _raise_over(files: Store) -> None:
     """While there can be no version of it yet: one that was committed is cleared away too."""
-    _raise_closed(directory)
-    if is_cleared(directory):
+    _raise_closed(files)
+    _raise_cleared(files)
+
+
+def _raise_cleared(files: Store) -> None:
+    if is_cleared(files):
         raise RetryLater(
             "the attempt was deleted: rank 0 restarted, or another publisher took over",
             remedy="publish again on this rank; nothing was published",
         )
 
 
-def attempts_seen(layout: Layout) -> set[Path]:
+def attempts_seen(store: Store) -> set[str]:
     """Attempts that are there already: what became of them is no news to a rank that begins now."""
-    return set(_directories(layout))
+    return set(_keys(store))
 
 
 def find_attempt(
-    layout: Layout,
+    store: Store,
     step: int | None,
     rank: Rank,
     above: int,
     deadline: float,
-    seen: set[Path],
-) -> tuple[Path, Attempt]:
+    seen: set[str],
+) -> tuple[Store, Attempt]:
     """The newest open attempt at a version above `above` for this step, where the rank took no part yet.
     Raises Refused when rank 0 gave up one that is not in `seen`, which is then added there; in the end for
     one in `seen` too: this rank came late."""
-    closed: list[Path] = []
+    closed: list[str] = []
     for _ in _looks(deadline):
         fitting = sorted(
-            (one for one in _attempts(layout, rank.number) if one[1].version > above and one[1].step == step),
+            (one for one in _attempts(store, rank.number) if one[1].version > above and one[1].step == step),
             key=lambda one: (one[1].epoch, one[1].created),
         )
-        found = [one for one in fitting if not exists(one[0] / _CLOSED)]
+        found = [one for one in fitting if store.stat(f"{one[0]}/{_CLOSED}") is None]
         if found:
-            _raise_other_world(found[-1][1], rank)
-            return found[-1]
-        closed = [directory for directory, _ in fitting]
-        for directory in closed:
-            if directory not in seen:
-                seen.add(directory)
-                _raise_closed(directory)
-    for directory in reversed(closed):
-        _raise_closed(directory)
+            key, attempt = found[-1]
+            _raise_other_world(attempt, rank)
+            return store.within(key), attempt
+        closed = [key for key, _ in fitting]
+        for key in closed:
+            if key not in seen:
+                seen.add(key)
+                _raise_closed(store.within(key))
+    for key in reversed(closed):
+        _raise_closed(store.within(key))
     raise NotInTime(
         f"rank 0 opened no version above {above} for step {step} in time",
         remedy="check that rank 0 runs and publishes the same step",
@@ -318,21 +324,21 @@ def _raise_other_world(attempt: Attempt, rank: Rank) -> None:
         )
 
 
-def _attempts(layout: Layout, rank: int) -> list[tuple[Path, Attempt]]:
+def _attempts(store: Store, rank: int) -> list[tuple[str, Attempt]]:
     """Without those in which the rank took part."""
     attempts = []
-    for directory in _directories(layout):
-        facts = _members(directory / _OPEN)
-        done = (_draft(directory, rank), _failure(directory, rank))
-        if facts is not None and not any(exists(path) for path in done):
-            attempts.append((directory, _attempt(facts)))
+    for key in _keys(store):
+        files = store.within(key)
+        facts = _members(files, _OPEN)
+        if facts is not None and not any(files.stat(name) for name in (_draft(rank), _failure(rank))):
+            attempts.append((key, _attempt(facts)))
     return attempts
 
 
-def _directories(layout: Layout) -> list[Path]:
+def _keys(store: Store) -> list[str]:
     """Rank 0 clears attempts away while others look."""
-    parts = matching(layout.channel, "weight_v*.parts")
-    return [directory for attempts in parts for directory in matching(attempts, "*")]
+    parts = sorted(name for name in store.names() if fnmatchcase(name, f"weight_v*{ATTEMPTS}"))
+    return [f"{name}/{attempt}" for name in parts for attempt in sorted(store.names(name))]
 
 
 def _attempt(facts: Members) -> Attempt:
@@ -348,13 +354,13 @@ def _attempt(facts: Members) -> Attempt:
 
 
 def wait_for_commit(
-    directory: Path, attempt: Attempt, committed: Callable[[], Index | None], deadline: float
+    files: Store, attempt: Attempt, committed: Callable[[], Index | None], deadline: float
 ) -> Index:
     """Success is the version's index seen, with this attempt's step, and the pointer at it."""
     for _ in _looks(deadline):
         index = committed()
         if index is None:
-            _raise_closed(directory)
+            _raise_closed(files)
             continue
         if (index.parent, index.step) != (attempt.base_digest, attempt.step):
             raise Refused(
@@ -377,14 +383,7 @@ def _looks(deadline: float) -> Iterator[None]:
         time.sleep(_POLL_SECONDS)
 
 
-def _members(path: Path) -> Members | None:
+def _members(files: Store, name: str) -> Members | None:
     """None when the file is not there. Raises DamagedFile."""
-    data = _read(path, _LIMIT)
-    return None if data is None else Members(parse_object(data, str(path)), str(path))
-
-
-def _read(path: Path, limit: int) -> bytes | None:
-    try:
-        return durable.read_file(path, limit)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    data = read_if_there(files, name, _LIMIT)
+    return None if data is None else Members(parse_object(data, files.place(name)), files.place(name))

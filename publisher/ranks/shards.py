@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.publisher.ranks.messages import BlobFile, Sent, Share, blobs_name, read_blob
+from weightcast.publisher.ranks.messages import Sent, Share, blobs_name, read_blob
 from weightcast.publisher.ranks.shard_assignment import Holds, ShardAssignment
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.shard_spec import Box, Run, runs_of
@@ -26,6 +25,7 @@ from weightcast.shared.base.elements import (
     padded,
 )
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.codec.changes import changes_of
 from weightcast.shared.codec.container import decode_step, encode_chunk
@@ -105,20 +105,28 @@ def senders(assignment: ShardAssignment, table: TensorTable, rank: int) -> list[
 
 
 def send(
-    own: RankWeights, assignment: ShardAssignment, directory: Path, threads: int
+    own: RankWeights, assignment: ShardAssignment, files: Store, threads: int
 ) -> Mapping[ChunkKey, Share]:
-    """Writes the blobs for all other ranks; nothing is left behind when it raises."""
+    """Writes the blobs for all other ranks, one after another; nothing is left behind when it raises."""
     mine = runs_in(own.local.table, assignment.answers[own.rank])
     shares: dict[ChunkKey, Share] = {}
-    file = BlobFile(directory / blobs_name(own.rank))
+    end, name = 0, blobs_name(own.rank)
+    # what a killed process of this rank left is not read: its record was never there
+    files.delete(name)
+    writer = files.write(name)
     try:
         with own.local.reading():
             chunks = _concerned(own, assignment.parts, mine)
             for key, blob, old, new in ordered(lambda one: _encoded(own, *one), chunks, threads):
-                shares[key] = Share(file.append(blob), len(blob), old, new)
-        file.close()
+                writer.write(blob)
+                shares[key] = Share(end, len(blob), old, new)
+                end += len(blob)
+        if end:
+            writer.finish()
+        else:
+            writer.discard()
     except BaseException:
-        file.abandon()
+        writer.discard()
         raise
     return shares
 
@@ -147,12 +155,12 @@ def _lanes(packed: Words) -> Lanes:
 
 @dataclass(frozen=True)
 class FromRank:
-    """What another rank sent. `runs`: of what it answers for."""
+    """What another rank sent into the attempt's `files`. `runs`: of what it answers for."""
 
     rank: int
     runs: Runs
     sent: Sent
-    path: Path
+    files: Store
 
     def merge(self, chunk: Chunk, old: Words, new: Words) -> None:
         """Its words of the chunk into `new`. Raises NeedsReseed where it compared with other old words,
@@ -162,7 +170,7 @@ class FromRank:
             return
         share = self.sent.shares.get(chunk.key)
         if share is None:
-            raise DamagedFile(f"{self.path}: rank {self.rank} sent nothing for {chunk.key}")
+            raise DamagedFile(f"{self._place}: rank {self.rank} sent nothing for {chunk.key}")
         words = packed.gather(old)
         if _lanes(words) != share.old:
             raise NeedsReseed(
@@ -170,11 +178,17 @@ class FromRank:
                 remedy="publish again: both are first read in full",
             )
         if share.length:
-            changes, _ = decode_step(read_blob(self.path, share), packed.chunk, words)
+            changes, _ = decode_step(read_blob(self.files, self.rank, share), packed.chunk, words)
             changes.apply(words)
         if _lanes(words) != share.new:
-            raise DamagedFile(f"{self.path}: {chunk.key} decodes to other words than rank {self.rank} holds")
+            raise DamagedFile(
+                f"{self._place}: {chunk.key} decodes to other words than rank {self.rank} holds"
+            )
         packed.scatter(words, new)
+
+    @property
+    def _place(self) -> str:
+        return self.files.place(blobs_name(self.rank))
 
 
 @dataclass(frozen=True)

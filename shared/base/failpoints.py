@@ -112,10 +112,10 @@ FAILPOINTS: Mapping[str, str] = {
 _watcher: Watcher | None = None
 
 
-def failpoint(name: str, where: Path | None = None) -> None:
+def failpoint(name: str, where: Path | str | None = None) -> None:
     """Marks a place; `name` stands in FAILPOINTS. Raises what a test has asked for, normally nothing."""
     if _watcher is not None:
-        _watcher(name, where)
+        _watcher(name, None if where is None else Path(where))
 
 
 def watch(watcher: Watcher | None) -> None:

@@ -9,15 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from blake3 import blake3
-
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel, FullVersion
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.index import INDEX_NAME, FileRecord, ForeignIndex, Index
-from weightcast.shared.channel.layout import Pointer, from_name, version_of
+from weightcast.shared.channel.index import INDEX_NAME, FileRecord, ForeignIndex, Index, object_record
+from weightcast.shared.channel.layout import Pointer, from_name, index_key, version_of
 from weightcast.shared.channel.listing import look
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.channel.store import Address, NotFound, Store
@@ -25,7 +23,6 @@ from weightcast.shared.files.disk_errors import disk_text
 
 AnyIndex = Index | ForeignIndex | FullVersion
 Part = Literal["pointer", "version", "link", "anchor", "skip", "claim", "report", "stray", "channel"]
-_BLOCK = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -74,6 +71,12 @@ def entries(channel: Channel, pointer: Pointer | None) -> Iterator[ChainEntry]:
     for version in sorted(versions_in(channel.store, pointer.prefix)):
         if version <= pointer.version:
             yield read_entry(channel, pointer, version)
+
+
+def committed(store: Store, above: int = 0) -> list[int]:
+    """Versions with an index, in order; those beyond the pointer are the owner's alone to look at."""
+    there = (version for version in versions_in(store) if version > above)
+    return sorted(version for version in there if store.stat(index_key(version)) is not None)
 
 
 def versions_in(store: Store, prefix: str = "") -> list[int]:
@@ -260,25 +263,14 @@ def check_files(
     store = open_store(files)
     for record in records:
         try:
-            size, digest = _digest(store, record.name, advance)
+            found = object_record(store, record.name, advance)
         except NotFound:
             yield Flaw(f"{record.name} is missing")
         except (WeightcastError, OSError) as error:
             yield flaw(error)
         else:
-            if (size, digest) != (record.size, record.blake3):
+            if found != record:
                 yield Flaw(
-                    f"{record.name}: {size} bytes with BLAKE3 {digest[:16]}, "
+                    f"{record.name}: {found.size} bytes with BLAKE3 {found.blake3[:16]}, "
                     f"its index says {record.size} bytes and {record.blake3[:16]}"
                 )
-
-
-def _digest(store: Store, name: str, advance: Advance | None) -> tuple[int, str]:
-    hasher, size, room = blake3(), 0, memoryview(bytearray(_BLOCK))
-    with store.open(name) as body:
-        while count := body.readinto(room):
-            hasher.update(room[:count])
-            size += count
-            if advance is not None:
-                advance(count)
-    return size, hasher.hexdigest()

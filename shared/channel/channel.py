@@ -32,16 +32,15 @@ from weightcast.shared.channel.index import (
     remembered,
 )
 from weightcast.shared.channel.layout import (
-    ANCHOR,
     BASE_JSON,
     CHANNEL_JSON,
     LATEST,
     Layout,
     Pointer,
-    from_name,
+    anchor_key,
     index_key,
+    multi_step_key,
     read_pointer,
-    version_name,
     version_of,
 )
 from weightcast.shared.channel.listing import Shown, look
@@ -212,10 +211,10 @@ class Channel:
         return self.store.within(pointer.version_key(version))
 
     def anchor_files(self, version: int) -> Store:
-        return self.store.within(version_name(version)).within(ANCHOR)
+        return self.store.within(anchor_key(version))
 
     def multi_step_files(self, version: int, base_version: int) -> Store:
-        return self.store.within(version_name(version)).within(from_name(base_version))
+        return self.store.within(multi_step_key(version, base_version))
 
     def _parse(
         self, data: bytes, files: Store, version: int, table: TensorTable

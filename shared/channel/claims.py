@@ -149,6 +149,10 @@ class Claim:
                 remedy="stop one of the two",
             )
 
+    def saw(self, version: int) -> None:
+        """The pointer at this version."""
+        self.pointed = max(self.pointed, version)
+
     def beat(self) -> None:
         """Shows that the owner lives to publishers that wait to take over."""
         self._write(replace(self.record, counter=self.record.counter + 1))

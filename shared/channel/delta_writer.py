@@ -17,7 +17,8 @@ import numpy as np
 from weightcast.shared.base.elements import ByteArray, Chunk, ChunkKey, TensorTable, Words
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.directory_store import DirectoryStore
-from weightcast.shared.channel.index import ChunkRecord, Encoding, FileRecord, file_record
+from weightcast.shared.channel.index import ChunkRecord, Encoding, FileRecord, object_record
+from weightcast.shared.channel.store import Store
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.container import FetchWords, StepEncoding, encode_chunk
 from weightcast.shared.codec.slime import PayloadWriter, digest_stream
@@ -69,13 +70,18 @@ class ShardWriter(Protocol):
     def abandon(self) -> None: ...
 
 
-def open_shard_writer(
-    encoding: Encoding, path: Path, table: TensorTable, chunks: int, *, durable: bool = True
+def begin_shard(
+    encoding: Encoding, files: Store, name: str, table: TensorTable, chunks: int, *, sync: bool = True
 ) -> ShardWriter:
-    """`chunks`: how many chunks the part has at most. `durable`: whether `close` waits for the disk."""
+    """`chunks`: how many chunks the part has at most. `sync`: whether `close` waits until it is durable."""
     if encoding == "fast" or encoding == "small":
-        return _BlobShard(path, encoding, chunks, durable)
-    return _FieldShard(path, table, encoding, durable)
+        return _BlobShard(_Shard(files, name, 64 + chunks * (_ENTRY_ROOM + 32), sync), encoding)
+    room = sum(2 * len(json.dumps(spec.name).encode()) + _ENTRY_ROOM + 48 for spec in table)
+    return _FieldShard(_Shard(files, name, 64 + room, sync), table, encoding)
+
+
+def open_shard_writer(encoding: Encoding, path: Path, table: TensorTable, chunks: int) -> ShardWriter:
+    return begin_shard(encoding, DirectoryStore(path.parent), path.name, table, chunks)
 
 
 def _record(chunk: Chunk, file: str, offset: int, length: int, step: ChunkStep) -> ChunkRecord:
@@ -86,10 +92,10 @@ def _record(chunk: Chunk, file: str, offset: int, length: int, step: ChunkStep) 
 class _Shard:
     """A safetensors file whose header is written last, into room reserved for it."""
 
-    def __init__(self, path: Path, reserve: int, durable: bool) -> None:
-        self.path = path
+    def __init__(self, files: Store, name: str, reserve: int, sync: bool) -> None:
+        self._files, self.name = files, name
         self.data_start = -(-(reserve + 8) // 8) * 8
-        self._writer = DirectoryStore(path.parent).write(path.name, reserve=self.data_start, sync=durable)
+        self._writer = files.write(name, reserve=self.data_start, sync=sync)
         self.end = 0
         """bytes of data written"""
 
@@ -99,19 +105,18 @@ class _Shard:
 
     def finish(self, entries: Sequence[Entry], metadata: dict[str, str]) -> FileRecord:
         self._writer.write_head(pack_header(entries, metadata, reserve=self.data_start))
-        failpoint("shard.written", self.path)
+        failpoint("shard.written", self._files.place(self.name))
         self._writer.finish()
-        failpoint("shard.synced", self.path)
-        return file_record(self.path)
+        failpoint("shard.synced", self._files.place(self.name))
+        return object_record(self._files, self.name)
 
     def discard(self) -> None:
         self._writer.discard()
 
 
 class _BlobShard:
-    def __init__(self, path: Path, encoding: StepEncoding, chunks: int, durable: bool) -> None:
-        self._encoding = encoding
-        self._shard = _Shard(path, 64 + chunks * (_ENTRY_ROOM + 32), durable)
+    def __init__(self, shard: _Shard, encoding: StepEncoding) -> None:
+        self._shard, self._encoding = shard, encoding
         self._entries: list[Entry] = []
         self._records: list[ChunkRecord] = []
 
@@ -126,7 +131,7 @@ class _BlobShard:
         self._entries.append(
             Entry(chunk_entry_name(chunk.key), "U8", (len(prepared),), begin, begin + len(prepared))
         )
-        self._records.append(_record(chunk, self._shard.path.name, begin, len(prepared), step))
+        self._records.append(_record(chunk, self._shard.name, begin, len(prepared), step))
 
     def close(self) -> PartFiles:
         if not self._entries:
@@ -185,10 +190,8 @@ class _OpenTensor:
 
 
 class _FieldShard:
-    def __init__(self, path: Path, table: TensorTable, encoding: FieldEncoding, durable: bool) -> None:
-        room = sum(2 * len(json.dumps(spec.name).encode()) + _ENTRY_ROOM + 48 for spec in table)
-        self._shard = _Shard(path, 64 + room, durable)
-        self._table, self._encoding = table, encoding
+    def __init__(self, shard: _Shard, table: TensorTable, encoding: FieldEncoding) -> None:
+        self._shard, self._table, self._encoding = shard, table, encoding
         self._open: tuple[int, _OpenTensor] | None = None
         self._entries: list[Entry] = []
         self._checksums: dict[str, str] = {}
@@ -205,7 +208,7 @@ class _FieldShard:
             old = after.copy()
             old[step.changes.index] = step.changes.old
             touched = set(step.sums.tensors.tolist())
-            self._records.append(_record(chunk, self._shard.path.name, 0, 0, step))
+            self._records.append(_record(chunk, self._shard.name, 0, 0, step))
         for span in chunk.spans:
             place = slice(span.offset, span.offset + span.words)
             tensor = self._tensor(span.tensor)

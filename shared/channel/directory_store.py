@@ -20,6 +20,7 @@ from types import TracebackType
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.store import (
+    TRASH,
     Address,
     AlreadyExists,
     Changed,
@@ -33,9 +34,8 @@ from weightcast.shared.channel.store import (
 )
 from weightcast.shared.files import durable
 from weightcast.shared.files.mapping import begin_write_back
-from weightcast.shared.files.paths import exists, is_directory, require_directory
+from weightcast.shared.files.paths import exists, is_directory, is_own_directory, require_directory
 
-TRASH = ".trash"
 _SEND_BYTES = 4 << 20
 _COMPARING = threading.Lock()
 """held from a comparison to its rename: no rename compares by itself"""
@@ -44,6 +44,11 @@ _COMPARING = threading.Lock()
 def open_store(address: Address) -> Store:
     """The store at an address: today the path of a directory."""
     return DirectoryStore(Path(address)) if isinstance(address, str | Path) else address
+
+
+def mounted(store: Store) -> Path | None:
+    """The directory that a store is in, for checks that concern mounts alone; None for other stores."""
+    return store.directory if isinstance(store, DirectoryStore) else None
 
 
 def directory_of(store: Store) -> Path:
@@ -149,9 +154,7 @@ class DirectoryStore:
             return _FileBody(path)
 
     def create(self, key: str, data: bytes) -> None:
-        path = self._path(key)
-        with _mapped(path):
-            self._make_parent(path)
+        with self._made(key) as path:
             durable.create(path, data)
 
     def replace(
@@ -166,7 +169,7 @@ class DirectoryStore:
         path = self._path(key)
         with _mapped(path), contextlib.nullcontext() if expected is None else _COMPARING:
             if expected is None:
-                self._make_parent(path)
+                self._make_parents(path)
             elif not _has(path, expected):
                 raise Changed.at(str(path))
             if sync:
@@ -175,20 +178,32 @@ class DirectoryStore:
                 durable.swap(path, data)
 
     def write(self, key: str, *, reserve: int = 0, sync: bool = True) -> _FileWriter:
-        return _FileWriter(self._path(key), reserve, sync)
+        with self._made(key) as path:
+            return _FileWriter(path, reserve, sync, is_nested=path.parent != self.directory)
 
     def begin(self, draft: str) -> DirectoryStore:
         path = self._path(draft)
         with _mapped(path):
-            if path.parent != self._root:
-                path.parent.mkdir(exist_ok=True)
             path.mkdir()
         return self.within(draft)
 
-    def move(self, source: str, target: str) -> None:
-        path = self._path(target)
+    def move(self, source: str, target: str, *, sync: bool = False) -> None:
+        path = self._there(source)
+        with self._made(target) as to:
+            path.rename(to)
+            for directory in dict.fromkeys((to.parent, path.parent)) if sync else ():
+                durable.sync_directory(directory)
+
+    def copy(self, source: str, target: str) -> None:
+        path = self._there(source)
+        with self._made(target) as to:
+            os.link(path, to, follow_symlinks=False)
+
+    def _there(self, key: str) -> Path:
+        path = self._path(key)
         with _mapped(path):
-            self._path(source).rename(durable.make_within(self.directory, target))
+            path.lstat()
+        return path
 
     def commit(
         self,
@@ -231,10 +246,11 @@ class DirectoryStore:
     def _discard(self, path: Path) -> None:
         trash = self._root / TRASH
         trash.mkdir(exist_ok=True)
-        grave = trash / f"{path.name}-{secrets.token_hex(4)}"
+        grave = path if path.parent == trash else trash / f"{path.name}-{secrets.token_hex(4)}"
         with contextlib.suppress(FileNotFoundError):
-            path.rename(grave)
-            failpoint("trash.moved", path)
+            if grave != path:
+                path.rename(grave)
+                failpoint("trash.moved", path)
             shutil.rmtree(grave)
             failpoint("trash.deleted", path)
 
@@ -242,6 +258,9 @@ class DirectoryStore:
         path = self._path(key)
         with _mapped(path):
             try:
+                if is_own_directory(path):
+                    path.rmdir()
+                    return True
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError):
                 return False
@@ -258,11 +277,21 @@ class DirectoryStore:
             return self.directory
         return durable.within(self.directory, check_key(key))
 
-    def _make_parent(self, path: Path) -> None:
-        """Of a small object. The channel's own directory is never made: it may be a mount point."""
-        if path.parent != self._root and not exists(path.parent):
-            path.parent.mkdir(exist_ok=True)
-            durable.sync_directory(path.parent.parent)
+    @contextlib.contextmanager
+    def _made(self, key: str) -> Iterator[Path]:
+        """Where an object is made: its directory is there."""
+        path = self._path(key)
+        with _mapped(path):
+            self._make_parents(path)
+            yield path
+
+    def _make_parents(self, path: Path) -> None:
+        """Never the store's own directory: it may be a mount point, or an attempt that was cleared away."""
+        between = path.relative_to(self.directory).parents[:-1]
+        for directory in [self.directory / each for each in reversed(between)]:
+            if not exists(directory):
+                directory.mkdir(exist_ok=True)
+                durable.sync_directory(directory.parent)
 
 
 def _entry(entry: os.DirEntry[str]) -> Entry:
@@ -301,10 +330,10 @@ class _FileBody:
 
 
 class _FileWriter:
-    def __init__(self, path: Path, reserve: int, sync: bool) -> None:
-        self._path, self._reserve, self._sync = path, reserve, sync
-        with _mapped(path):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    def __init__(self, path: Path, reserve: int, sync: bool, *, is_nested: bool) -> None:
+        """`is_nested`: in a subdirectory of its draft, of which `commit` makes no names durable."""
+        self._path, self._reserve, self._sync, self._is_nested = path, reserve, sync, is_nested
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._end = reserve
         self._sent = reserve
         """bytes up to here are on their way to the disk"""
@@ -333,6 +362,9 @@ class _FileWriter:
             with _mapped(self._path), durable.named(self._path):
                 os.fsync(self._fd)
         self._close()
+        if self._is_nested and self._sync:
+            with _mapped(self._path):
+                durable.sync_directory(self._path.parent)
 
     def discard(self) -> None:
         self._close()

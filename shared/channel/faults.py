@@ -12,18 +12,18 @@ from weightcast.shared.channel.chain import (
     Flaw,
     Part,
     Problem,
+    committed,
     entries,
     flaw,
     unlisted,
     verify,
     verify_to,
-    versions_in,
 )
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import CLAIM_LIMIT, current_epoch, parse_claim
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.layout import HOSTS, LATEST, PUBLISHERS, Pointer, index_key, version_of
+from weightcast.shared.channel.layout import HOSTS, LATEST, PUBLISHERS, Pointer, version_of
 from weightcast.shared.channel.reports import REPORT_LIMIT, parse_report
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Address, NotFound, Store
@@ -106,27 +106,21 @@ def _lost(version: int, anchors: Sequence[int]) -> str:
 
 
 def _lost_pointer(channel: Channel) -> Iterator[Problem]:
-    if channel.store.stat(LATEST) is None and _committed(channel.store):
+    if channel.store.stat(LATEST) is None and committed(channel.store):
         yield Problem(None, "latest is missing, and there are versions", "pointer")
-
-
-def _committed(store: Store) -> list[int]:
-    """Versions with an index, newest first."""
-    there = (version for version in versions_in(store) if store.stat(index_key(version)) is not None)
-    return sorted(there, reverse=True)
 
 
 def unannounced(channel: Channel) -> list[int]:
     """Committed versions above the pointer: their publisher will announce them."""
     pointer = _pointer(channel)
     at = 0 if pointer is None else pointer.version
-    return sorted(version for version in _committed(channel.store) if version > at)
+    return committed(channel.store, at)
 
 
 def highest_sound(channel: Channel, advance: Advance | None = None) -> int | None:
     """The highest version that is committed and whole, and contradicts no version that is there. None where
     it may be a version that cannot be read now: a pointer is never put too low."""
-    versions = _committed(channel.store)
+    versions = committed(channel.store)[::-1]
     if not versions:
         return None
     problems = verify_to(channel, Pointer(versions[0]), advance)

@@ -11,6 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
@@ -28,6 +29,7 @@ from weightcast.shared.base.elements import (
     whole_part,
 )
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
+from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.index_records import CARRIED as CARRIED
 from weightcast.shared.channel.index_records import FORMAT as FORMAT
 from weightcast.shared.channel.index_records import (
@@ -46,6 +48,7 @@ from weightcast.shared.channel.index_records import (
     write_lane_rows,
 )
 from weightcast.shared.channel.index_records import FileRecord as FileRecord
+from weightcast.shared.channel.store import Body, Store
 from weightcast.shared.codec.container import StepEncoding
 from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.digest.root import root
@@ -616,10 +619,22 @@ _BLOCK = 8 << 20
 
 
 def file_record(path: Path, name: str = "") -> FileRecord:
-    """`name`: relative to the directory that the record is for; unset: the file's own."""
-    digest, size = blake3(), 0
+    """Of a local file. `name`: relative to the directory that the record is for; unset: the file's own."""
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
-    return FileRecord(name or path.name, size, digest.hexdigest())
+        return _record(name or path.name, file)
+
+
+def object_record(files: Store, key: str, advance: Advance | None = None) -> FileRecord:
+    """Of an object, under the name `key`. Raises NotFound, DamagedFile, Unavailable."""
+    with files.open(key) as body:
+        return _record(key, body, advance)
+
+
+def _record(name: str, body: Body | FileIO, advance: Advance | None = None) -> FileRecord:
+    digest, size, room = blake3(), 0, memoryview(bytearray(_BLOCK))
+    while count := body.readinto(room):
+        digest.update(room[:count])
+        size += count
+        if advance is not None:
+            advance(count)
+    return FileRecord(name, size, digest.hexdigest())

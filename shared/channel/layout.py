@@ -10,13 +10,13 @@ from pathlib import Path
 from blake3 import blake3
 
 from weightcast.shared.base.errors import DamagedFile, RetryLater
-from weightcast.shared.channel.directory_store import TRASH, open_store
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME
-from weightcast.shared.channel.store import Address, joined, read_if_there
+from weightcast.shared.channel.store import TRASH, Address, joined, read_if_there
 from weightcast.shared.files.paths import file_name
 
 LATEST, CHANNEL_JSON, BASE_JSON = "latest", "channel.json", "base.json"
-HOSTS, PUBLISHERS, ANCHOR = "hosts", "publishers", "anchor"
+HOSTS, PUBLISHERS, ANCHOR, ATTEMPTS = "hosts", "publishers", "anchor", ".parts"
 _VERSION = re.compile(r"weight_v(\d{6,15})", re.ASCII)
 _FROM = re.compile(r"from_v(\d{6,15})", re.ASCII)
 _NOT_IN_HOST_NAMES = re.compile(r"[^A-Za-z0-9._-]")
@@ -55,6 +55,21 @@ def base_of(name: str) -> int | None:
 def index_key(version: int) -> str:
     """Of the version's main index."""
     return f"{version_name(version)}/{INDEX_NAME}"
+
+
+def anchor_key(version: int) -> str:
+    """Of the directory of the full weights beside a version."""
+    return f"{version_name(version)}/{ANCHOR}"
+
+
+def multi_step_key(version: int, base_version: int) -> str:
+    """Of the directory of the delta from a version older than the one before it."""
+    return f"{version_name(version)}/{from_name(base_version)}"
+
+
+def attempts_key(version: int) -> str:
+    """Of the directory in which attempts at a version are."""
+    return f"{version_name(version)}{ATTEMPTS}"
 
 
 def claim_key(epoch: int) -> str:

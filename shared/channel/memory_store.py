@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 
@@ -130,11 +130,18 @@ class MemoryStore:
             raise AlreadyExists.at(self.place(draft))
         return self.within(draft)
 
-    def move(self, source: str, target: str) -> None:
+    def move(self, source: str, target: str, *, sync: bool = False) -> None:
         with self._objects.lock:
-            data = self._read(source)
-            self._objects.put(self._key(target), data)
-            del self._objects.data[self._key(source)]
+            at, found = self._key(source), self._below(source)
+            if not found:
+                raise NotFound.at(self.place(source))
+            for key in found:
+                self._objects.put(self._key(target) + key[len(at) :], self._objects.data[key][0])
+                del self._objects.data[key]
+
+    def copy(self, source: str, target: str) -> None:
+        with self._objects.lock:
+            self.create(target, self._read(source))
 
     def commit(
         self,
@@ -154,15 +161,17 @@ class MemoryStore:
             if there is not None:
                 raise AlreadyExists.at(self.place(name))
             self.discard(name)
-            below = f"{self._key(draft)}/"
-            for key in [key for key in self._objects.data if key.startswith(below)]:
-                self._objects.data[joined(self._key(name), key[len(below) :])] = self._objects.data.pop(key)
+            self.move(draft, name)
 
     def discard(self, prefix: str) -> None:
-        below = self._key(prefix)
         with self._objects.lock:
-            for key in [key for key in self._objects.data if key == below or key.startswith(f"{below}/")]:
+            for key in self._below(prefix):
                 del self._objects.data[key]
+
+    def _below(self, prefix: str) -> Sequence[str]:
+        """Keys in the whole store of an object, or of all below a prefix."""
+        at = self._key(prefix)
+        return [key for key in self._objects.data if key == at or key.startswith(f"{at}/")]
 
     def delete(self, key: str) -> bool:
         with contextlib.suppress(KeyError):

@@ -24,45 +24,49 @@ _ROLLBACK, _REPAIR = "orders/rollback.json", "orders/repair"
 
 
 def keep(channel: Address, version: int) -> None:
-    open_store(channel).within(_KEEP).replace(digits(version), digits(version).encode())
+    open_store(channel).replace(_kept_key(version), digits(version).encode())
 
 
 def unkeep(channel: Address, version: int) -> bool:
     """False when it was not kept."""
-    return open_store(channel).within(_KEEP).delete(digits(version))
+    return open_store(channel).delete(_kept_key(version))
 
 
 def kept(channel: Address) -> list[int]:
-    return sorted(int(name) for name in open_store(channel).within(_KEEP).names() if _NUMBER.fullmatch(name))
+    return sorted(int(name) for name in open_store(channel).names(_KEEP) if _NUMBER.fullmatch(name))
 
 
 def set_tag(channel: Address, name: str, version: int) -> None:
     """Raises Refused for a name that cannot be a target."""
-    open_store(channel).within(_TAGS).replace(_tag_name(name), digits(version).encode())
+    open_store(channel).replace(_tag_key(name), digits(version).encode())
 
 
 def delete_tag(channel: Address, name: str) -> bool:
     """False when there is none."""
-    return open_store(channel).within(_TAGS).delete(_tag_name(name))
+    return open_store(channel).delete(_tag_key(name))
 
 
 def tags(channel: Address) -> dict[str, int]:
     """Raises DamagedFile for a tag without a version: what it keeps is unknown then."""
-    return {name: tagged(channel, name) for name in sorted(open_store(channel).within(_TAGS).names())}
+    return {name: tagged(channel, name) for name in sorted(open_store(channel).names(_TAGS))}
 
 
 def tagged(channel: Address, name: str) -> int:
     """The version that `tags/<name>` names. Raises NotFound and DamagedFile."""
-    tags = open_store(channel).within(_TAGS)
-    data = tags.read(file_name(name), _TAG_LIMIT)
+    store, key = open_store(channel), f"{_TAGS}/{file_name(name)}"
+    data = store.read(key, _TAG_LIMIT)
     if not _TAGGED.fullmatch(data):
         raise DamagedFile(
-            f"{tags.place(name)} does not hold a version of six digits", remedy="set the tag again"
+            f"{store.place(key)} does not hold a version of six digits", remedy="set the tag again"
         )
     return int(data)
 
 
-def _tag_name(name: str) -> str:
+def _kept_key(version: int) -> str:
+    return f"{_KEEP}/{digits(version)}"
+
+
+def _tag_key(name: str) -> str:
     refusal = Refused(
         f"{name[:80]!r} cannot be a tag", remedy="give a name without /, not a number and not latest"
     )
@@ -72,7 +76,7 @@ def _tag_name(name: str) -> str:
         raise refusal from None
     if plain.startswith(".") or plain == "latest" or plain.isdecimal():
         raise refusal
-    return plain
+    return f"{_TAGS}/{plain}"
 
 
 @dataclass(frozen=True)

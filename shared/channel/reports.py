@@ -104,9 +104,8 @@ def write_report(channel: Address, report: Report) -> float:
 def write_packed(channel: Address, key: str, packed: bytes) -> float:
     """As `write_report`; `key` from `report_key`."""
     store = open_store(channel)
-    hosts, name = store.within(HOSTS), key.removeprefix(f"{HOSTS}/")
-    hosts.replace(name, packed, sync=False)
-    found = hosts.stat(name)
+    store.replace(key, packed, sync=False)
+    found = store.stat(key)
     return store.now(HOSTS) if found is None else found.written
 
 

@@ -27,6 +27,8 @@ from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.files.disk_errors import DiskError, disk_remedy, disk_text, is_lasting
 from weightcast.shared.files.paths import file_name
 
+TRASH = ".trash"
+"""below it is what nobody sees any more"""
 _BLOCK = 1 << 20
 _DEPTH = 16
 """directories within directories"""
@@ -143,7 +145,8 @@ class Writer(Protocol):
 
 
 class Store(Protocol):
-    """Objects of a channel, or of a directory within it. Safe for several threads."""
+    """Objects of a channel, or of a directory within it. Safe for several threads. A store makes the
+    directories that its keys need, never its own: nothing is written where a mount or an attempt is gone."""
 
     def place(self, key: str = "") -> str:
         """Where the object is, for messages: a path or a URL."""
@@ -198,10 +201,15 @@ class Store(Protocol):
 
     def begin(self, draft: str) -> Store:
         """A prefix for objects that nobody sees before `commit`. Leftovers are found by their name.
-        Raises AlreadyExists where the name is taken."""
+        Raises AlreadyExists where the name is taken, NotFound where the directory that it is in is gone."""
 
-    def move(self, source: str, target: str) -> None:
-        """Renames an object of a draft."""
+    def move(self, source: str, target: str, *, sync: bool = False) -> None:
+        """Gives an object, or everything below a prefix, another key, in place of an object that has it.
+        `sync`: waits until it is durable. Raises NotFound where nothing is."""
+
+    def copy(self, source: str, target: str) -> None:
+        """Keeps the bytes of an object below a second key that is free, as cheaply as the store can. Raises
+        NotFound and AlreadyExists."""
 
     def commit(
         self,
@@ -219,7 +227,7 @@ class Store(Protocol):
         """Deletes everything below `prefix`, out of sight first: nobody finds half of it."""
 
     def delete(self, key: str) -> bool:
-        """Deletes an object, durable. False where there is none."""
+        """Deletes an object, durable, or a directory that is empty. False where there is none."""
 
     def now(self, prefix: str = "") -> float:
         """Unix time by the clock that dates objects. Raises StoreError where no clock can be read."""

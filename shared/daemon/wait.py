@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError, counted
+from weightcast.shared.channel.store import Store
 from weightcast.shared.daemon.fleet import Fleet, FleetReader, Host, names_of, of_run
 from weightcast.shared.files.paths import printable
 
@@ -76,7 +77,7 @@ class VersionWait:
     @classmethod
     def in_channel(
         cls,
-        channel: Path,
+        channel: Path | Store,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> VersionWait:

@@ -236,6 +236,7 @@ def test_a_discarded_object_leaves_nothing(store: Store) -> None:
 
 
 def test_a_version_is_visible_when_it_is_committed(store: Store) -> None:
+    store.begin("weight_v000001.parts")
     _draft(store, "weight_v000001.parts/1-ab", whole=b"bytes", other=b"more")
     assert store.names("weight_v000001") == []
     seen_before: list[list[str]] = []
@@ -343,6 +344,44 @@ def test_files_of_a_draft_move_into_subdirectories(store: Store) -> None:
         draft.move("part-0", "whole/x")
 
 
+@pytest.mark.parametrize("sync", [False, True])
+def test_everything_below_a_prefix_moves(store: Store, sync: bool) -> None:
+    _draft(store, "weight_v000001", shard=b"1")
+    store.create("weight_v000001/anchor/shard", b"2")
+    store.move("weight_v000001", ".trash/weight_v000001.pruned", sync=sync)
+    assert store.names("weight_v000001") == [] and store.stat("weight_v000001/anchor/shard") is None
+    assert store.read(".trash/weight_v000001.pruned/anchor/shard", 10) == b"2"
+    with pytest.raises(NotFound, match="weight_v000001"):
+        store.move("weight_v000001", ".trash/other", sync=sync)
+    assert store.names(".trash/other") == []
+
+
+def test_a_moved_object_takes_the_place_of_another(store: Store) -> None:
+    _draft(store, "draft", shard=b"right")
+    store.create("weight_v000001/shard", b"damaged")
+    store.move("draft/shard", "weight_v000001/shard")
+    assert store.read("weight_v000001/shard", 10) == b"right" and store.names("draft") == []
+
+
+def test_a_copy_stays_when_the_object_is_replaced(store: Store) -> None:
+    store.create("weight_v000001/shard", b"damaged")
+    store.copy("weight_v000001/shard", ".trash/shard.put-away/shard")
+    store.replace("weight_v000001/shard", b"right")
+    assert store.read(".trash/shard.put-away/shard", 10) == b"damaged"
+    with pytest.raises(AlreadyExists):
+        store.copy("weight_v000001/shard", ".trash/shard.put-away/shard")
+    with pytest.raises(NotFound):
+        store.copy("weight_v000001/other", ".trash/other")
+    assert sorted(store.names(".trash")) == ["shard.put-away"]
+
+
+def test_what_is_in_the_trash_is_deleted_there(store: Store) -> None:
+    _draft(store, "weight_v000001", shard=b"1")
+    store.move("weight_v000001", ".trash/weight_v000001.pruned")
+    store.discard(".trash/weight_v000001.pruned")
+    assert store.names(".trash") == []
+
+
 def test_lists_one_level_with_sizes(store: Store) -> None:
     _draft(store, "weight_v000001", shard=b"12345")
     store.create("latest", b"000001")
@@ -355,7 +394,7 @@ def test_lists_one_level_with_sizes(store: Store) -> None:
 
 def test_a_store_within_sees_the_same_objects(store: Store) -> None:
     inner = store.within("weight_v000001").within("anchor")
-    store.begin("weight_v000001/anchor")
+    store.begin("weight_v000001").begin("anchor")
     inner.create("config.json", b"{}")
     assert store.read("weight_v000001/anchor/config.json", 10) == b"{}"
     assert inner.place("config.json") == store.place("weight_v000001/anchor/config.json")

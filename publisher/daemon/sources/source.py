@@ -14,7 +14,7 @@ from weightcast.publisher.publish.report import Publication, publication, report
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.layout import index_key
 from weightcast.shared.daemon.status import Failure
 
 MadeFor = Callable[[str, int], Index | None]
@@ -69,5 +69,6 @@ class Source(Protocol):
 
 def read_back(publisher: ServicePublisher, index: Index, source: str) -> Publication:
     """The report of a version whose publication did not live to report."""
-    directory = Layout(publisher.channel).version_dir(index.version)
-    return publication(report_of(index, publisher.run[1].table, directory), source)
+    found = publisher.store.stat(index_key(index.version))
+    size = 0 if found is None else found.size
+    return publication(report_of(index, publisher.run[1].table, size), source)

@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -22,7 +21,9 @@ from weightcast.shared.base.elements import Chunk, Part, TensorTable, Words, gri
 from weightcast.shared.base.errors import MEND_CHANNEL, DamagedFile, Forked
 from weightcast.shared.channel.delta_reader import DeltaReader, open_delta, place_of
 from weightcast.shared.channel.delta_writer import ChunkStep
+from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, Step, pack_lanes, unpack_lanes
 from weightcast.shared.checkpoint.update.fetch import Delta, Fetcher, Incoming, check_space
@@ -55,10 +56,10 @@ def files_of(version: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A delta whose shards are in `directory`, verified, or arrive there (`incoming`)."""
+    """A delta whose shards are in `files`, verified, or arrive there (`incoming`)."""
 
     index: Index | ForeignIndex
-    directory: Path
+    files: Store
     incoming: Incoming = field(default_factory=lambda: Incoming(complete=True))
 
     @property
@@ -130,7 +131,7 @@ def stage(
 
 def _reader(local: LocalCheckpoint, version: Fetched) -> DeltaReader:
     with files_of(version.index.version):
-        return open_delta(version.index, local.table, version.directory, version.incoming.wait)
+        return open_delta(version.index, local.table, version.files, version.incoming.wait)
 
 
 def _check_start(base: Position, first: Index | ForeignIndex) -> None:
@@ -254,7 +255,9 @@ def prepare(
     indexes = [delta.index for delta in deltas]
     check_space(local.paths, indexes)
     on_phase("fetch")
-    fetched = [Fetched(index, fetcher.spool.directory(index), Incoming()) for index in indexes]
+    fetched = [
+        Fetched(index, DirectoryStore(fetcher.spool.directory(index)), Incoming()) for index in indexes
+    ]
     try:
         with _staging(local, fetched) as staging:
             for delta, one in zip(deltas, fetched, strict=True):
