@@ -7,12 +7,12 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from forked import Forked
 from numpy.typing import NDArray
 
 ITEM_SIZES = {
@@ -207,11 +207,10 @@ def snapshot(directory: Path, leave_out: Sequence[str] = NOT_STATE) -> dict[str,
 
 def start(script: Path, *arguments: object) -> subprocess.Popen[str]:
     """A child process whose stdout is read by line."""
-    command = [sys.executable, str(script), *map(str, arguments)]
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    return Forked(
+        [script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import yaml
 
+from weightcast.shared.kernels.compiler import CACHE
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMPOSE = REPOSITORY / "docker-compose.yml"
 DOCKERFILE = REPOSITORY / "deploy" / "Dockerfile"
@@ -276,11 +278,10 @@ class Stack:
     def _environment(self, name: str) -> dict[str, str]:
         service = self.services[name]
         mapped = {key: self._local(name, value) for key, value in service.environment.items()}
-        # Programs of this installation; and what numba compiled before, wherever it keeps that.
+        # Programs of this installation, and its kernels.
         mapped["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        mapped.pop("WEIGHTCAST_CACHE", None)
-        kept = {key: os.environ[key] for key in ("WEIGHTCAST_CACHE",) if key in os.environ}
-        return mapped | kept | {"HOME": str(self.root)}
+        assert CACHE is not None
+        return mapped | {"WEIGHTCAST_CACHE": str(CACHE.parent), "HOME": str(self.root)}
 
     def _local(self, name: str, word: str) -> str:
         service = self.services[name]

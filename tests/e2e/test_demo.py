@@ -65,7 +65,7 @@ def test_trains_serves_and_proves_it_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_without_weight_updates_the_reward_check_fails(tmp_path: Path) -> None:
-    demo, output, summary = run_demo(tmp_path, "--freeze", "--steps", "8")
+    demo, output, summary = run_demo(tmp_path, "--freeze", "--steps", "4")
     assert demo.returncode == 1, output
     assert {"versions", "reward", "bits"} == set(summary["failures"])
     assert summary["versions_published"] == 0

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from forked import weightcast
 from numpy.typing import NDArray
 from waiting import wait_until
 
@@ -198,15 +198,11 @@ class Daemon:
         port_file, log = places.root / "port", places.root / "log"
         port_file.unlink(missing_ok=True)
         with log.open("ab") as stream:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "weightcast.shared.cli.main", "publisher", "run"),
-                    *("--channel", str(places.channel)),
-                    *(("--base", str(places.base)) if base else ()),
-                    *("--local", str(places.local), "--watch", str(places.watch)),
-                    *("--port", "0", "--port-file", str(port_file), "--threads", "1"),
-                    *("--poll-seconds", "0.1", "--settle-seconds", "0.3", *flags),
-                ],
+            process = weightcast(
+                *("publisher", "run", "--channel", places.channel, "--local", places.local),
+                *("--watch", places.watch, *(("--base", places.base) if base else ())),
+                *("--port", "0", "--port-file", port_file, "--threads", "1"),
+                *("--poll-seconds", "0.1", "--settle-seconds", "0.3", *flags),
                 stderr=stream,
                 env={**os.environ, "WEIGHTCAST_TOKEN": token},
             )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 from daemonkit import Daemon, Places
+from forked import weightcast
 from in_process import Command
 from waiting import wait_until
 
@@ -70,13 +69,10 @@ def test_both_daemons_say_it_in_log_and_status(places: Places) -> None:
     publisher = Daemon.start(places, "--log-format", "json").ready()
     port, log = places.root / "host-port", places.root / "host-log"
     with log.open("wb") as stream:
-        subscriber = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "weightcast.shared.cli.main", "subscriber", "run"),
-                *("--channel", str(places.channel), "--base", str(places.base)),
-                *("--local", str(places.root / "host"), "--port", "0", "--port-file", str(port)),
-                *("--poll-seconds", "0.1", "--log-format", "json"),
-            ],
+        subscriber = weightcast(
+            *("subscriber", "run", "--channel", places.channel, "--base", places.base),
+            *("--local", places.root / "host", "--port", "0", "--port-file", port),
+            *("--poll-seconds", "0.1", "--log-format", "json"),
             stderr=stream,
         )
     try:

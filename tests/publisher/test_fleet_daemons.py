@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from daemonkit import Daemon, Places, base_tensors, changed, rename_in
 from in_process import Command
@@ -18,8 +18,6 @@ from waiting import wait_until
 
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.daemon.wait import wait_for_hosts
-
-COMMAND = [sys.executable, "-m", "weightcast.shared.cli.main"]
 
 
 @dataclass
@@ -38,12 +36,10 @@ class Fleet:
     def start(self, name: str, *flags: str) -> None:
         """A subscriber with a local checkpoint of this name."""
         with (self.places.root / f"{name}.log").open("ab") as log:
-            self.hosts[name] = subprocess.Popen(
-                [
-                    *(*COMMAND, "subscriber", "run", "--channel", str(self.places.channel)),
-                    *("--base", str(self.places.base), "--local", str(self.local(name)), "--port", "0"),
-                    *("--poll-seconds", "0.2", "--threads", "1", "--report-seconds", "0.5", *flags),
-                ],
+            self.hosts[name] = forked.weightcast(
+                *("subscriber", "run", "--channel", self.places.channel),
+                *("--base", self.places.base, "--local", self.local(name), "--port", "0"),
+                *("--poll-seconds", "0.2", "--threads", "1", "--report-seconds", "0.5", *flags),
                 stderr=log,
             )
 
@@ -111,8 +107,8 @@ def test_hosts_appear_stop_and_recover(fleet: Fleet, weightcast: Command) -> Non
     code, out, _ = weightcast("fleet", "--channel", fleet.places.channel)
     assert code == 0 and "latest 2 (" in out and "; 2 hosts" in out and "patch 2 in" in out
     assert "publisher alive, heard" in out
-    watching = subprocess.Popen(
-        [*COMMAND, "fleet", "--channel", str(fleet.places.channel), "--watch", "--json"],
+    watching = forked.weightcast(
+        *("fleet", "--channel", fleet.places.channel, "--watch", "--json"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from core_cases import Model, ended, some_changed
+from core_cases import Model, ended, some_changed, start
 from publisher_cases import Place, make_place
 
 from weightcast.publisher.maintenance.retention import Retention
@@ -30,13 +28,7 @@ PLACES = (
 
 
 def kill_at(name: str, place: Place, *new: Path) -> None:
-    child = subprocess.Popen(
-        [sys.executable, str(CHILD), name, *map(str, (place.channel, place.pub, place.base, *new))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    code, said = ended(child)
+    code, said = ended(start(CHILD, name, place.channel, place.pub, place.base, *new))
     assert code == -signal.SIGKILL, said
 
 

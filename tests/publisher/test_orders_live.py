@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forked
 from daemonkit import (
     Daemon,
     Places,
@@ -45,13 +44,13 @@ class Trainer:
 def host(places: Places, name: str, *flags: str) -> Iterator[Path]:
     """A subscriber's daemon; its local checkpoint."""
     local = places.root / name
-    command = [
-        *(sys.executable, "-m", "weightcast.shared.cli.main", "subscriber", "run"),
-        *("--channel", str(places.channel), "--base", str(places.base), "--local", str(local)),
-        *("--port", "0", "--poll-seconds", "0.1", "--threads", "1", *flags),
-    ]
     with (places.root / f"{name}.log").open("ab") as log:
-        process = subprocess.Popen(command, stderr=log, env={**os.environ, "WEIGHTCAST_TOKEN": ""})
+        process = forked.weightcast(
+            *("subscriber", "run", "--channel", places.channel, "--base", places.base, "--local", local),
+            *("--port", "0", "--poll-seconds", "0.1", "--threads", "1", *flags),
+            stderr=log,
+            env={**os.environ, "WEIGHTCAST_TOKEN": ""},
+        )
     try:
         yield local
         assert process.poll() is None, (places.root / f"{name}.log").read_text()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 from core_cases import some_changed
 from daemonkit import Daemon, Places, base_tensors, changed, rename_in, snapshot
+from forked import run_weightcast
 from test_remake import DAMAGES, KEEPS, made, models_of
 from waiting import wait_until
 
@@ -59,10 +58,7 @@ def test_the_command_sends_the_order_and_waits(published: tuple[Places, Daemon])
     before = committed(places.channel)
     DAMAGES[0](places.channel / "weight_v000002")
     DAMAGES[4](places.channel / "weight_v000001")
-    command = [sys.executable, "-m", "weightcast.shared.cli.main", "channel", "repair", "--json"]
-    done = subprocess.run(
-        [*command, "--channel", str(places.channel)], capture_output=True, text=True, check=False
-    )
+    done = run_weightcast("channel", "repair", "--json", "--channel", places.channel)
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout)
     assert said["left"] == [] and len(said["done"]) >= 2, said

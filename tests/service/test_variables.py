@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 import typer
+from forked import run_weightcast
 
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.shared.cli.app import new_app, register_sides
@@ -79,10 +78,8 @@ def test_others_are_left_alone(name: str) -> None:
 
 @pytest.mark.parametrize("verb", [("--version",), ("channel", "log", "--channel", "/nowhere", "--json")])
 def test_a_command_warns_once_on_stderr_and_does_its_work(verb: tuple[str, ...]) -> None:
-    line = [sys.executable, "-m", "weightcast.shared.cli.main", *verb]
-    bare = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
-    given = os.environ | {"WEIGHTCAST_TOKENS": "s3cret"}
-    told = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=given)
+    bare = run_weightcast(*verb)
+    told = run_weightcast(*verb, env=os.environ | {"WEIGHTCAST_TOKENS": "s3cret"})
     assert (told.returncode, told.stdout) == (bare.returncode, bare.stdout)
     warning = "warning: nothing reads the variable WEIGHTCAST_TOKENS; did you mean WEIGHTCAST_TOKEN?\n"
     assert told.stderr == warning + bare.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import shutil
 import ssl
-import subprocess
-import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import httpx
 from doubles import Answer, Call, Double, Drop, SGLangDouble, WebhookDouble, serve
+from forked import weightcast
 from hosts import Run, Site, on_disk
 from waiting import wait_until
 
@@ -249,13 +248,12 @@ class Process:
         self._port_file = host.local.with_suffix(".process-port")
         self._port_file.unlink(missing_ok=True)
         self._log = host.local.with_suffix(".log").open("ab")
-        command = [
-            *(sys.executable, "-m", "weightcast.shared.cli.main", "subscriber", "run"),
-            *("--channel", str(host.run.channel), "--base", str(host.run.base_dir)),
-            *("--local", str(host.local), "--port", str(host.port), "--port-file", str(self._port_file)),
+        self._process = weightcast(
+            *("subscriber", "run", "--channel", host.run.channel, "--base", host.run.base_dir),
+            *("--local", host.local, "--port", host.port, "--port-file", self._port_file),
             *("--poll-seconds", "0.2", "--threads", "1", "--no-report", *arguments),
-        ]
-        self._process = subprocess.Popen(command, stderr=self._log)
+            stderr=self._log,
+        )
         wait_until(lambda: self._port_file.exists() or self._process.poll() is not None, SECONDS)
         host.port = int(self._port_file.read_text())
 

@@ -7,13 +7,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import forked
 import httpx
 import pytest
 from doubles import Drop, Hang
@@ -24,7 +24,6 @@ from waiting import wait_until
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.signing import PrivateKey
 
-COMMAND = [sys.executable, "-m", "weightcast.shared.cli.main"]
 TOKEN = "correct-horse"
 
 
@@ -55,7 +54,7 @@ class Daemon:
         for engine in engines:
             arguments += ["--engine", site.option(engine) + of_engines]
         environment = dict(os.environ) | ({} if token is None else {"WEIGHTCAST_TOKEN": token})
-        self.process = subprocess.Popen([*COMMAND, *arguments], env=environment, stderr=stderr or self.log)
+        self.process = forked.weightcast(*arguments, env=environment, stderr=stderr or self.log)
         site.stack.callback(self.end)
 
     def end(self) -> None:
@@ -167,13 +166,9 @@ def test_a_host_that_cannot_be_asked_for_is_a_wrong_setting(
     site: Site, run: Run, setting: str, value: str
 ) -> None:
     places = ("--channel", str(run.channel), "--base", str(run.base_dir), "--local", str(site.root / "host"))
-    done = subprocess.run(
-        [*COMMAND, "subscriber", "run", *places, "--port", "0", setting, value],
+    done = forked.run_weightcast(
+        *("subscriber", "run", *places, "--port", "0", setting, value),
         env=dict(os.environ) | {"WEIGHTCAST_TOKEN": TOKEN},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
     )
     assert done.returncode == 2
     assert "wrong settings" in done.stderr and setting[2:].replace("-", "_") in done.stderr
@@ -410,10 +405,10 @@ def test_sync_waits_for_a_channel_that_is_not_there_yet(
     later = run.channel.rename(site.root / "later")
     if mounted:
         run.channel.mkdir()
-    command = [*COMMAND, "sync", *places, *options, "--json"]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 75
-    with subprocess.Popen(
-        [*command, "--wait-channel", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    command = ("sync", *places, *options, "--json")
+    assert forked.run_weightcast(*command).returncode == 75
+    with forked.weightcast(
+        *command, "--wait-channel", "60", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as waiting:
         assert waiting.stdout is not None and waiting.stderr is not None
         assert told + b"; waiting up to 60 s" in waiting.stderr.readline()
