@@ -18,9 +18,9 @@ from weightcast.subscriber.engines.base import (
     parse_engine,
     unreachable,
 )
+from weightcast.subscriber.engines.host import HostEngine
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.launch import PROBE_SECONDS, Launch, run_engine
-from weightcast.subscriber.engines.proxy import EngineProxy
 from weightcast.subscriber.engines.wire import Key, Keys, Wire
 
 log = get_log("run-engine")
@@ -68,7 +68,7 @@ def run(
 
 def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[[], bool]:
     if engine is not None and ready_url is None:
-        return _Loaded(EngineProxy(open_engine(parse_engine(engine, local), timeouts=PROBING)).probe)
+        return _Loaded(HostEngine(open_engine(parse_engine(engine, local), timeouts=PROBING)).probe)
     if ready_url is not None and engine is None:
         wire = Wire(_spec(ready_url, local), PROBING, Keys(NO_KEY))
         return _Loaded(lambda: _look_at(wire))

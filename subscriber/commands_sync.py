@@ -30,7 +30,7 @@ from weightcast.subscriber.sync.target import parse_target
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from weightcast.subscriber.engines.reload import Engines
+    from weightcast.subscriber.engines.host import Engines
     from weightcast.subscriber.groups.lead import Lead
 
 _LOOK_SECONDS = 0.5

@@ -243,7 +243,7 @@ class Subscriber:
         """A reload that may yet end well is waited for: its engine would stay paused until the next start."""
         engines, engine_status = self.sync.engines, self.status_builder.status.get().engines
         return max(
-            (engines.deadline(one.name) for one in engine_status if one.mark == "pausing"), default=0.0
+            (engines[one.name].pace.total for one in engine_status if one.mark == "pausing"), default=0.0
         )
 
     def app(self) -> FastAPI:

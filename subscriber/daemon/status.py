@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.checkpoint.state.state import EngineState, LocalState, Mark, Phase
 from weightcast.shared.daemon.status import SOFTWARE, Snapshot, verify_status
-from weightcast.subscriber.engines.live import live_of
-from weightcast.subscriber.engines.proxy import EngineProxy
-from weightcast.subscriber.engines.reload import Engines
+from weightcast.subscriber.engines.host import Engines, HostEngine
 from weightcast.subscriber.engines.verify import EngineVerifyFacts
 from weightcast.subscriber.groups.lead import Lead, Line
 from weightcast.subscriber.status import (
@@ -154,11 +152,10 @@ def engines_status(
     in_sync = frozenset[str]() if state is None else engines.in_sync(state)
     serving = frozenset[str]() if state is None else engines.serving(state)
 
-    def status(engine: EngineProxy) -> EngineStatus:
-        spec, name = engine.spec, engine.spec.name
+    def status(engine: HostEngine) -> EngineStatus:
+        spec, name, facts, last = engine.spec, engine.name, engine.facts, engine.last
         record = None if state is None else state.engines.get(name)
-        facts, last = engines.facts(name), engines.last(name)
-        phases = {} if last is None else asdict(last.phases)
+        phases = {} if last is None else last.phases
         return EngineStatus(
             name=name,
             kind=spec.kind,
@@ -169,10 +166,10 @@ def engines_status(
             process=facts.process if record is None else record.process,
             aligned=name in in_sync,
             reachable=facts.reachable,
-            reason="" if name in serving else engines.reason(name),
+            reason="" if name in serving else engine.reason,
             ready=name in serving,
-            state=_condition(engines, name, record, in_sync=name in in_sync, serving=name in serving),
-            failures=engines.failures(name),
+            state=_condition(engine, record, in_sync=name in in_sync, serving=name in serving),
+            failures=engine.failures,
             seconds={phase: round(seconds, 6) for phase, seconds in phases.items()},
             pause_seconds=None if last is None else last.pause_seconds,
             via=spec.via,
@@ -183,11 +180,10 @@ def engines_status(
     return tuple(map(status, engines.engines))
 
 
-def _live_status(engine: EngineProxy, verified: EngineVerifyFacts | None) -> LiveStatus | None:
-    live = live_of(engine.adapter)
-    if live is None:
+def _live_status(engine: HostEngine, verified: EngineVerifyFacts | None) -> LiveStatus | None:
+    if engine.live is None:
         return None
-    facts = live.facts
+    facts = engine.live.facts
     return LiveStatus(
         way=facts.way,
         patches=facts.patches,
@@ -199,15 +195,15 @@ def _live_status(engine: EngineProxy, verified: EngineVerifyFacts | None) -> Liv
 
 
 def _condition(
-    engines: Engines, name: str, record: EngineState | None, *, in_sync: bool, serving: bool
+    engine: HostEngine, record: EngineState | None, *, in_sync: bool, serving: bool
 ) -> EngineCondition:
     if serving:
         return "serving"
     if in_sync:
         return "paused"
-    if engines.failed(name):
+    if engine.failed:
         return "failed"
-    if not engines.facts(name).reachable:
+    if not engine.facts.reachable:
         return "silent"
     return "suspect" if record is not None and record.mark is Mark.SUSPECT else "waiting"
 

@@ -15,15 +15,14 @@ from weightcast.shared.checkpoint.update.fetch import PreRead
 from weightcast.shared.daemon.hooks import run_hook
 from weightcast.shared.daemon.threads import working_threads
 from weightcast.subscriber.daemon.settings import SubscriberSettings
+from weightcast.subscriber.engines.adapter import Adapter
 from weightcast.subscriber.engines.base import (
     BadEngineOption,
-    Engine,
     EngineSpec,
     Timeouts,
     parse_engines,
 )
-from weightcast.subscriber.engines.reload import Engines
-from weightcast.subscriber.engines.reload_one import RetryPace
+from weightcast.subscriber.engines.host import Engines, RetryPace
 from weightcast.subscriber.engines.rules import ReloadOrder
 from weightcast.subscriber.groups.lead import PATIENCE, GroupPace, Lead, Member
 from weightcast.subscriber.groups.order import NAME_LIMIT
@@ -99,7 +98,7 @@ def open_engines(
     )
 
 
-def _open_engine(spec: EngineSpec, local: Path, limits: Timeouts) -> Engine:
+def _open_engine(spec: EngineSpec, local: Path, limits: Timeouts) -> Adapter:
     from weightcast.subscriber.engines.kinds import open_engine
 
     return open_engine(spec, run_id=lambda: _run_id(local), timeouts=limits)

@@ -1,7 +1,5 @@
-"""The edge between weightcast and an inference engine: an adapter's options, calls and answers.
-
-An adapter speaks one engine's dialect and decides from status codes and fields what a reply proves; the order
-of the calls is decided in `reload_one`. Adapters are used by one thread at a time.
+"""The edge between weightcast and an inference engine: the `--engine` option, what an engine says of itself,
+and what its answers prove.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ import posixpath
 import re
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, cast, get_args
 from urllib.parse import unquote, urlsplit
 
 from weightcast.shared.base.errors import USAGE, EngineFailed, Refused
@@ -28,31 +26,46 @@ Via = Literal["reload", "live"]
 Confirmation = Literal["digest", "label", "status-only"]
 """What says that the engine took the weights, from strongest to weakest."""
 
-KINDS: Mapping[str, Kind] = {"sglang": "sglang", "vllm": "vllm", "webhook": "webhook"}
-POLICIES: Mapping[str, Policy] = {"recompute": "recompute", "wait": "wait", "abort": "abort"}
-VIAS: Mapping[str, Via] = {"reload": "reload", "live": "live"}
 Drafter = Literal["refuse", "keep"]
 """What becomes of an engine with a draft model that a reload would leave old."""
-DRAFTERS: Mapping[str, Drafter] = {"refuse": "refuse", "keep": "keep"}
-OPTIONS = (
-    *("path", "via", "policy", "name", "copies", "api_key_env", "admin_api_key_env", "deadline", "ca"),
-    *("verify", "drafter"),
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 SYNTAX = (
     "--engine kind=URL[,path=LOCAL as the engine sees it][,via=reload|live][,policy=recompute|wait|abort]"
     "[,name=NAME][,copies=true|false][,api_key_env=VARIABLE][,admin_api_key_env=VARIABLE][,deadline=SECONDS]"
     "[,ca=FILE][,verify=true|false][,drafter=refuse|keep]; kinds: sglang, vllm, webhook"
 )
-MOST_SECONDS = 86400.0
 QUOTED = 300
 """characters of a reply that an error message repeats"""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@\[\]-]{0,99}")
 Address = tuple[str, int, str, str]
 """host, port, path, query"""
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "0.0.0.0", "::"})
 _LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _USER = re.compile(r"[^/?#]*//[^/?#]*@")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@\[\]-]{0,99}").fullmatch
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*").fullmatch
+_TRUTH = ("true", "false").__contains__
+_MOST_SECONDS = 86400.0
+
+
+def _seconds(text: str) -> bool:
+    return bool(re.fullmatch(r"\d{1,6}(\.\d{1,3})?", text, re.ASCII)) and 0 < float(text) <= _MOST_SECONDS
+
+
+OPTIONS: Mapping[str, Callable[[str], object]] = {
+    "path": bool,
+    "via": get_args(Via).__contains__,
+    "policy": POLICIES.__contains__,
+    "name": _NAME,
+    "copies": _TRUTH,
+    "api_key_env": _VARIABLE,
+    "admin_api_key_env": _VARIABLE,
+    "deadline": _seconds,
+    "ca": bool,
+    "verify": _TRUTH,
+    "drafter": get_args(Drafter).__contains__,
+}
+"""Whether a value fits."""
 
 
 def without_query(url: str) -> str:
@@ -192,36 +205,6 @@ class Timeouts:
     reload: float = 300.0
 
 
-class Engine(Protocol):
-    """An inference server. All methods but `probe` and `reload` raise EngineFailed when the engine does not
-    answer in time or answers anything but success. `pause`, `resume` and `relabel` may be repeated."""
-
-    @property
-    def spec(self) -> EngineSpec: ...
-
-    @property
-    def copies_weights(self) -> bool:
-        """False: the engine maps the files, and patching them changes what it computes at once."""
-
-    def probe(self) -> EngineFacts:
-        """Never raises for what an engine does."""
-
-    def pause(self) -> None: ...
-
-    def reload(self, path: str, version: int, label: str) -> ReloadOutcome:
-        """Sent once, never repeated here."""
-
-    def read_back(self, label: str) -> Confirmation:
-        """Asks which weights the engine says it has. EngineFailed when it names others."""
-
-    def resume(self) -> None: ...
-
-    def relabel(self, label: str) -> Confirmation:
-        """New name for the same weights; `status-only` where the engine has no labels."""
-
-    def close(self) -> None: ...
-
-
 class NotSent(EngineFailed):
     """No connection came about: the engine has not seen the request."""
 
@@ -256,52 +239,51 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
     """`text` is the value of an `--engine` option, `local` the local checkpoint. Raises BadEngineOption."""
     head, *rest = re.split(r",(?=[A-Za-z_]+=)", text)
     kind_text, equals, url = head.partition("=")
-    kind = KINDS.get(kind_text)
-    if not equals or kind is None:
+    if not equals or kind_text not in KINDS:
         raise BadEngineOption(
             f"--engine {text!r}: unknown engine kind {kind_text!r}", remedy=_meant(kind_text, KINDS)
         )
-    options = _options(text, rest)
-    via = VIAS[_checked(text, "via", options.get("via", "reload"), VIAS.__contains__)]
+    kind = cast("Kind", kind_text)
+    given = _options(text, rest)
     url = _checked_url(text, url)
-    copies = options.get("copies", "false" if kind == "webhook" else "true")
-    if via == "live" and (kind == "webhook" or copies != "true"):
-        raise BadEngineOption(f"--engine {text!r}: via=live is for vllm and sglang, which copy weights")
-    path = _checked(text, "path", options.get("path", str(local.absolute())), bool)
-    if not path.startswith("/"):
-        raise BadEngineOption(f"--engine {text!r}: path={path!r} must be absolute, as the engine sees it")
     spec = EngineSpec(
         kind=kind,
         url=url,
-        path=path,
-        name=_checked(text, "name", options.get("name", _default_name(kind, url)), _NAME.fullmatch),
-        policy=POLICIES[_checked(text, "policy", options.get("policy", "recompute"), POLICIES.__contains__)],
-        copies_weights=_truth(text, "copies", copies),
-        api_key_env=_variable(text, "api_key_env", options),
-        admin_api_key_env=_variable(text, "admin_api_key_env", options),
-        deadline=_seconds(text, options["deadline"]) if "deadline" in options else None,
-        via=via,
-        drafter=DRAFTERS[_checked(text, "drafter", options.get("drafter", "refuse"), DRAFTERS.__contains__)],
+        path=given.get("path", str(local.absolute())),
+        name=given.get("name", f"{kind}@{urlsplit(url).netloc}"),
+        policy=cast("Policy", given.get("policy", "recompute")),
+        copies_weights=given.get("copies", "false" if kind == "webhook" else "true") == "true",
+        api_key_env=given.get("api_key_env"),
+        admin_api_key_env=given.get("admin_api_key_env"),
+        deadline=float(given["deadline"]) if "deadline" in given else None,
+        ca=Path(given["ca"]) if "ca" in given else None,
+        verify=given.get("verify", "true") == "true",
+        via=cast("Via", given.get("via", "reload")),
+        drafter=cast("Drafter", given.get("drafter", "refuse")),
         local=local,
     )
-    if kind != "sglang" and spec.admin_api_key_env is not None:
-        raise BadEngineOption(
-            f"--engine {text!r}: admin_api_key_env= is for sglang", remedy="use api_key_env="
-        )
-    return _with_trust(spec, text, options)
+    _check(text, "name", spec.name)
+    for fault, applies in _contradictions(spec, given.keys()).items():
+        if applies:
+            raise BadEngineOption(f"--engine {text!r}: {fault}")
+    return spec
 
 
-def _with_trust(spec: EngineSpec, text: str, options: Mapping[str, str]) -> EngineSpec:
-    ca, verify = options.get("ca"), options.get("verify")
-    if (ca is not None or verify is not None) and not spec.url.startswith("https:"):
-        raise BadEngineOption(f"--engine {text!r}: ca= and verify= are for https URLs")
-    if verify is None or _truth(text, "verify", verify):
-        return spec if ca is None else replace(spec, ca=Path(_checked(text, "ca", ca, bool)))
-    if ca is not None:
-        raise BadEngineOption(f"--engine {text!r}: verify=false leaves ca= without a use")
-    if spec.api_key_env is not None or spec.admin_api_key_env is not None:
-        raise BadEngineOption(f"--engine {text!r}: verify=false would give the API key to whoever answers")
-    return replace(spec, verify=False)
+def _contradictions(spec: EngineSpec, given: Collection[str]) -> Mapping[str, bool]:
+    has_key = spec.api_key_env is not None or spec.admin_api_key_env is not None
+    is_copied = spec.kind != "webhook" and spec.copies_weights
+    return {
+        "via=live is for vllm and sglang, which copy weights": spec.via == "live" and not is_copied,
+        f"path={spec.path!r} must be absolute, as the engine sees it": not spec.path.startswith("/"),
+        "admin_api_key_env= is for sglang; use api_key_env=": (
+            spec.kind != "sglang" and spec.admin_api_key_env is not None
+        ),
+        "ca= and verify= are for https URLs": (
+            not {"ca", "verify"}.isdisjoint(given) and not spec.url.startswith("https:")
+        ),
+        "verify=false leaves ca= without a use": not spec.verify and spec.ca is not None,
+        "verify=false would give the API key to whoever answers": not spec.verify and has_key,
+    }
 
 
 def parse_engines(texts: Sequence[str], local: Path) -> tuple[EngineSpec, ...]:
@@ -353,36 +335,19 @@ def _options(text: str, pairs: Sequence[str]) -> dict[str, str]:
             raise BadEngineOption(f"--engine {text!r}: unknown option {key!r}", remedy=_meant(key, OPTIONS))
         if key in options:
             raise BadEngineOption(f"--engine {text!r}: {key} is given twice")
+        _check(text, key, value)
         options[key] = value
     return options
+
+
+def _check(text: str, key: str, value: str) -> None:
+    if not value or "\0" in value or not OPTIONS[key](value):
+        raise BadEngineOption(f"--engine {text!r}: {key}={value!r} is not valid")
 
 
 def _meant(given: str, known: Collection[str]) -> str:
     close = [] if given in known else difflib.get_close_matches(given.lower(), known, 1)
     return f"did you mean {close[0]}?" if close else SYNTAX
-
-
-def _variable(text: str, key: str, options: Mapping[str, str]) -> str | None:
-    return _checked(text, key, options[key], _VARIABLE.fullmatch) if key in options else None
-
-
-def _checked(text: str, key: str, value: str, fits: Callable[[str], object]) -> str:
-    if not value or "\0" in value or not fits(value):
-        raise BadEngineOption(f"--engine {text!r}: {key}={value!r} is not valid")
-    return value
-
-
-def _truth(text: str, key: str, value: str) -> bool:
-    return _checked(text, key, value, {"true", "false"}.__contains__) == "true"
-
-
-def _seconds(text: str, value: str) -> float:
-    def fits(value: str) -> bool:
-        return re.fullmatch(r"\d{1,6}(\.\d{1,3})?", value, re.ASCII) is not None and (
-            0 < float(value) <= MOST_SECONDS
-        )
-
-    return float(_checked(text, "deadline", value, fits))
 
 
 def _checked_url(text: str, url: str) -> str:
@@ -398,7 +363,3 @@ def _checked_url(text: str, url: str) -> str:
     if "?" in url:
         raise BadEngineOption(f"--engine {text!r}: the URL of an inference server has no query")
     return url.rstrip("/")
-
-
-def _default_name(kind: Kind, url: str) -> str:
-    return f"{kind}@{urlsplit(url).netloc}"

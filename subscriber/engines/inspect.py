@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from weightcast.shared.base.errors import EngineFailed, Refused
+from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.errors import DamagedFile, EngineFailed, Refused, RetryLater
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.run_files import BASE_LIMIT, parse_base
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import Phase, Position, read_state
 from weightcast.shared.cli.local import EngineFound
+from weightcast.shared.digest.checksums import Lanes
+from weightcast.shared.digest.root import root
 from weightcast.shared.doctor.findings import Finding, Level
 from weightcast.shared.files import durable
+from weightcast.subscriber.engines.adapter import NONE, UNKNOWN, Adapter, EngineLanes, guarded
 from weightcast.subscriber.engines.base import (
-    Engine,
     EngineFacts,
     EngineSpec,
     KeyRefused,
@@ -25,13 +28,15 @@ from weightcast.subscriber.engines.base import (
     parse_engines,
     unreachable,
 )
+from weightcast.subscriber.engines.host import HostEngine
 from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.engines.live import live_of
-from weightcast.subscriber.engines.probes import CANNOT_TELL, NONE, UNKNOWN
-from weightcast.subscriber.engines.proxy import EngineProxy, guarded
+from weightcast.subscriber.engines.live import Live
 from weightcast.subscriber.engines.sglang import SGLang
-from weightcast.subscriber.engines.verify import verify_engine
+from weightcast.subscriber.engines.verify import differing, next_piece, read_lanes
 from weightcast.subscriber.engines.vllm import DEV_MODE
+
+_TIMES = 3
+CANNOT_TELL = "cannot tell whether a draft model is loaded: a reload would leave its weights old"
 
 
 def look(option: str, local: Path, names: Sequence[str], advance: Advance | None) -> EngineFound:
@@ -40,14 +45,54 @@ def look(option: str, local: Path, names: Sequence[str], advance: Advance | None
     spec = _spec(option, local)
     paths = LocalPaths(local)
     table = parse_base(durable.read_file(paths.base, BASE_LIMIT)).table
-    with closing(open_engine(spec)) as engine:
-        live = live_of(engine)
+    unknown = [name for name in names if name not in table.numbers]
+    if unknown:
+        raise DamagedFile(f"{unknown[0]} is not a tensor of the checkpoint", remedy="see its index file")
+    chosen = TensorTable(tuple(table[table.numbers[name]] for name in names)) if names else table
+    with closing(open_engine(spec)) as adapter:
+        live = HostEngine(adapter).live
         if live is None:
             raise Refused(f"{spec.name} takes no patches", remedy="give it via=live")
-        found = verify_engine(live, table, lambda: _position(paths), names, advance)
-    return EngineFound(
-        spec.name, found.version, found.root, found.tensors, found.differing, dict(found.refused)
+        for _ in range(_TIMES):
+            position = _position(paths)
+            found = _read_all(live, chosen, position, advance)
+            if found is not None:
+                numbers = [table.numbers[each.name] for each in chosen]
+                wrong = differing(table, position, numbers, found)
+                whole = _root(table, found.lanes)
+                return EngineFound(spec.name, position.version, whole, len(chosen), wrong, found.refused)
+    raise RetryLater(
+        f"{spec.shown_url} does not hold the version of the local checkpoint, or both move on",
+        remedy="wait until the host is ready, then try again",
     )
+
+
+def _read_all(
+    live: Live, table: TensorTable, position: Position, advance: Advance | None
+) -> EngineLanes | None:
+    """None: the engine or the local checkpoint moved meanwhile."""
+    lanes: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    at = 0
+    while at < len(table):
+        piece = next_piece(table, at)
+        found = read_lanes(live, table, piece)
+        if found.changed or found.version != position.version:
+            return None
+        lanes |= found.lanes
+        refused |= found.refused
+        at = piece.stop
+        if advance is not None:
+            advance(sum(table[number].nbytes for number in piece))
+    return EngineLanes(position.version, lanes, refused, False)
+
+
+def _root(table: TensorTable, lanes: Mapping[str, str]) -> str | None:
+    """Over all tensors as they are in memory; None where some are refused or were not asked for."""
+    try:
+        return root(table, [Lanes.from_hex(lanes[spec.name]) for spec in table])
+    except (KeyError, ValueError):
+        return None
 
 
 def _spec(option: str, local: Path) -> EngineSpec:
@@ -84,9 +129,9 @@ def judge_engines(texts: Sequence[str], local: Path, seconds: float) -> Iterator
             yield from judge_engine(spec, _facts(engine))
 
 
-def _facts(engine: Engine) -> EngineFacts:
-    facts = EngineProxy(engine).probe()
-    if not isinstance(engine, SGLang) or not facts.reachable:
+def _facts(engine: Adapter) -> EngineFacts:
+    facts = HostEngine(engine).probe()
+    if type(engine) is not SGLang or not facts.reachable:
         return facts
     try:
         with guarded(engine.spec):

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from weightcast.subscriber.engines.base import Engine, EngineSpec, Timeouts
-from weightcast.subscriber.engines.live import Live
+from weightcast.subscriber.engines.adapter import Adapter
+from weightcast.subscriber.engines.base import EngineSpec, Timeouts
 from weightcast.subscriber.engines.sglang import SGLang, SGLangLive
 from weightcast.subscriber.engines.vllm import VLLM, VLLMLive
 from weightcast.subscriber.engines.webhook import Webhook
@@ -20,7 +20,7 @@ def open_engine(
     run_id: Callable[[], str] = str,
     timeouts: Timeouts | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> Engine:
+) -> Adapter:
     """Connects to nothing yet. `run_id` is sent to webhooks. Raises BadEngineOption when the variable of
     a key is not set."""
     limits = Timeouts() if timeouts is None else timeouts
@@ -29,8 +29,8 @@ def open_engine(
     wire = Wire(spec, limits, keys_of(spec, environ))
     match spec.kind:
         case "sglang":
-            return Live(SGLangLive(spec, wire, limits)) if spec.via == "live" else SGLang(spec, wire, limits)
+            return (SGLangLive if spec.via == "live" else SGLang)(spec, wire, limits)
         case "vllm":
-            return Live(VLLMLive(spec, wire, limits)) if spec.via == "live" else VLLM(spec, wire, limits)
+            return (VLLMLive if spec.via == "live" else VLLM)(spec, wire, limits)
         case "webhook":
             return Webhook(spec, wire, limits, run_id)

@@ -1,4 +1,4 @@
-"""Engines that take patches of the weights in their memory, with the reload from disk behind them.
+"""Patches of the weights in an engine's memory, with the reload from disk behind them.
 
 A patch is tried once, and only if the engine has checked it before: in one order with its pause where the
 engine takes that, else in a pause of ours. Whatever else comes of it than a success that is said, the engine
@@ -13,31 +13,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from weightcast.shared.base.errors import EngineFailed, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers, grant_read_patches
-from weightcast.shared.checkpoint.state.state import EngineState, Mark, Position, Step
-from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches, write_engine_patch
-from weightcast.shared.files.disk_errors import disk_text
-from weightcast.subscriber.engines.base import (
-    QUOTED,
-    Confirmation,
-    Done,
-    Engine,
-    EngineFacts,
-    EngineSpec,
-    HeldWeights,
-    Intact,
-    ReloadOutcome,
-    Suspect,
+from weightcast.shared.checkpoint.state.state import EngineState, Mark, Step
+from weightcast.shared.checkpoint.update.engine_patch import (
+    EnginePatch,
+    drop_engine_patches,
+    write_engine_patch,
 )
-from weightcast.subscriber.engines.proxy import guarded
-from weightcast.subscriber.engines.rules import Observation, is_in_sync, weights_of
+from weightcast.shared.files.disk_errors import disk_text
+from weightcast.subscriber.engines.adapter import LiveAdapter, guarded
+from weightcast.subscriber.engines.base import Confirmation, Done, HeldWeights, Intact, ReloadOutcome, Suspect
+from weightcast.subscriber.engines.rules import is_in_sync
 
-Way = Literal["", "live", "reload"]
+if TYPE_CHECKING:
+    from weightcast.subscriber.engines.host import HostEngine
+
 Why = Literal[
     "unknown", "group", "journal", "unpatchable", "patch", "refused", "rolled-back", "in-doubt", "waiting",
     "align",
@@ -48,110 +44,17 @@ it took nothing of it, or took it back, in the pause; nobody knows what it took;
 version came, but the engine is brought to the local one, or back."""
 MOST_WAITED = 63
 """versions loaded from disk after failures in the pause"""
-
-
-ALIGNED = "it was brought to the local version, as after its start"
-
-
-class NotTaken(EngineFailed):
-    """The engine will not take the patch; it serves what it served."""
+E = TypeVar("E")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class PatchFile:
-    """As the engine gets it: the name of a file in its directory, and the version that it leads to."""
+class Offer:
+    """How an engine comes to a version: by `patch`, which it checked; None: from disk, because of `why`."""
 
-    name: str
-    version: int
-    root: str
-    changes: int
-
-
-@dataclass(frozen=True)
-class EngineLanes:
-    """Lanes of live parameters as hex text, as of `version`; `refused`: tensors without lanes, and why.
-    `changed`: a patch came between."""
-
-    version: int | None
-    lanes: Mapping[str, str]
-    refused: Mapping[str, str]
-    changed: bool
-
-
-def lanes_of(fields: Mapping[str, object]) -> EngineLanes:
-    """As the plugin's door `digest` tells them."""
-    version = fields.get("version")
-    return EngineLanes(
-        version if type(version) is int else None,
-        _texts(fields.get("lanes")),
-        _texts(fields.get("refused")),
-        fields.get("changed") is True,
-    )
-
-
-def held_of(fields: Mapping[str, object]) -> HeldWeights | None:
-    """What the plugin says that the engine holds; None where it does not know."""
-    version, root = fields.get("version"), fields.get("root")
-    if type(version) is not int or not isinstance(root, str) or len(root) > QUOTED:
-        return None
-    return HeldWeights(version, root)
-
-
-def _texts(value: object) -> dict[str, str]:
-    return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
-
-
-class Patchable(Protocol):
-    """An engine whose memory can be patched, spoken to in its dialect. What Engine says of the methods that
-    it has too holds here."""
-
-    @property
-    def spec(self) -> EngineSpec: ...
-
-    @property
-    def pauses_itself(self) -> bool:
-        """Whether it takes a patch with the pause around it as one order."""
-
-    def probe(self) -> EngineFacts: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def reload(self, path: str, label: str) -> ReloadOutcome:
-        """From disk. The engine then holds nothing that it has a name for, until `hold`."""
-
-    def hold(self, held: HeldWeights, label: str) -> None:
-        """Tells the engine what it has loaded from disk. Raises EngineFailed."""
-
-    def check(self, patch: PatchFile) -> None:
-        """Whether all of its workers could take it now, while it serves. Raises NotTaken."""
-
-    def apply(self, patch: PatchFile, label: str, *, pausing: bool) -> ReloadOutcome:
-        """Sent once. `pausing`: with a pause of its own, as part of the order; else it is paused. Intact:
-        nothing of it is in the weights."""
-
-    def confirm(self, held: HeldWeights | None, label: str) -> Confirmation:
-        """Asks what it holds. EngineFailed when it names other weights."""
-
-    def relabel(self, label: str) -> Confirmation: ...
-
-    def lanes(self, names: Sequence[str]) -> EngineLanes:
-        """Of these tensors, read from its memory while it serves. Raises EngineFailed."""
-
-
-@dataclass(frozen=True)
-class Aim:
-    """Where a reload leads. `patch`: checked by the engine; without one, `why` and `reason` say so.
-    `watched`: others are asked while the engine is paused, so that only the caller may resume it."""
-
-    held: HeldWeights
-    patch: PatchFile | None = None
+    patch: EnginePatch | None = None
     why: Why = "align"
-    reason: str = ALIGNED
-    watched: bool = False
+    reason: str = "it was brought to the local version, as after its start"
 
 
 @dataclass(frozen=True)
@@ -159,41 +62,29 @@ class LiveFacts:
     """Since the start. `way`: how it came to what it holds; `because`: reloads from disk by their cause;
     `reason`: of the last one, empty after a patch."""
 
-    way: Way = ""
+    way: Literal["", "live", "reload"] = ""
     patches: int = 0
-    reloads: int = 0
     because: Mapping[Why, int] = field(default_factory=dict)
     reason: str = ""
 
+    @property
+    def reloads(self) -> int:
+        return sum(self.because.values())
+
 
 class Live:
-    """As the engine that it wraps, with a patch before its reload where `aim` names one."""
+    """How an engine that takes patches is paused and brought to a version, and how that went."""
 
-    def __init__(self, engine: Patchable) -> None:
-        self.engine = engine
-        self._aim: Aim | None = None
-        self._untried: PatchFile | None = None
+    def __init__(self, adapter: LiveAdapter) -> None:
+        self.adapter = adapter
+        self.facts = LiveFacts()
+        self._aim: HeldWeights | None = None
+        """what it holds after the next reload; None: it did not take our word for that"""
+        self._untried: EnginePatch | None = None
         self._pauses_itself = False
         """with the patch that is untried"""
         self._why: Why = "align"
-        self._reason = ""
-        self._way: Way = ""
-        self._patches, self._because = 0, Counter[Why]()
         self._failures = self._wait = 0
-
-    @property
-    def spec(self) -> EngineSpec:
-        return self.engine.spec
-
-    @property
-    def copies_weights(self) -> bool:
-        return True
-
-    @property
-    def facts(self) -> LiveFacts:
-        return LiveFacts(
-            self._way, self._patches, sum(self._because.values()), dict(self._because), self._reason
-        )
 
     def waits(self) -> bool:
         """Whether this version is to be loaded from disk, since patches failed in the pause before. Called
@@ -202,57 +93,47 @@ class Live:
         self._wait -= waits
         return waits
 
-    def aim(self, aim: Aim) -> None:
-        """Before every alignment."""
-        self._aim, self._untried = aim, aim.patch
-        self._pauses_itself = aim.patch is not None and not aim.watched and self.engine.pauses_itself
-        self._why, self._reason = aim.why, aim.reason
-
-    def probe(self) -> EngineFacts:
-        return self.engine.probe()
+    def aim(self, held: HeldWeights, offer: Offer, *, watched: bool) -> None:
+        """Before every reload: towards the local checkpoint's version; a patch that leads elsewhere is none.
+        `watched`: others are asked while the engine is paused, so that only the caller may resume it."""
+        patch = offer.patch
+        if patch is not None and HeldWeights(patch.version, patch.root) != held:
+            offer, patch = Offer(), None
+        self._aim, self._untried, self._why = held, patch, offer.why
+        self._pauses_itself = patch is not None and not watched and self.adapter.pauses_itself
+        self.facts = replace(self.facts, reason=offer.reason)
 
     def pause(self) -> None:
         """Left to the patch where it pauses the engine itself."""
         if not self._pauses_itself:
-            self.engine.pause()
+            self.adapter.pause()
 
-    def resume(self) -> None:
-        self.engine.resume()
-
-    def relabel(self, label: str) -> Confirmation:
-        return self.engine.relabel(label)
-
-    def close(self) -> None:
-        self.engine.close()
-
-    def reload(self, path: str, version: int, label: str) -> ReloadOutcome:
+    def reload(self, path: str, label: str) -> ReloadOutcome:
         patch, self._untried = self._untried, None
         if patch is not None:
-            outcome = self.engine.apply(patch, label, pausing=self._pauses_itself)
+            outcome = self.adapter.apply(patch, label, pausing=self._pauses_itself)
             failpoint("engine.applied")
             if isinstance(outcome, Done):
-                self._patched()
+                self._pauses_itself, self._why, self._failures = False, "align", 0
+                patches = self.facts.patches + 1
+                self.facts = replace(self.facts, way="live", patches=patches, reason="")
                 return outcome
-            self._failed("in-doubt" if isinstance(outcome, Suspect) else "rolled-back", outcome.reason)
+            self._why = "in-doubt" if isinstance(outcome, Suspect) else "rolled-back"
+            self.facts = replace(self.facts, reason=outcome.reason)
+            self._failures += 1
+            self._wait = min(2 ** min(self._failures - 1, 30) - 1, MOST_WAITED)
             if isinstance(outcome, Suspect):
                 return outcome
-        try:
-            self._pause_after_all()
-        except EngineFailed as failure:
-            return Intact(str(failure), unpaused=failure)
-        return self._reload(path, label)
-
-    def _pause_after_all(self) -> None:
-        """Before a reload in the place of a patch that would have paused the engine itself."""
         if self._pauses_itself:
-            self.engine.pause()
+            try:
+                self.adapter.pause()
+            except EngineFailed as failure:
+                return Intact(str(failure), unpaused=failure)
             self._pauses_itself = False
-
-    def _reload(self, path: str, label: str) -> ReloadOutcome:
-        outcome = self.engine.reload(path, label)
+        outcome = self.adapter.reload(path, label)
         if isinstance(outcome, Done):
-            self._way = "reload"
-            self._because[self._why] += 1
+            because = {**self.facts.because, self._why: self.facts.because.get(self._why, 0) + 1}
+            self.facts = replace(self.facts, way="reload", because=because)
             self._hold(label)
         return outcome
 
@@ -261,62 +142,22 @@ class Live:
         next."""
         if self._aim is not None:
             try:
-                self.engine.hold(self._aim.held, label)
+                self.adapter.hold(self._aim, label)
             except EngineFailed as failure:
-                self._aim, self._reason = None, str(failure)
-
-    def _patched(self) -> None:
-        self._way, self._why, self._reason = "live", "align", ""
-        self._pauses_itself = False
-        self._patches += 1
-        self._failures = 0
-
-    def _failed(self, why: Why, reason: str) -> None:
-        self._why, self._reason = why, reason
-        self._failures += 1
-        self._wait = min(2 ** min(self._failures - 1, 30) - 1, MOST_WAITED)
+                self._aim = None
+                self.facts = replace(self.facts, reason=str(failure))
 
     def read_back(self, label: str) -> Confirmation:
-        return self.engine.confirm(None if self._aim is None else self._aim.held, label)
+        return self.adapter.confirm(self._aim, label)
 
 
-def live_of(engine: Engine) -> Live | None:
-    """The adapter, if its engine takes patches."""
-    return engine if isinstance(engine, Live) else None
-
-
-@dataclass(frozen=True)
-class Offer:
-    """`patch`: checked; None: the engine loads from disk, because of `why`."""
-
-    patch: PatchFile | None = None
-    why: Why = "align"
-    reason: str = ALIGNED
-
-    def aim(self, target: Position) -> Aim:
-        """Towards the local checkpoint's version; a patch that leads elsewhere is none."""
-        held = weights_of(target)
-        if self.patch is not None and HeldWeights(self.patch.version, self.patch.root) != held:
-            return Aim(held)
-        return Aim(held, self.patch, self.why, self.reason)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """An engine that takes patches, and what is known of it now."""
-
-    name: str
-    live: Live
-    record: EngineState | None
-    observation: Observation
-    grouped: bool = False
-    """it is one of a group whose other hosts stage no patches"""
-
-
-def start_of(one: Candidate, steps: Sequence[Step]) -> int | Offer:
-    """The first of `steps` that the engine needs, else why it loads from disk. No IO."""
-    record, facts = one.record, one.observation.facts
-    if one.grouped:
+def _start_of(
+    engine: HostEngine, record: EngineState | None, steps: Sequence[Step], *, grouped: bool
+) -> tuple[int, int] | Offer:
+    """The version that the engine holds, and the first of `steps` from there, else why it loads from disk.
+    No IO."""
+    facts = engine.facts
+    if grouped:
         return Offer(None, "group", "its other hosts stage no patches: --group-patch is not set")
     if facts.unpatchable:
         return Offer(None, "unpatchable", facts.unpatchable)
@@ -326,12 +167,12 @@ def start_of(one: Candidate, steps: Sequence[Step]) -> int | Offer:
     if (
         served is None
         or held is None
-        or not is_in_sync(record, one.observation, HeldWeights(served, held.root))
+        or not is_in_sync(record, engine.observation, HeldWeights(served, held.root))
     ):
         return Offer(None, "unknown", "it was started, or its weights were changed, since the last version")
     for number, step in enumerate(steps):
         if held.root == step.base.root:
-            return number
+            return held.version, number
     return Offer(
         None, "journal", f"no journals lead from what it holds to version {steps[-1].target.version}"
     )
@@ -340,39 +181,39 @@ def start_of(one: Candidate, steps: Sequence[Step]) -> int | Offer:
 def make_offers(
     local: LocalCheckpoint,
     steps: Sequence[Step],
-    candidates: Sequence[Candidate],
-    each: Callable[[Sequence[Candidate], Callable[[Candidate], Offer]], Sequence[Offer]],
+    engines: Sequence[HostEngine],
     readers: Readers | None,
+    *,
+    group_patches: bool,
 ) -> dict[str, Offer]:
-    """By name. `steps` as of `write_engine_patch`; `each` runs a function for all engines at once. Raises
-    nothing for what an engine, a journal or the disk does."""
-    starts = {one.name: start_of(one, steps) for one in candidates}
-    found = {name: start for name, start in starts.items() if isinstance(start, Offer)}
-    found |= {one.name: _WAITS for one in candidates if one.name not in found and one.live.waits()}
-    bases = {
-        one.name: _Base(held.version, start)
-        for one in candidates
-        if one.name not in found
-        and isinstance(start := starts[one.name], int)
-        and (held := one.observation.facts.held) is not None
-    }
-    if not bases:
+    """By name, for engines that take patches. `steps` as of `write_engine_patch`; `group_patches`: the other
+    hosts of an engine's group stage patches. Raises nothing for what an engine, a journal or the disk
+    does."""
+    found: dict[str, Offer] = {}
+    starts: dict[str, tuple[int, int]] = {}
+    for engine in engines:
+        record, grouped = local.state.engines.get(engine.name), engine.grouped and not group_patches
+        start = _start_of(engine, record, steps, grouped=grouped)
+        if isinstance(start, Offer):
+            found[engine.name] = start
+        elif engine.live is not None and engine.live.waits():
+            found[engine.name] = _WAITS
+        else:
+            starts[engine.name] = start
+    if not starts:
         return found
-    base, _ = Counter(bases.values()).most_common(1)[0]
-    found |= {name: _APART for name, its in bases.items() if its != base}
-    fit = [one for one in candidates if one.name not in found]
-    patch = write_patch(local, steps[base.start :], base.version, readers)
-    checked = [patch] * len(fit) if isinstance(patch, Offer) else each(fit, lambda one: _checked(one, patch))
+    common, _ = Counter(starts.values()).most_common(1)[0]
+    found |= {name: _APART for name, its in starts.items() if its != common}
+    fit = [engine for engine in engines if engine.name not in found]
+    version, first = common
+    patch = write_patch(local, steps[first:], version, readers)
+    checked = (
+        [patch] * len(fit)
+        if isinstance(patch, Offer)
+        else side_by_side(fit, lambda engine: _checked(engine, patch))
+    )
     failpoint("engine.checked")
-    return found | {one.name: offer for one, offer in zip(fit, checked, strict=True)}
-
-
-@dataclass(frozen=True)
-class _Base:
-    """The version that engines hold, and the first step from there."""
-
-    version: int
-    start: int
+    return found | {engine.name: offer for engine, offer in zip(fit, checked, strict=True)}
 
 
 _WAITS = Offer(None, "waiting", "patches failed in the pause before; some versions are loaded from disk")
@@ -381,7 +222,7 @@ _APART = Offer(None, "journal", "other engines hold another version, and a patch
 
 def write_patch(
     local: LocalCheckpoint, steps: Sequence[Step], base_version: int, readers: Readers | None
-) -> PatchFile | Offer:
+) -> EnginePatch | Offer:
     """In the place of older ones. Raises nothing for what a journal or the disk does."""
     try:
         drop_engine_patches(local.paths)
@@ -393,13 +234,22 @@ def write_patch(
     except OSError as error:
         return Offer(None, "patch", disk_text(error, local.paths.room))
     failpoint("engine.staged")
-    return PatchFile(made.name, made.version, made.root, made.changes)
+    return made
 
 
-def _checked(one: Candidate, patch: PatchFile) -> Offer:
+def _checked(engine: HostEngine, patch: EnginePatch) -> Offer:
     try:
-        with guarded(one.live.spec):
-            one.live.engine.check(patch)
+        with guarded(engine.spec):
+            if engine.live is not None:
+                engine.live.adapter.check(patch)
     except EngineFailed as refusal:
         return Offer(None, "refused", refusal.message)
     return Offer(patch)
+
+
+def side_by_side(engines: Sequence[E], work: Callable[[E], T]) -> list[T]:
+    """In threads, so that an interrupt of the caller waits for engines that are paused."""
+    if not engines:
+        return []
+    with ThreadPoolExecutor(len(engines), thread_name_prefix="engine") as pool:
+        return list(pool.map(work, engines))

@@ -10,38 +10,31 @@ failed   as suspect (or absent, or paused with the right weights), and the bound
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
-from weightcast.shared.checkpoint.state.state import Blocked, EngineState, Mark, Position
+from weightcast.shared.checkpoint.state.state import Blocked, EngineState, LocalState, Mark, Position
 from weightcast.shared.daemon.backoff import Backoff
 from weightcast.subscriber.engines.base import Confirmation, EngineFacts, HeldWeights
-from weightcast.subscriber.engines.proxy import EngineProxy
+
+if TYPE_CHECKING:
+    from weightcast.subscriber.engines.host import HostEngine
 
 ResultState = Literal["served", "refused", "suspect", "failed"]
 ReloadOrder = Literal["together", "rolling"]
 """All engines of a host at the same time, or one after the other confirmed."""
 
 
-@dataclass(frozen=True)
-class PhaseSeconds:
-    """Time spent in each phase, all attempts together."""
-
-    pause: float = 0.0
-    patch: float = 0.0
-    reload: float = 0.0
-    read_back: float = 0.0
-    resume: float = 0.0
+PHASES = ("pause", "patch", "reload", "read_back", "resume")
 
 
 @dataclass(frozen=True)
 class EngineResult:
-    """What one alignment came to."""
+    """What the reload of one engine came to."""
 
     name: str
     state: ResultState
     version: int
-    label: str
     reason: str = ""
     """why it is not served; for people"""
     confirmed_by: Confirmation | None = None
@@ -51,7 +44,8 @@ class EngineResult:
     """the directory that the engine names once it serves"""
     attempts: int = 0
     """reloads tried"""
-    phases: PhaseSeconds = PhaseSeconds()
+    phases: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """seconds in each phase, all attempts together"""
     unanswered: bool = False
     """a pause was sent that the engine may yet carry out"""
     paused: bool = False
@@ -60,10 +54,14 @@ class EngineResult:
     """from the first pause call until resume returned, or as an engine says that pauses itself; None: not
     resumed, or never paused"""
 
+    @property
+    def label(self) -> str:
+        return label_of(self.version)
 
-def reload_order(engines: Sequence[EngineProxy], suspects: Collection[str]) -> tuple[EngineProxy, ...]:
+
+def reload_order(engines: Sequence[HostEngine], suspects: Collection[str]) -> tuple[HostEngine, ...]:
     """Engines in doubt come last: a hanging engine must not keep the healthy ones waiting."""
-    return tuple(sorted(engines, key=lambda engine: engine.spec.name in suspects))
+    return tuple(sorted(engines, key=lambda engine: engine.name in suspects))
 
 
 def goes_on(result: EngineResult, doubtful: bool) -> bool:
@@ -172,6 +170,11 @@ def _label(record: EngineState) -> str | None:
 def noted(known: EngineState | None, mark: Mark) -> EngineState:
     """The record with another mark; what the engine last confirmed stays."""
     return EngineState(mark) if known is None else replace(known, mark=mark)
+
+
+def with_record(state: LocalState, name: str, record: EngineState | None) -> LocalState:
+    others = {known: each for known, each in state.engines.items() if known != name}
+    return state.but(engines=others if record is None else {**others, name: record})
 
 
 def without_served(records: Records) -> dict[str, EngineState]:

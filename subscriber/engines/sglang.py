@@ -11,15 +11,29 @@ from __future__ import annotations
 
 import base64
 import json
+import posixpath
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import httpx
 
 from weightcast.shared.base.errors import DamagedFile, EngineFailed
+from weightcast.shared.checkpoint.update.engine_patch import EnginePatch
 from weightcast.shared.files.strict_json import parse_object
+from weightcast.subscriber.engines.adapter import (
+    LOG,
+    NONE,
+    UNKNOWN,
+    Adapter,
+    LiveAdapter,
+    PluginAnswer,
+    Settings,
+    StaleDrafter,
+    drafter_named,
+)
 from weightcast.subscriber.engines.base import (
     QUOTED,
     Confirmation,
@@ -38,8 +52,6 @@ from weightcast.subscriber.engines.base import (
     Timeouts,
     unreachable,
 )
-from weightcast.subscriber.engines.live import EngineLanes, NotTaken, PatchFile, held_of, lanes_of
-from weightcast.subscriber.engines.probes import UNKNOWN, Adapter, Settings, require_sglang
 from weightcast.subscriber.engines.wire import (
     ADMIN_LOOK,
     NEVER_HANDLED,
@@ -47,9 +59,7 @@ from weightcast.subscriber.engines.wire import (
     READ_LOOK,
     Reply,
     Wire,
-    failed_reload,
     not_an_engine,
-    not_handled,
     start_time,
 )
 
@@ -62,6 +72,7 @@ NO_PAUSE = "check that it is SGLang (the kind of --engine); then upgrade it, or 
 INFO_ROUTES = ("/server_info", "/get_server_info")
 RANKS = " | "
 """between the messages of data-parallel ranks"""
+RELOADS_DRAFTERS = (0, 5, 11)
 STARTUP, WHOLE = b"sglang:startup_time_seconds{", b'phase="tokenizer_e2e"'
 
 
@@ -116,7 +127,7 @@ class SGLang(Adapter):
         for route in INFO_ROUTES:
             reply = self._wire.get(route, seconds)
             if reply.status not in NO_ROUTE:
-                return reply.require_ok("see the engine's log").fields()
+                return reply.require_ok(LOG).fields()
         return {}
 
     def require_control(self) -> None:
@@ -138,14 +149,14 @@ class SGLang(Adapter):
         if mode is not None:
             reply = self._wire.post("/pause_generation", {"mode": mode}, self._timeouts.control)
             lacks = reply.status in NO_ROUTE
-            reply.require_ok(NO_PAUSE if lacks else "see the engine's log")
+            reply.require_ok(NO_PAUSE if lacks else LOG)
 
     def resume(self) -> None:
-        self._post("/continue_generation", {}, "continue the engine by hand or restart it")
+        reply = self._wire.post("/continue_generation", {}, self._timeouts.control)
+        reply.require_ok("continue the engine by hand or restart it")
 
-    def reload(self, path: str, version: int, label: str) -> ReloadOutcome:
-        seconds = self._timeouts.reload + (self._timeouts.drain if self.spec.policy == "wait" else 0)
-        order = {
+    def reload(self, path: str, label: str) -> ReloadOutcome:
+        body = {
             "model_path": path,
             "load_format": None,
             "weight_version": label,
@@ -158,18 +169,14 @@ class SGLang(Adapter):
             self._drafter(self._server.process, self._timeouts.control)
         except EngineFailed as failure:
             return Intact(str(failure), untried=True)
-        try:
-            reply = self._wire.post_once("/update_weights_from_disk", order, seconds)
-            return self._judge(reply, before)
-        except (NotSent, NoReply) as failure:
-            return failed_reload(failure)
+        seconds = self._timeouts.reload + self._drain_seconds
+        reply = self._wire.order("/update_weights_from_disk", body, seconds)
+        return self._judge(reply, before) if isinstance(reply, Reply) else reply
 
     def _judge(self, reply: Reply, before: str | None) -> ReloadOutcome:
         success = reply.fields().get("success")
         if reply.status == 200 and success is True:
             return Done()
-        if reply.status in NEVER_HANDLED:
-            return not_handled(reply)
         unread = reply.status == 400 and success is False and _nothing_read(reply)
         if unread and self._still(before) and not self._has_draft():
             return Intact(reply.describe())
@@ -200,7 +207,7 @@ class SGLang(Adapter):
         reply = self._wire.post("/update_weight_version", order, self._timeouts.control)
         if reply.status in NO_ROUTE:
             return "status-only"
-        reply.require_ok("see the engine's log")
+        reply.require_ok(LOG)
         return self.read_back(label)
 
     def _read_label(self, seconds: float) -> str | None:
@@ -224,20 +231,51 @@ class SGLang(Adapter):
             reply = self._wire.get(route, seconds)
             if reply.status in NO_ROUTE:
                 continue
-            reply.require_ok("see the engine's log")
+            reply.require_ok(LOG)
             self._source = self._source or reply.text_field("model_path")
             if reply.fields().get("weight_version") is not None:
                 self._label = reply.text_field("weight_version")
-                return self._told(reply)
+                if self._label is None:
+                    raise EngineFailed(
+                        reply.describe(), remedy="see the engine's log; weight_version must be text"
+                    )
+                return self._label
         return None
 
-    def _told(self, reply: Reply) -> str:
-        if self._label is None:
-            raise EngineFailed(reply.describe(), remedy="see the engine's log; weight_version must be text")
-        return self._label
 
-    def _post(self, path: str, body: dict[str, object], remedy: str) -> None:
-        self._wire.post(path, body, self._timeouts.control).require_ok(remedy)
+def require_sglang(spec: EngineSpec, settings: Mapping[str, object]) -> str:
+    """The draft model, as it is shown. `settings`: of the server, as `/server_info` tells them. Raises
+    StaleDrafter for one that a reload would leave old.
+
+    By the releases' sources: from 0.5.11 the draft model is loaded after the main model, from the same
+    directory; before that it stays as it is. A draft model of a directory of its own is not in that one.
+    """
+    if "speculative_algorithm" not in settings:
+        return UNKNOWN
+    algorithm = settings["speculative_algorithm"]
+    drafter = NONE if algorithm is None else drafter_named(algorithm)
+    if drafter == NONE or spec.drafter == "keep":
+        return drafter
+    draft, main = (settings.get(key) for key in ("speculative_draft_model_path", "model_path"))
+    release, runs = settings.get("version"), f"{spec.shown_url} runs a draft model ({drafter})"
+    if isinstance(release, str) and _numbers(release) < RELOADS_DRAFTERS:
+        raise StaleDrafter(
+            f"{runs}, which SGLang {release[:20]} would leave at its old weights",
+            remedy="upgrade SGLang to 0.5.11 or later, start it without a draft model, or give drafter=keep",
+        )
+    places = [posixpath.normpath(str(path)) for path in (draft, main, spec.path)]
+    if draft and places[0] not in places[1:]:
+        raise StaleDrafter(
+            f"{runs} of another checkpoint, {str(draft)[:100]}",
+            remedy="start SGLang without --speculative-draft-model-path, or give drafter=keep",
+        )
+    return drafter
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """Of `0.5.9`, `0.5.10.post1`, `0.5.11rc0`. Any other form counts as new."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", release)
+    return RELOADS_DRAFTERS if found is None else tuple(map(int, found.groups()))
 
 
 def _process_of(metrics: Reply) -> str | None:
@@ -275,8 +313,6 @@ def _nothing_read(reply: Reply) -> bool:
 
 LOADER = "weightcast_engine.sglang.hook.load"
 INSTALL = "install weightcast-engine in SGLang's environment and start it as docs/engines.md says"
-LOG = "see the engine's log"
-NOT_PATCHABLE = "the engine says that it cannot be patched"
 UNTOUCHED = frozenset({400, 409, 422, 423, 503})
 """the hook refused before anything was written"""
 MOST_RANKS = 1024
@@ -287,34 +323,15 @@ _MORE, _BUSY = 202, 503
 _BUSY_SECONDS, _MOST_REST = 0.05, 0.1
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What the hook answered. `status` 0: it has not answered, and nobody knows what was done."""
-
-    status: int
-    body: Mapping[str, object]
-    text: str
-
-    def says(self, **wanted: object) -> bool:
-        return self.status == httpx.codes.OK and all(self.body.get(k) == v for k, v in wanted.items())
-
-    @property
-    def untouched(self) -> bool:
-        return self.status in UNTOUCHED or self.body.get("state") == "rolled-back"
-
-
 class _NoHook(EngineFailed):
     """The server has answered by itself."""
 
 
-class SGLangLive:
-    """A released SGLang with the plugin's loader: `Patchable` by the server's own routes (docs/adr/0012)."""
+class SGLangLive(LiveAdapter, SGLang):
+    """A released SGLang with the plugin's loader, through the server's own routes (docs/adr/0012)."""
 
     def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
-        self.spec = spec
-        self._plain = SGLang(spec, wire, timeouts)
-        self._wire = wire
-        self._timeouts = timeouts
+        super().__init__(spec, wire, timeouts)
         self._held: HeldWeights | None = None
         """named or patched by this process; the hook compares it with what it has, at every patch"""
         self._process: str | None = None
@@ -325,79 +342,46 @@ class SGLangLive:
         self._ranks = 1
         """tensor-parallel ones: each takes its own copy of an order"""
 
-    @property
-    def pauses_itself(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        self._plain.close()
-
     def probe(self) -> EngineFacts:
-        facts = self._plain.probe()
+        facts = super().probe()
         if not facts.reachable:
             return facts
         if self._process != facts.process:
             self._process, self._held, self._unfit, self._checked = facts.process, None, None, ""
         try:
-            told = self._beside("look", {}, self._timeouts.probe)
+            told = self._ask("look", {}, self._timeouts.probe)
         except KeyRefused as failure:
             return unreachable(failure)
         except EngineFailed:  # in a long step of its own, or unfit
             return replace(facts, held=self._held, unpatchable=(self._unfit or "")[:QUOTED])
         if not told.says():
             return replace(facts, reachable=False, hindrance=told.text)
-        return self._with_told(facts, told)
-
-    def _with_told(self, facts: EngineFacts, told: _Told) -> EngineFacts:
-        doubtful = told.body.get("in_doubt") is not False
         # a label that the hook was not told is of weights that it does not know
-        named = not doubtful and told.body.get("label") == facts.label
-        self._held = held_of(told.body) if named else None
-        plugin, reason = told.body.get("plugin"), told.body.get("reason")
-        return replace(
-            facts,
-            label=None if doubtful else facts.label,
-            software=f"with weightcast-engine {plugin}" if isinstance(plugin, str) else None,
-            held=self._held,
-            in_doubt=doubtful,
-            unpatchable="" if told.body.get("patchable") is True else str(reason or NOT_PATCHABLE)[:QUOTED],
-        )
-
-    def pause(self) -> None:
-        self._plain.pause()
-
-    def resume(self) -> None:
-        self._plain.resume()
+        named = not told.in_doubt and told.body.get("label") == facts.label
+        self._held = told.held if named else None
+        return replace(told.onto(facts), held=self._held)
 
     def relabel(self, label: str) -> Confirmation:
         held, self._held = self._held, None
-        confirmed = self._plain.relabel(label)
+        confirmed = super().relabel(label)
         if held is not None:
             self.hold(HeldWeights(int(label), held.root), label)
         return confirmed
 
     def reload(self, path: str, label: str) -> ReloadOutcome:
         self._held = None
-        return self._plain.reload(path, int(label), label)
+        return super().reload(path, label)
 
     def hold(self, held: HeldWeights, label: str) -> None:
-        order = {"version": held.version, "root": held.root, "label": label}
-        told = self._beside("holds", order, self._timeouts.control)
-        if not told.says():
-            raise EngineFailed(told.text, remedy=INSTALL)
+        super().hold(held, label)
         self._held = held
 
-    def check(self, patch: PatchFile) -> None:
+    def check(self, patch: EnginePatch) -> None:
         self._checked = ""
-        try:
-            told = self._beside("check", {"file": patch.name}, self._timeouts.reload)
-        except EngineFailed as failure:
-            raise NotTaken(failure.message, remedy=failure.remedy) from failure
-        if not told.says(changes=patch.changes):
-            raise NotTaken(told.text, remedy=LOG)
+        super().check(patch)
         self._checked = patch.name
 
-    def apply(self, patch: PatchFile, label: str, *, pausing: bool) -> ReloadOutcome:
+    def apply(self, patch: EnginePatch, label: str, *, pausing: bool) -> ReloadOutcome:
         self._held = None
         if self._checked != patch.name:
             return Intact(f"{patch.name} was not checked")
@@ -406,38 +390,26 @@ class SGLangLive:
         except EngineFailed as failure:
             return Intact(str(failure))
         try:
-            outcome = self._apply(patch, label)
+            told = self._send(_order("apply", {"file": patch.name, "label": label}), label)
             self._end()
         except EngineFailed as failure:
             with suppress(EngineFailed):
                 self._end()
             return Suspect(str(failure))
-        if isinstance(outcome, Done):
-            self._held = HeldWeights(patch.version, patch.root)
-        return outcome
-
-    def _apply(self, patch: PatchFile, label: str) -> ReloadOutcome:
-        told = self._send(_order("apply", {"file": patch.name, "label": label}), label)
         if told.untouched:
             return Intact(told.text)
-        return (
-            Done() if told.says(version=patch.version, root=patch.root, label=label) else Suspect(told.text)
-        )
+        if not told.says(version=patch.version, root=patch.root, label=label):
+            return Suspect(told.text)
+        self._held = HeldWeights(patch.version, patch.root)
+        return Done()
 
     def confirm(self, held: HeldWeights | None, label: str) -> Confirmation:
-        confirmed = self._plain.read_back(label)
+        confirmed = SGLang.read_back(self, label)
         if held is not None and held != self._held:
             raise EngineFailed(f"{self.spec.shown_url} was not given {held}", remedy="it is reloaded")
         return confirmed
 
-    def lanes(self, names: Sequence[str]) -> EngineLanes:
-        order = {"tensors": list(names), "from": 0, "count": len(names)}
-        told = self._beside("digest", order, self._timeouts.control)
-        if not told.says():
-            raise EngineFailed(told.text, remedy=LOG)
-        return lanes_of(told.body)
-
-    def _beside(self, door: str, body: Mapping[str, object], seconds: float) -> _Told:
+    def _ask(self, order: str, body: Mapping[str, object], seconds: float) -> PluginAnswer:
         """What the hook answers a server that serves, after as many steps as it takes. Raises EngineFailed
         for a server that does not answer, or takes no orders."""
         if self._unfit is None:
@@ -445,18 +417,18 @@ class SGLangLive:
         if self._unfit:
             raise EngineFailed(f"{self.spec.shown_url}: {self._unfit}", remedy=INSTALL)
         deadline = time.monotonic() + seconds
-        told = self._question(door, body, seconds)
+        told = self._question(order, body, seconds)
         while told.status in (_MORE, _BUSY):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise EngineFailed(f"{self.spec.shown_url} did not end {door} in {seconds:g} s", remedy=LOG)
+                raise EngineFailed(f"{self.spec.shown_url} did not end {order} in {seconds:g} s", remedy=LOG)
             rest = told.body.get("rest") if told.status == _MORE else _BUSY_SECONDS
             time.sleep(min(_rest(rest), left))
-            told = self._question(door, body, left)
+            told = self._question(order, body, left)
         return told
 
-    def _question(self, door: str, body: Mapping[str, object], seconds: float) -> _Told:
-        question = {"action": ACTION + _order(door, body)}
+    def _question(self, order: str, body: Mapping[str, object], seconds: float) -> PluginAnswer:
+        question = {"action": ACTION + _order(order, body)}
         reply = self._wire.post("/weights_checker", question, seconds)
         told = _told(reply.require_key())
         if not told.body:
@@ -494,7 +466,7 @@ class SGLangLive:
     def _end(self) -> None:
         self._wire.post_once("/end_weight_update", {}, self._timeouts.control).require_ok(INSTALL)
 
-    def _send(self, order: str, label: str) -> _Told:
+    def _send(self, order: str, label: str) -> PluginAnswer:
         request = {
             "serialized_named_tensors": [named_dummy(order)] * self._ranks,
             "load_format": LOADER,
@@ -503,8 +475,7 @@ class SGLangLive:
             "abort_all_requests": False,
         }
         # without a pause the update itself waits for the requests in flight
-        drain = self._timeouts.drain if self.spec.policy == "wait" else 0.0
-        seconds = self._timeouts.reload + drain
+        seconds = self._timeouts.reload + self._drain_seconds
         return _told(self._wire.post_once("/update_weights_from_tensor", request, seconds))
 
 
@@ -526,8 +497,8 @@ def _hindrances(fields: Mapping[str, object]) -> Mapping[str, bool]:
     }
 
 
-def _order(door: str, body: Mapping[str, object]) -> str:
-    return json.dumps({"door": door, "body": body}, separators=(",", ":"))
+def _order(name: str, body: Mapping[str, object]) -> str:
+    return json.dumps({"door": name, "body": body}, separators=(",", ":"))
 
 
 def named_dummy(name: str) -> str:
@@ -556,12 +527,13 @@ def _hooks_object(message: str, where: str) -> Mapping[str, object]:
         return {}
 
 
-def _told(reply: Reply) -> _Told:
+def _told(reply: Reply) -> PluginAnswer:
     fields = reply.fields()
     message = fields.get("message")
     body = _hooks_object(message if isinstance(message, str) else "", reply.url)
     status = body.get("status")
     if type(status) is not int or httpx.codes.is_success(status) != (fields.get("success") is True):
-        return _Told(400 if reply.status in NEVER_HANDLED else 0, {}, reply.describe())
+        return PluginAnswer(0, {}, reply.describe(), reply.status in NEVER_HANDLED)
     words = [str(body[key])[:QUOTED] for key in ("error", "remedy") if body.get(key)]
-    return _Told(status, body, f"{reply.url}: {'; '.join(words) or reply.describe()}")
+    untouched = status in UNTOUCHED or body.get("state") == "rolled-back"
+    return PluginAnswer(status, body, f"{reply.url}: {'; '.join(words) or reply.describe()}", untouched)

@@ -8,18 +8,16 @@ quantised or derived ones) are counted, and never said to be right.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from weightcast.shared.base.elements import TensorTable
-from weightcast.shared.base.errors import DamagedFile, EngineFailed, RetryLater
+from weightcast.shared.base.errors import EngineFailed
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Phase, Position, lanes_list
 from weightcast.shared.checkpoint.verify.scrub import Credit
-from weightcast.shared.digest.checksums import Lanes
-from weightcast.shared.digest.root import root
-from weightcast.subscriber.engines.live import EngineLanes, Live
-from weightcast.subscriber.engines.proxy import guarded
+from weightcast.subscriber.engines.adapter import EngineLanes, guarded
+from weightcast.subscriber.engines.live import Live
 
 _PIECE_BYTES = 32 << 20
 _PIECE_NAMES, _PIECE_NAME_BYTES = 256, 16 << 10
@@ -28,7 +26,6 @@ _TURN_SECONDS = 2.0
 """of a turn that reads all: a newer version waits no longer"""
 _AGAIN_SECONDS = 60.0
 """until an engine that did not answer is asked again: versions wait for its answer meanwhile"""
-_TIMES = 3
 REASON_LIMIT = 500
 
 
@@ -54,23 +51,71 @@ _Stamp = tuple[object, ...]
 
 
 def _stamp(name: str, live: Live, local: LocalCheckpoint) -> _Stamp:
-    record, facts = local.state.engines.get(name), live.facts
+    record = local.state.engines.get(name)
     process = None if record is None else record.process
-    return local.state.position.digest, process, facts.patches, facts.reloads
+    return local.state.position.digest, process, live.facts.patches, live.facts.reloads
 
 
-@dataclass
 class _Reading:
-    facts: EngineVerifyFacts = field(default_factory=EngineVerifyFacts)
-    next: int = 0
-    began: float = 0.0
-    stamp: _Stamp = ()
-    """when the pass began"""
-    versions: int = 0
-    """taken since the last whole pass"""
-    seen: str | None = None
-    hurried: bool = False
-    not_before: float = 0.0
+    """How far an engine's memory was read, and what came of that."""
+
+    def __init__(self) -> None:
+        self.facts = EngineVerifyFacts()
+        self.next = 0
+        """number of the tensor to read next"""
+        self.hurried = False
+        """all is read now, whatever the rate"""
+        self._began = self._not_before = 0.0
+        self._stamp: _Stamp = ()
+        """when the pass began"""
+        self._versions = 0
+        """taken since the last whole pass"""
+        self._seen: str | None = None
+
+    def count(self, digest: str, every: int) -> None:
+        """The version that is read; `every` so many the pass begins anew."""
+        if self._seen not in (None, digest):
+            self._versions += 1
+        self._seen = digest
+        if every and self._versions >= every:
+            self.hurried, self._versions, self.next = True, 0, 0
+
+    def may_read(self, now: float, began: float, credit: float) -> bool:
+        if self.hurried and now >= self._not_before:
+            return now - began < _TURN_SECONDS
+        return now >= self._not_before and credit > 0
+
+    def rest(self, now: float) -> None:
+        """It did not answer."""
+        self._not_before = now + _AGAIN_SECONDS
+
+    def begin(self, stamp: _Stamp, total_bytes: int, now: float) -> None:
+        self._began, self._stamp = now, stamp
+        self.facts = replace(self.facts, done_bytes=0, refused=0, total_bytes=total_bytes)
+
+    def advance(self, stop: int, nbytes: int, refused: int) -> None:
+        self.next = stop
+        done = self.facts.done_bytes + nbytes
+        self.facts = replace(self.facts, done_bytes=done, refused=self.facts.refused + refused)
+
+    def fault(self, text: str, now: float) -> None:
+        self.next, self.hurried = 0, False
+        faults = self.facts.faults + 1
+        self.facts = replace(self.facts, faults=faults, last_fault=text, last_fault_at=now)
+
+    def end(self, stamp: _Stamp, version: int) -> None:
+        self.next, self.hurried = 0, False
+        whole = self._stamp == stamp and not self.facts.refused
+        self.facts = replace(
+            self.facts,
+            passes=self.facts.passes + 1,
+            full_pass=self._began,
+            version=version if whole else self.facts.version,
+        )
+
+    def confirms(self, stamp: _Stamp, version: int) -> bool:
+        """Whether every tensor was read and found right since the engine came to this version."""
+        return self.facts.version == version and self._stamp == stamp
 
 
 class EngineVerify:
@@ -102,104 +147,59 @@ class EngineVerify:
         by the engine's name. An engine that does not answer is left for the next turn."""
         began = self._clock()
         self._credit.earn()
+        if local.state.phase is not Phase.CLEAN:
+            return {}
+        # another one first every time: the rate may be used up by it alone
+        self._turns += 1
+        first = self._turns % max(len(engines), 1)
+        every = list(engines.items())
         faults: dict[str, str] = {}
-        for name, live in self._in_turn(engines) if local.state.phase is Phase.CLEAN else ():
+        for name, live in every[first:] + every[:first]:
             reading = self._readings.setdefault(name, _Reading())
-            self._count(reading, local.state.position)
-            fault = self._read(name, reading, live, local, began)
+            reading.count(local.state.position.digest, self._every)
+            fault = self._read(reading, live, local, _stamp(name, live, local), began)
             if fault:
                 faults[name] = fault
         return faults
 
-    def _in_turn(self, engines: Mapping[str, Live]) -> Sequence[tuple[str, Live]]:
-        """Another one first every time: the rate may be used up by it alone."""
-        self._turns += 1
-        first = self._turns % max(len(engines), 1)
-        every = list(engines.items())
-        return every[first:] + every[:first]
-
     def is_confirmed(self, name: str, live: Live, local: LocalCheckpoint) -> bool:
         """Whether every tensor was read and found right since the engine came to this version."""
-        known = self._readings.get(name)
-        if known is None or known.facts.version != local.state.position.version:
-            return False
-        return known.stamp == _stamp(name, live, local)
+        known, version = self._readings.get(name), local.state.position.version
+        return known is not None and known.confirms(_stamp(name, live, local), version)
 
-    def _count(self, reading: _Reading, position: Position) -> None:
-        if reading.seen not in (None, position.digest):
-            reading.versions += 1
-        reading.seen = position.digest
-        if self._every and reading.versions >= self._every:
-            reading.hurried, reading.versions, reading.next = True, 0, 0
-
-    def _read(self, name: str, reading: _Reading, live: Live, local: LocalCheckpoint, began: float) -> str:
-        stamp = _stamp(name, live, local)
-        while self._may_read(reading, began) and not self._stop():
-            if reading.next == 0:
-                reading.began, reading.stamp = self._now(), stamp
-                reading.facts = replace(
-                    reading.facts, done_bytes=0, refused=0, total_bytes=local.table.nbytes
-                )
-            piece = _piece(local.table, reading.next)
-            try:
-                with guarded(live.spec):
-                    found = live.engine.lanes([local.table[number].name for number in piece])
-            except EngineFailed:
-                reading.not_before = self._clock() + _AGAIN_SECONDS
-                break
-            if found.changed or found.version != local.state.position.version:
-                break
-            fault = self._judge(reading, local, piece, found)
-            if fault:
-                return fault
-            if reading.next >= len(local.table):
-                self._end(reading, local.state.position, whole=reading.stamp == stamp)
-        return ""
-
-    def _may_read(self, reading: _Reading, began: float) -> bool:
-        if self._clock() < reading.not_before:
-            return False
-        if reading.hurried:
-            return self._clock() - began < _TURN_SECONDS
-        return self._credit.left > 0
-
-    def _judge(
-        self, reading: _Reading, local: LocalCheckpoint, piece: Sequence[int], found: EngineLanes
+    def _read(
+        self, reading: _Reading, live: Live, local: LocalCheckpoint, stamp: _Stamp, began: float
     ) -> str:
-        nbytes = sum(local.table[number].nbytes for number in piece)
-        self._credit.left -= nbytes
-        reading.next = piece[-1] + 1
-        wrong = differing(local.table, local.state.position, piece, found)
-        refused = reading.facts.refused + sum(local.table[number].name in found.refused for number in piece)
-        reading.facts = replace(reading.facts, done_bytes=reading.facts.done_bytes + nbytes, refused=refused)
-        if wrong:
-            return self._fault(reading, wrong, local.state.position)
+        table, position = local.table, local.state.position
+        while reading.may_read(self._clock(), began, self._credit.left) and not self._stop():
+            if reading.next == 0:
+                reading.begin(stamp, table.nbytes, self._now())
+            piece = next_piece(table, reading.next)
+            try:
+                found = read_lanes(live, table, piece)
+            except EngineFailed:
+                reading.rest(self._clock())
+                break
+            if found.changed or found.version != position.version:
+                break
+            nbytes = sum(table[number].nbytes for number in piece)
+            self._credit.spend(nbytes)
+            refused = sum(table[number].name in found.refused for number in piece)
+            reading.advance(piece.stop, nbytes, refused)
+            wrong = ", ".join(differing(table, position, piece, found))
+            if wrong:
+                text = f"in its memory {wrong[:REASON_LIMIT]} is not that of version {position.version}"
+                reading.fault(text, self._now())
+                return text
+            if reading.next >= len(table):
+                reading.end(stamp, position.version)
+                # a small model is read often: once per turn is enough
+                self._credit.spend(max(self._credit.left, 0.0))
         return ""
 
-    def _fault(self, reading: _Reading, wrong: Sequence[str], position: Position) -> str:
-        text = f"in its memory {', '.join(wrong)[:REASON_LIMIT]} is not that of version {position.version}"
-        reading.facts = replace(
-            reading.facts, faults=reading.facts.faults + 1, last_fault=text, last_fault_at=self._now()
-        )
-        reading.next, reading.hurried = 0, False
-        return text
 
-    def _end(self, reading: _Reading, position: Position, whole: bool) -> None:
-        facts = reading.facts
-        whole = whole and not facts.refused
-        reading.facts = replace(
-            facts,
-            passes=facts.passes + 1,
-            full_pass=reading.began,
-            version=position.version if whole else facts.version,
-        )
-        reading.next, reading.hurried = 0, False
-        # a small model is read often: once per turn is enough
-        self._credit.left = min(self._credit.left, 0.0)
-
-
-def _piece(table: TensorTable, start: int) -> Sequence[int]:
-    """Numbers of the next tensors, at least one."""
+def next_piece(table: TensorTable, start: int) -> range:
+    """Numbers of the next tensors to ask for at once, at least one."""
     stop, nbytes, name_bytes = start, 0, 0
     while stop < len(table) and stop - start < _PIECE_NAMES:
         spec = table[stop]
@@ -208,6 +208,12 @@ def _piece(table: TensorTable, start: int) -> Sequence[int]:
             break
         stop += 1
     return range(start, stop)
+
+
+def read_lanes(live: Live, table: TensorTable, numbers: Sequence[int]) -> EngineLanes:
+    """Raises EngineFailed."""
+    with guarded(live.adapter.spec):
+        return live.adapter.lanes([table[number].name for number in numbers])
 
 
 def differing(
@@ -219,81 +225,3 @@ def differing(
     return tuple(
         name for name, wanted in names if found.lanes.get(name, "") != wanted and name not in found.refused
     )
-
-
-@dataclass(frozen=True)
-class EngineReport:
-    """`refused`: by name, why the engine has no lanes of it. `root`: over all tensors as they lie in its
-    memory; None where some are refused or were not asked for."""
-
-    version: int
-    root: str | None
-    tensors: int
-    differing: tuple[str, ...]
-    refused: Mapping[str, str]
-
-    @property
-    def intact(self) -> bool:
-        return not self.differing
-
-
-def verify_engine(
-    live: Live,
-    table: TensorTable,
-    position: Callable[[], Position],
-    names: Sequence[str] = (),
-    advance: Callable[[int], None] | None = None,
-) -> EngineReport:
-    """Reads what the engine holds of the tensors `names` (none: all). `position`: where the local checkpoint
-    is now; it begins anew when that moves meanwhile. Raises EngineFailed, RetryLater when the two do not come
-    together, DamagedFile for a name that the checkpoint does not have."""
-    unknown = [name for name in names if name not in table.numbers]
-    if unknown:
-        raise DamagedFile(f"{unknown[0]} is not a tensor of the checkpoint", remedy="see its index file")
-    numbers = [table.numbers[name] for name in names] or list(range(len(table)))
-    for _ in range(_TIMES):
-        found = _whole(live, table, position(), numbers, advance)
-        if found is not None:
-            return found
-    raise RetryLater(
-        f"{live.spec.shown_url} does not hold the version of the local checkpoint, or both move on",
-        remedy="wait until the host is ready, then try again",
-    )
-
-
-def _whole(
-    live: Live,
-    table: TensorTable,
-    position: Position,
-    numbers: Sequence[int],
-    advance: Callable[[int], None] | None,
-) -> EngineReport | None:
-    lanes: dict[str, str] = {}
-    refused: dict[str, str] = {}
-    for piece in _pieces(table, numbers):
-        with guarded(live.spec):
-            found = live.engine.lanes([table[number].name for number in piece])
-        if found.changed or found.version != position.version:
-            return None
-        lanes |= found.lanes
-        refused |= found.refused
-        if advance is not None:
-            advance(sum(table[number].nbytes for number in piece))
-    wrong = differing(table, position, numbers, EngineLanes(position.version, lanes, refused, False))
-    return EngineReport(position.version, _root(table, lanes), len(numbers), wrong, refused)
-
-
-def _pieces(table: TensorTable, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    chosen = TensorTable(tuple(table[number] for number in numbers))
-    at = 0
-    while at < len(numbers):
-        piece = _piece(chosen, at)
-        yield [numbers[n] for n in piece]
-        at = piece[-1] + 1
-
-
-def _root(table: TensorTable, lanes: Mapping[str, str]) -> str | None:
-    try:
-        return root(table, [Lanes.from_hex(lanes[spec.name]) for spec in table])
-    except (KeyError, ValueError):
-        return None

@@ -8,18 +8,32 @@ engine's start, and a reload reads the model's own directory.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from weightcast.shared.base.errors import EngineFailed, WeightcastError
+from weightcast.shared.checkpoint.update.engine_patch import EnginePatch
 from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
+from weightcast.subscriber.engines.adapter import (
+    LOG,
+    NONE,
+    UNKNOWN,
+    Adapter,
+    Identities,
+    LiveAdapter,
+    PluginAnswer,
+    Settings,
+    StaleDrafter,
+    drafter_named,
+)
 from weightcast.subscriber.engines.base import (
     Confirmation,
     Done,
@@ -29,31 +43,18 @@ from weightcast.subscriber.engines.base import (
     Intact,
     Misconfigured,
     NoReply,
-    NotSent,
     Policy,
     ReloadOutcome,
     Suspect,
     Timeouts,
     unreachable,
 )
-from weightcast.subscriber.engines.live import EngineLanes, NotTaken, PatchFile, held_of, lanes_of
-from weightcast.subscriber.engines.probes import (
-    UNKNOWN,
-    Adapter,
-    Identities,
-    Settings,
-    drafter_named,
-    require_vllm,
-    vllm_drafter,
-)
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
     NO_ROUTE,
     Reply,
     Wire,
-    failed_reload,
     not_an_engine,
-    not_handled,
     start_time,
 )
 
@@ -127,18 +128,18 @@ class VLLM(Adapter):
     def pause(self) -> None:
         # A reload leaves the prefix cache as it is: only the pause clears it.
         mode = PAUSE_MODES[self.spec.policy]
-        seconds = self._timeouts.drain if mode == "wait" else self._timeouts.control
+        seconds = self._drain_seconds or self._timeouts.control
         reply = self._wire.post(f"/pause?mode={mode}&clear_cache=true", {}, seconds)
-        reply.require_ok(DEV_MODE if reply.status in NO_ROUTE else "see the engine's log")
+        reply.require_ok(DEV_MODE if reply.status in NO_ROUTE else LOG)
 
     def resume(self) -> None:
         self._wire.post("/resume", {}, self._timeouts.control).require_ok(
             "resume the engine by hand or restart it"
         )
 
-    def reload(self, path: str, version: int, label: str) -> ReloadOutcome:
+    def reload(self, path: str, label: str) -> ReloadOutcome:
         # vLLM remembers weights_path, so that a call without it may read another directory.
-        order = {
+        body = {
             "method": "reload_weights",
             "kwargs": {"weights_path": path},
             "timeout": self._timeouts.reload,
@@ -151,15 +152,16 @@ class VLLM(Adapter):
         hindrance = self._hindrance()
         if hindrance is not None:
             return Intact(hindrance)
-        try:
-            reply = self._wire.post_once("/collective_rpc", order, self._timeouts.reload)
-        except (NotSent, NoReply) as failure:
-            return failed_reload(failure)
-        if reply.status in NEVER_HANDLED:
-            return not_handled(reply, DEV_MODE)
+        reply = self._wire.order("/collective_rpc", body, self._timeouts.reload, DEV_MODE)
+        if not isinstance(reply, Reply):
+            return reply
         if reply.status != 200 or not _all_workers_done(reply):
             return Suspect(reply.describe())
-        return self._labelled(label)
+        try:
+            self._set_label(label)
+        except EngineFailed as failure:
+            return Suspect(str(failure))
+        return Done()
 
     def _hindrance(self) -> str | None:
         """Why a reload would be answered with success and yet leave wrong weights; None: nothing is known
@@ -178,18 +180,11 @@ class VLLM(Adapter):
             return PACKED_EXPERTS
         return None if untied else PACKED_HEAD
 
-    def _labelled(self, label: str) -> ReloadOutcome:
-        try:
-            self._set_label(label)
-        except EngineFailed as failure:
-            return Suspect(str(failure))
-        return Done()
-
     def _set_label(self, label: str) -> Confirmation:
         reply = self._wire.post("/update_weight_version", {"new_version": label}, self._timeouts.control)
         if reply.status in NO_ROUTE:
             return "status-only"
-        reply.require_ok("see the engine's log")
+        reply.require_ok(LOG)
         return "label"
 
     def read_back(self, label: str) -> Confirmation:
@@ -198,7 +193,7 @@ class VLLM(Adapter):
             return "status-only"
         if self._server.process is None:
             self._labels.read(self._label, lambda label: label)
-        shown = reply.require_ok("see the engine's log").text_field("weight_version")
+        shown = reply.require_ok(LOG).text_field("weight_version")
         return self._require_label(shown, label)
 
     def relabel(self, label: str) -> Confirmation:
@@ -248,32 +243,55 @@ def _runs_on(server: Mapping[str, object]) -> tuple[object, bool]:
     return device.get("device") if isinstance(device, dict) else None, untied
 
 
+_TEXT = re.compile(r"speculative_config=(None\b|SpeculativeConfig\(method='([^']{1,100})')")
+
+
+def vllm_drafter(config: object) -> str:
+    """The method in `vllm_config`, in either of the formats of `/server_info`."""
+    if isinstance(config, str):
+        found = _TEXT.search(config)
+        return UNKNOWN if found is None else drafter_named(found[2])
+    if not isinstance(config, dict) or "speculative_config" not in config:
+        return UNKNOWN
+    speculative = config["speculative_config"]
+    if isinstance(speculative, dict):
+        return drafter_named(speculative.get("method") or "draft_model")
+    return NONE if speculative is None else vllm_drafter(f"speculative_config={speculative}")
+
+
+def require_vllm(spec: EngineSpec, drafter: str) -> str:
+    """What to show. Raises StaleDrafter for a model that every reload would leave old: up to 0.32
+    `reload_weights` loads the main model alone, and the routes for draft models take no files."""
+    if drafter in (NONE, UNKNOWN) or spec.drafter == "keep":
+        return drafter
+    raise StaleDrafter(
+        f"{spec.shown_url} runs a draft model ({drafter}), which vLLM would leave at its old weights",
+        remedy="start vLLM without --speculative-config, or give drafter=keep to leave it old",
+    )
+
+
 DOOR = "/v1/weightcast"
 FORMAT = 1
 INSTALL = "install weightcast-engine in vLLM's environment and name it in VLLM_PLUGINS (docs/engines.md)"
-LOG = "see the engine's log"
 _BASE, _PAUSED, _BUSY = 409, 423, 503
 """it holds another base; it is not paused; it carries out another order and has not begun this one"""
 _UNTOUCHED = NEVER_HANDLED | {400, _BASE, 413, 422, _PAUSED}
 """nothing was written"""
 _BUSY_SECONDS = 0.05
+Sent = TypeVar("Sent")
 
 
-class VLLMLive(Adapter):
-    """A vLLM that has the plugin: `Patchable` by the plugin's routes under /v1/weightcast."""
+class VLLMLive(LiveAdapter):
+    """A vLLM that has the plugin, through the plugin's routes under /v1/weightcast."""
 
     def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
         super().__init__(spec, wire, timeouts)
+        # where requests in flight are waited for the engine takes no other order meanwhile, for minutes
+        self.pauses_itself = spec.policy != "wait"
         # each look is one question, which a balancer answers from one process after the other
         self._processes = Identities(spec.shown_url, times=1)
         self._told: tuple[HeldWeights, str] | None = None
         """what all ranks said to hold, in the answer to the last patch"""
-
-    @property
-    def pauses_itself(self) -> bool:
-        """Not where requests in flight are waited for: that may take minutes, and the engine takes no other
-        order meanwhile."""
-        return self.spec.policy != "wait"
 
     def probe(self) -> EngineFacts:
         try:
@@ -285,116 +303,97 @@ class VLLMLive(Adapter):
             return unreachable(failure)
         if hindrance:
             return EngineFacts(reachable=False, hindrance=hindrance)
-        fields = reply.fields()
-        doubtful, plugin = fields.get("in_doubt") is not False, reply.text_field("plugin")
-        process = _process_of(reply)
-        return EngineFacts(
+        process, paused = _process_of(reply), reply.fields().get("paused")
+        facts = EngineFacts(
             reachable=True,
-            # a label of weights that are in doubt must not resume anybody
-            label=None if doubtful else reply.text_field("label"),
+            label=reply.text_field("label"),
             process=process,
             unique=process is not None,
-            paused=_truth(fields, "paused"),
-            software=None if plugin is None else f"with weightcast-engine {plugin}",
-            held=None if doubtful else held_of(reply.fields()),
-            in_doubt=doubtful,
-            unpatchable=_unpatchable(reply),
+            paused=paused if isinstance(paused, bool) else None,
             drafter=drafter,
         )
+        return _told(reply).onto(facts)
 
     def pause(self) -> None:
-        drain = self._timeouts.drain if self.spec.policy == "wait" else 0.0
-        self._post("pause", {"policy": self.spec.policy}, self._timeouts.control + drain).require_ok(LOG)
+        seconds = self._timeouts.control + self._drain_seconds
+        self._post("pause", {"policy": self.spec.policy}, seconds).require_ok(LOG)
 
     def resume(self) -> None:
         self._post("resume", {}, self._timeouts.control).require_ok("resume or restart the engine by hand")
 
     def reload(self, path: str, label: str) -> ReloadOutcome:
         self._told = None
-        try:
-            reply = self._once("reload", {"label": label})
-        except (NotSent, NoReply) as failure:
-            return failed_reload(failure)
+        reply = self._order("reload", {"label": label})
+        if not isinstance(reply, Reply):
+            return reply
+        told = _told(reply)
         # not paused: another process answers than the one that was
-        if reply.refusal is not None:
-            return not_handled(reply)
         if reply.status in _UNTOUCHED - {_BASE, _PAUSED}:
-            return Intact(_said(reply))
-        return Done() if _says(reply, label=label) else Suspect(_said(reply))
+            return Intact(told.text)
+        return Done() if told.says(label=label) else Suspect(told.text)
 
-    def hold(self, held: HeldWeights, label: str) -> None:
-        order = {"version": held.version, "root": held.root, "label": label}
-        self._post("holds", order, self._timeouts.control).require_ok(LOG)
-
-    def check(self, patch: PatchFile) -> None:
-        try:
-            reply = self._post("check", {"file": patch.name}, self._timeouts.reload)
-        except EngineFailed as failure:
-            raise NotTaken(failure.message, remedy=failure.remedy) from failure
-        if not _says(reply, changes=patch.changes):
-            raise NotTaken(_said(reply), remedy=LOG)
-
-    def apply(self, patch: PatchFile, label: str, *, pausing: bool) -> ReloadOutcome:
+    def apply(self, patch: EnginePatch, label: str, *, pausing: bool) -> ReloadOutcome:
         self._told = None
-        order = {"file": patch.name, "label": label}
-        try:
-            if pausing:
-                reply = self._once("update", {**order, "policy": self.spec.policy})
-            else:
-                reply = self._once("apply", order)
-        except (NotSent, NoReply) as failure:
-            return failed_reload(failure)
-        if reply.status in _UNTOUCHED or _is_rolled_back(reply):
-            return Intact(_said(reply))
-        if not _says(reply, version=patch.version, root=patch.root, label=label):
-            return Suspect(_said(reply))
+        body = {"file": patch.name, "label": label}
+        if pausing:
+            reply = self._order("update", {**body, "policy": self.spec.policy})
+        else:
+            reply = self._order("apply", body)
+        if not isinstance(reply, Reply):
+            return reply
+        told = _told(reply)
+        if told.untouched:
+            return Intact(told.text)
+        if not told.says(version=patch.version, root=patch.root, label=label):
+            return Suspect(told.text)
         self._told = (HeldWeights(patch.version, patch.root), label)
-        return Done(resumed=pausing and reply.fields().get("resumed") is True, still=_still(reply))
+        return Done(resumed=pausing and told.body.get("resumed") is True, still=_still(told))
 
     def confirm(self, held: HeldWeights | None, label: str) -> Confirmation:
         """After a patch no second question, which the pause would wait for."""
-        told, self._told = self._told, None
-        if told == (held, label):
+        before, self._told = self._told, None
+        if before == (held, label):
             return "label"
-        reply = self._wire.get(DOOR, self._timeouts.control).require_ok(LOG)
-        shown, found = reply.text_field("label"), held_of(reply.fields())
-        doubtful = reply.fields().get("in_doubt") is not False
-        if doubtful or shown != label or (held is not None and found != held):
+        told = self._look()
+        shown = told.body.get("label")
+        if told.in_doubt or shown != label or (held is not None and told.held != held):
             raise EngineFailed(
-                f"{self.spec.shown_url} says that it holds {shown!r}, {found}"
-                f"{', in doubt' if doubtful else ''}, after it was brought to {label!r}",
+                f"{self.spec.shown_url} says that it holds {shown!r}, {told.held}"
+                f"{', in doubt' if told.in_doubt else ''}, after it was brought to {label!r}",
                 remedy="see the engine's log; restart it if this stays",
             )
         return "label"
 
     def relabel(self, label: str) -> Confirmation:
         """Labels are versions here (`rules.label_of`)."""
-        found = held_of(self._wire.get(DOOR, self._timeouts.control).require_ok(LOG).fields())
+        found = self._look().held
         if found is None:
             raise EngineFailed(f"{self.spec.shown_url} does not know what it holds", remedy="it is reloaded")
         held = HeldWeights(int(label), found.root)
         self.hold(held, label)
         return self.confirm(held, label)
 
-    def lanes(self, names: Sequence[str]) -> EngineLanes:
-        order = {"tensors": list(names), "from": 0, "count": len(names)}
-        reply = self._post("digest", order, self._timeouts.control).require_ok(LOG)
-        return lanes_of(reply.fields())
+    def _look(self) -> PluginAnswer:
+        return _told(self._wire.get(DOOR, self._timeouts.control).require_ok(LOG))
 
-    def _post(self, door: str, order: Mapping[str, object], seconds: float) -> Reply:
-        return _patiently(lambda left: self._wire.post(f"{DOOR}/{door}", order, left), seconds)
+    def _ask(self, order: str, body: Mapping[str, object], seconds: float) -> PluginAnswer:
+        return _told(self._post(order, body, seconds).require_key())
 
-    def _once(self, door: str, order: Mapping[str, object]) -> Reply:
-        return _patiently(
-            lambda left: self._wire.post_once(f"{DOOR}/{door}", order, left), self._timeouts.reload
-        )
+    def _post(self, order: str, body: Mapping[str, object], seconds: float) -> Reply:
+        return _patiently(lambda left: self._wire.post(f"{DOOR}/{order}", body, left), seconds)
+
+    def _order(self, order: str, body: Mapping[str, object]) -> Reply | ReloadOutcome:
+        return _patiently(lambda left: self._wire.order(f"{DOOR}/{order}", body, left), self._timeouts.reload)
 
 
-def _patiently(send: Callable[[float], Reply], seconds: float) -> Reply:
+def _patiently(send: Callable[[float], Sent], seconds: float) -> Sent:
     """Sends again what the plugin has not begun, since another order was under way."""
     deadline = time.monotonic() + seconds
     reply = send(seconds)
-    while reply.status == _BUSY and (left := deadline - time.monotonic()) > _BUSY_SECONDS:
+    while isinstance(reply, Reply) and reply.status == _BUSY:
+        left = deadline - time.monotonic()
+        if left <= _BUSY_SECONDS:
+            break
         time.sleep(_BUSY_SECONDS)
         reply = send(left)
     return reply
@@ -416,36 +415,15 @@ def _hindrance(reply: Reply) -> str:
     return f"{reply.url}: {misplaced}" if misplaced else ""
 
 
-def _unpatchable(reply: Reply) -> str:
-    if reply.fields().get("patchable") is True:
-        return ""
-    return reply.text_field("reason") or "the engine says that it cannot be patched"
-
-
-def _truth(fields: Mapping[str, object], key: str) -> bool | None:
-    value = fields.get(key)
-    return value if isinstance(value, bool) else None
-
-
-def _still(reply: Reply) -> float | None:
-    seconds = reply.fields().get("seconds")
+def _still(told: PluginAnswer) -> float | None:
+    seconds = told.body.get("seconds")
     still = seconds.get("still") if isinstance(seconds, dict) else None
     return still if isinstance(still, float) and still >= 0 else None
 
 
-def _says(reply: Reply, **wanted: object) -> bool:
-    """Success is 200 with these facts, and nothing else."""
-    fields = reply.fields()
-    return reply.status == httpx.codes.OK and all(fields.get(key) == value for key, value in wanted.items())
-
-
-def _is_rolled_back(reply: Reply) -> bool:
-    return reply.status >= 500 and reply.fields().get("state") == "rolled-back"
-
-
-def _said(reply: Reply) -> str:
-    """The plugin's own words, where it has some."""
-    if reply.refusal is not None:
-        return str(reply.refusal)
+def _told(reply: Reply) -> PluginAnswer:
+    body = reply.fields()
     words = [text for key in ("error", "remedy") if (text := reply.text_field(key))]
-    return f"{reply.url} answered {reply.status}: {'; '.join(words)}" if words else reply.describe()
+    text = f"{reply.url} answered {reply.status}: {'; '.join(words)}" if words else reply.describe()
+    rolled_back = reply.status >= 500 and body.get("state") == "rolled-back"
+    return PluginAnswer(reply.status, body, text, reply.status in _UNTOUCHED or rolled_back)

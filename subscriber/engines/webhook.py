@@ -14,27 +14,19 @@ from collections.abc import Callable
 import httpx
 
 from weightcast.shared.base.errors import EngineFailed
+from weightcast.subscriber.engines.adapter import Adapter
 from weightcast.subscriber.engines.base import (
     Confirmation,
     Done,
     EngineFacts,
     EngineSpec,
-    NoReply,
-    NotSent,
+    Intact,
     ReloadOutcome,
     Suspect,
     Timeouts,
     unreachable,
 )
-from weightcast.subscriber.engines.probes import Adapter
-from weightcast.subscriber.engines.wire import (
-    NEVER_HANDLED,
-    Reply,
-    Wire,
-    failed_reload,
-    not_an_engine,
-    not_handled,
-)
+from weightcast.subscriber.engines.wire import Reply, Wire, not_an_engine
 
 REMEDY = 'the receiver must answer 2xx with {"ok": true}; see its log'
 
@@ -75,24 +67,24 @@ class Webhook(Adapter):
 
     def pause(self) -> None:
         self._ordered = {"version": None, "label": None}
-        seconds = self._timeouts.drain if self.spec.policy == "wait" else self._timeouts.control
-        self._require(self._wire.post("", self._order("pause"), seconds))
+        self._require(
+            self._wire.post("", self._order("pause"), self._drain_seconds or self._timeouts.control)
+        )
 
     def resume(self) -> None:
         self._require(self._wire.post("", self._order("resume"), self._timeouts.control))
 
-    def reload(self, path: str, version: int, label: str) -> ReloadOutcome:
-        self._ordered, self._echoed = {"version": version, "label": label}, []
-        try:
-            reply = self._wire.post_once("", self._order("reload") | {"path": path}, self._timeouts.reload)
-        except (NotSent, NoReply) as failure:
-            return failed_reload(failure)
+    def reload(self, path: str, label: str) -> ReloadOutcome:
+        self._ordered, self._echoed = {"version": int(label), "label": label}, []
+        reply = self._wire.order("", self._order("reload") | {"path": path}, self._timeouts.reload)
+        if not isinstance(reply, Reply):
+            return reply
         if _confirmed(reply):
             fields = reply.fields()
             self._echoed = [fields[key] for key in ("version", "label") if fields.get(key) is not None]
             return Done()
-        if reply.status in NEVER_HANDLED or (_denied(reply) and reply.fields().get("intact") is True):
-            return not_handled(reply)
+        if _denied(reply) and reply.fields().get("intact") is True:
+            return Intact(reply.describe())
         return Suspect(reply.describe())
 
     def read_back(self, label: str) -> Confirmation:

@@ -230,6 +230,23 @@ class Wire:
     def post_once(self, path: str, body: Mapping[str, object], seconds: float) -> Reply:
         return self._send("POST", path, body, seconds)
 
+    def order(
+        self, path: str, body: Mapping[str, object], seconds: float, remedy: str = ""
+    ) -> Reply | Intact | Suspect:
+        """A reload, sent once: a reply of its handler, or what the lack of one proves. `remedy`: where no
+        handler is there."""
+        try:
+            reply = self.post_once(path, body, seconds)
+        except NotSent as failure:
+            return Intact(str(failure))
+        except NoReply as failure:
+            return Suspect(str(failure))
+        if reply.refusal is not None:
+            return Intact(str(reply.refusal), untried=True)
+        if reply.status in NEVER_HANDLED:
+            return Intact(f"{reply.describe()} ({remedy})" if remedy else reply.describe())
+        return reply
+
     def _twice(self, method: str, path: str, body: Mapping[str, object] | None, seconds: float) -> Reply:
         ends = time.monotonic() + seconds
         try:
@@ -301,17 +318,6 @@ def _trust(spec: CallPlace) -> ssl.SSLContext:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
-
-
-def failed_reload(failure: NotSent | NoReply) -> Intact | Suspect:
-    return Intact(str(failure)) if isinstance(failure, NotSent) else Suspect(str(failure))
-
-
-def not_handled(reply: Reply, remedy: str = "") -> Intact:
-    """A reload that was refused in front of its handler: for its key, or for want of a route."""
-    if reply.refusal is not None:
-        return Intact(str(reply.refusal), untried=True)
-    return Intact(f"{reply.describe()} ({remedy})" if remedy else reply.describe())
 
 
 def not_an_engine(reply: Reply) -> EngineFacts:

@@ -14,8 +14,8 @@ from weightcast.shared.checkpoint.update.plan import Patch
 from weightcast.shared.checkpoint.update.sources import Route
 from weightcast.shared.checkpoint.update.stage import Staged
 from weightcast.shared.checkpoint.verify.hashing import Damaged
-from weightcast.subscriber.engines.proxy import EngineProxy
-from weightcast.subscriber.engines.reload import Reload
+from weightcast.subscriber.engines.host import HostEngine
+from weightcast.subscriber.engines.reload import Reload, reloading
 from weightcast.subscriber.engines.rules import (
     EngineResult,
     is_confirmed,
@@ -73,7 +73,7 @@ class Apply:
                         self._host.moved("patch", before, folded)
                         self._settle(reload.results)
 
-    def local_version(self, due: Sequence[EngineProxy]) -> None:
+    def local_version(self, due: Sequence[HostEngine]) -> None:
         """Brings these engines to the local version: the files are right already."""
         self._prover.ahead()
         self._host.enter("reloading")
@@ -115,9 +115,9 @@ class Apply:
             yield
 
     def _reloading(
-        self, version: int, only: Sequence[EngineProxy] | None = None
+        self, version: int, only: Sequence[HostEngine] | None = None
     ) -> AbstractContextManager[Reload]:
-        return self._engines.reloading(self._host.local(), version, only=only, report=self._host.tell_reload)
+        return reloading(self._engines, self._host.local(), version, only=only, report=self._host.tell_reload)
 
     def _reload(self, reload: Reload) -> None:
         """Engines load only files that were proven right before. Raises Damaged."""
@@ -249,7 +249,7 @@ class Apply:
         state = self._host.local().state
         if self._options.group_follower:
             return len(state.undo) > MOST_UNDO_STEPS
-        names = [engine.spec.name for engine in self._engines.engines]
+        names = [engine.name for engine in self._engines.engines]
         return not names or is_confirmed(state.engines, names, state.position.version)
 
 
@@ -289,7 +289,7 @@ class InSync:
         seen = self._lead.look(local.state.position)
         for trouble in seen.troubles:
             self._host.degrade(trouble)
-        mapping = {engine.spec.name for engine in self._engines.mapping}
+        mapping = {engine.name for engine in self._engines.mapping}
         if seen.astray and seen.differs and mapping & set(local.state.engines):
             kept = {name: one for name, one in local.state.engines.items() if name not in mapping}
             local.save(local.state.but(engines=kept))

@@ -16,7 +16,7 @@ from weightcast.shared.checkpoint.state.state import LocalState, Mark, Phase, Po
 from weightcast.shared.checkpoint.update.fetch import Awaited, PreRead
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.side_files import left_text
-from weightcast.subscriber.engines.reload import Engines
+from weightcast.subscriber.engines.host import Engines
 from weightcast.subscriber.engines.rules import noted
 from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.status import MoveKind, State, UpdateStatus, WaitingFor
@@ -157,12 +157,11 @@ class StepHost:
                 return (reason,)
             return reason, f"waiting for version {waiting.version}: {waiting.reason}"
         serving = self.engines.serving(state)
-        names = [engine.spec.name for engine in self.engines.engines if engine.spec.name not in serving]
-        return tuple(self._reason_of(name) for name in names)
-
-    def _reason_of(self, name: str) -> str:
-        reason = self.engines.reason(name) or "not reloaded yet"
-        return f"engine {name}{' failed' if self.engines.failed(name) else ''}: {reason}"
+        return tuple(
+            f"engine {engine.name}{' failed' if engine.failed else ''}: {engine.reason or 'not reloaded yet'}"
+            for engine in self.engines.engines
+            if engine.name not in serving
+        )
 
     @property
     def state(self) -> LocalState | None:
@@ -170,7 +169,7 @@ class StepHost:
 
     def pause_for_replay(self, local: LocalCheckpoint) -> None:
         """An engine that was resumed, or that started since, may serve from files that are written on now."""
-        mapping = {engine.spec.name for engine in self.engines.mapping}
+        mapping = {engine.name for engine in self.engines.mapping}
         engines = local.state.engines
         served = {name for name in mapping & set(engines) if engines[name].mark is Mark.SERVED}
         if served:
@@ -233,7 +232,7 @@ class StepHost:
             self._show_wait(awaited)
             local = self.updater.local
             due = () if local is None else self.engines.due(local.state)
-            if any(not self.engines.failures(engine.spec.name) for engine in due):
+            if not all(engine.failures for engine in due):
                 self.log.begin_move()
                 raise EnginesFirst(awaited.reason)
 
@@ -283,7 +282,7 @@ class StepHost:
         if updater.side_files.changed:
             updater.side_files.changed.clear()
             self._read_before = {
-                engine.spec.name: self.engines.facts(engine.spec.name).process
+                engine.name: engine.facts.process
                 for engine in self.engines.engines
                 if engine.spec.kind != "webhook"
             }
@@ -296,7 +295,7 @@ class StepHost:
             left_behind=updater.side_files.left_behind,
             base_notes=updater.side_files.base_notes,
             carried=self.view.files.carried if position is None else updater.side_files.names(position),
-            to_restart=tuple(name for name in before if self.engines.facts(name).process == before[name]),
+            to_restart=tuple(name for name in before if self.engines[name].facts.process == before[name]),
             base_files=f"missing: {missing}" if updater.side_files.missing else base_files,
         )
         self.log.append(FilesSeen(files))

@@ -194,7 +194,7 @@ class Reloaded:
     def onto(self, view: StepView) -> StepView:
         move = view.move
         for phase in ("pause", "reload", "read_back", "resume"):
-            slowest = max((getattr(result.phases, phase) for result in self.results), default=0.0)
+            slowest = max((result.phases[phase] for result in self.results), default=0.0)
             if slowest:
                 move = move.with_seconds(phase, slowest)
         pauses = [result.pause_seconds for result in self.results if result.pause_seconds is not None]

@@ -15,7 +15,7 @@ from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.verify.hashing import Damaged
 from weightcast.shared.checkpoint.verify.scrub import Scrub
 from weightcast.shared.files.paths import is_directory, require_no_overlap
-from weightcast.subscriber.engines.reload import Engines
+from weightcast.subscriber.engines.host import Engines
 from weightcast.subscriber.engines.rules import in_doubt
 from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.groups.lead import Lead

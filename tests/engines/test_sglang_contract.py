@@ -192,13 +192,13 @@ def test_a_400_although_the_weights_changed_is_no_refusal(site: Site, run: Run, 
 
 def test_a_label_that_does_not_move_is_never_served(site: Site, run: Run, engine: Engine) -> None:
     host = host_of(site, run, engine)
-    adapter = host.sync.engines.engines[0]
+    adapter = host.sync.engines.engines[0].adapter
     host.step()
     run.publish()
     for _ in range(2):
         engine.wish(next_update="label-stays")
         adapter.pause()
-        assert adapter.reload(str(host.local), 1, "1") == Done()
+        assert adapter.reload(str(host.local), "1") == Done()
         with pytest.raises(WeightcastError, match="'0' after a reload of '1'"):
             adapter.read_back("1")
     assert host.step().ready and engine.double()["label"] == "1"
@@ -227,12 +227,12 @@ def test_a_server_that_dies_of_a_truncated_file_is_in_doubt_until_it_is_back(sit
     shutil.copytree(run.base_dir, torn)
     file = next(torn.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
-    adapter = host.sync.engines.engines[0]
-    assert isinstance(adapter.reload(str(torn), 1, "1"), Suspect)
+    adapter = host.sync.engines.engines[0].adapter
+    assert isinstance(adapter.reload(str(torn), "1"), Suspect)
     assert engine.process.wait(PATIENCE) == 1
     outcome = host.step()
     assert not outcome.ready and "does not answer" in outcome.waiting[0]
-    assert isinstance(adapter.reload(str(torn), 1, "1"), Intact), "nobody is there"
+    assert isinstance(adapter.reload(str(torn), "1"), Intact), "nobody is there"
 
 
 def test_no_server_is_shown_a_torn_local_checkpoint(site: Site, run: Run, engine: Engine) -> None:

@@ -22,9 +22,8 @@ from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.checkpoint.state.state import LocalState, read_state
 from weightcast.subscriber.daemon.status import StatusBuilder
 from weightcast.subscriber.engines.base import Timeouts, parse_engines
+from weightcast.subscriber.engines.host import Engines, RetryPace
 from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.engines.reload import Engines
-from weightcast.subscriber.engines.reload_one import RetryPace
 from weightcast.subscriber.status import HostStatus
 from weightcast.subscriber.sync.host import Outcome, SyncOptions
 from weightcast.subscriber.sync.sync import Sync

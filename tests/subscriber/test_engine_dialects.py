@@ -25,9 +25,9 @@ from doubles import (
 )
 
 from weightcast.shared.base.errors import EngineFailed
+from weightcast.subscriber.engines.adapter import Adapter
 from weightcast.subscriber.engines.base import (
     Done,
-    Engine,
     Intact,
     NotSent,
     Suspect,
@@ -49,10 +49,10 @@ class Stage:
         self.local = local
         (local / "weights").write_text("v8")
 
-    def engine(self, kind: str, double: Double, options: str = "", timeouts: Timeouts = QUICK) -> Engine:
+    def engine(self, kind: str, double: Double, options: str = "", timeouts: Timeouts = QUICK) -> Adapter:
         return self.at(kind, self._stack.enter_context(serve(double)), options, timeouts)
 
-    def at(self, kind: str, url: str, options: str = "", timeouts: Timeouts = QUICK) -> Engine:
+    def at(self, kind: str, url: str, options: str = "", timeouts: Timeouts = QUICK) -> Adapter:
         engine = open_engine(
             parse_engine(f"{kind}={url}{options}", self.local),
             run_id=lambda: "run-1",
@@ -62,7 +62,7 @@ class Stage:
         self._stack.callback(engine.close)
         return engine
 
-    def absent(self, kind: str) -> Engine:
+    def absent(self, kind: str) -> Adapter:
         return self.at(kind, self._stack.enter_context(nobody()))
 
 
@@ -72,9 +72,9 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         yield Stage(stack, tmp_path)
 
 
-def reload(engine: Engine) -> Done | Intact | Suspect:
+def reload(engine: Adapter) -> Done | Intact | Suspect:
     engine.probe()
-    return engine.reload(engine.spec.path, 8, "8")
+    return engine.reload(engine.spec.path, "8")
 
 
 # All three
@@ -90,7 +90,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def opened(stage: Stage, kind: str, options: str = "", timeouts: Timeouts = QUICK) -> tuple[Engine, Double]:
+def opened(stage: Stage, kind: str, options: str = "", timeouts: Timeouts = QUICK) -> tuple[Adapter, Double]:
     double = DOUBLES[kind]()
     return stage.engine(kind, double, ("/hook" if kind == "webhook" else "") + options, timeouts), double
 
@@ -224,7 +224,7 @@ def test_a_reload_without_an_answer_is_suspect_and_is_not_sent_again(stage: Stag
     engine, double = opened(stage, kind, timeouts=IMPATIENT)
     engine.probe()
     double.script(RELOADS[kind], Hang())
-    outcome = engine.reload(engine.spec.path, 8, "8")
+    outcome = engine.reload(engine.spec.path, "8")
     assert isinstance(outcome, Suspect) and "did not answer within" in outcome.reason
     assert len([call for call in double.of(RELOADS[kind]) if call.method == "POST"]) == 1
 
@@ -234,7 +234,7 @@ def test_an_answer_that_does_not_end_has_a_deadline_as_a_whole(stage: Stage, kin
     engine, double = opened(stage, kind, timeouts=IMPATIENT)
     engine.probe()
     double.script(RELOADS[kind], act)
-    outcome = engine.reload(engine.spec.path, 8, "8")
+    outcome = engine.reload(engine.spec.path, "8")
     assert isinstance(outcome, Suspect) and "did not answer within 0.2 s" in outcome.reason
 
 
@@ -245,7 +245,7 @@ def test_a_reload_that_may_have_begun_is_suspect(stage: Stage, kind: str, act: A
     engine, double = opened(stage, kind)
     engine.probe()
     double.script(RELOADS[kind], act)
-    assert isinstance(engine.reload(engine.spec.path, 8, "8"), Suspect)
+    assert isinstance(engine.reload(engine.spec.path, "8"), Suspect)
     assert len([call for call in double.of(RELOADS[kind]) if call.method == "POST"]) == 1
 
 
@@ -256,7 +256,7 @@ def test_a_reload_stopped_in_front_of_the_handler_leaves_the_weights(
     engine, double = opened(stage, kind)
     engine.probe()
     double.script(RELOADS[kind], Answer(status))
-    outcome = engine.reload(engine.spec.path, 8, "8")
+    outcome = engine.reload(engine.spec.path, "8")
     assert isinstance(outcome, Intact) and str(status) in outcome.reason
 
 
@@ -268,14 +268,14 @@ def test_a_200_that_does_not_say_success_is_suspect(stage: Stage, kind: str, bod
     engine, double = opened(stage, kind)
     engine.probe()
     double.script(RELOADS[kind], Answer(200, body))
-    assert isinstance(engine.reload(engine.spec.path, 8, "8"), Suspect)
+    assert isinstance(engine.reload(engine.spec.path, "8"), Suspect)
 
 
 def test_an_endless_reply_is_cut_off(stage: Stage, kind: str) -> None:
     engine, double = opened(stage, kind)
     engine.probe()
     double.script(RELOADS[kind], Answer(200, b" " * (REPLY_LIMIT + 1)))
-    outcome = engine.reload(engine.spec.path, 8, "8")
+    outcome = engine.reload(engine.spec.path, "8")
     assert isinstance(outcome, Suspect) and "more than" in outcome.reason
 
 
@@ -296,7 +296,7 @@ def test_a_redirect_that_leads_nowhere_is_an_answer(stage: Stage, kind: str, pla
     engine, double = opened(stage, kind)
     engine.probe()
     double.script(RELOADS[kind], Answer(307, {}, {"Location": place}))
-    outcome = engine.reload(engine.spec.path, 8, "8")
+    outcome = engine.reload(engine.spec.path, "8")
     assert isinstance(outcome, Suspect) and "answered 307" in outcome.reason
 
 
@@ -364,7 +364,7 @@ def test_sglang_missing_directory_keeps_the_weights(stage: Stage) -> None:
 
 def test_sglang_refusal_without_a_known_label_proves_nothing(stage: Stage) -> None:
     engine = stage.engine("sglang", SGLangDouble(), ",path=/not/there")
-    assert isinstance(engine.reload("/not/there", 8, "8"), Suspect)
+    assert isinstance(engine.reload("/not/there", "8"), Suspect)
 
 
 @pytest.mark.parametrize("what", ["updated_but_not_flushed", "half_loaded"])
@@ -389,7 +389,7 @@ def test_sglang_a_refusal_whose_label_moved_is_suspect(stage: Stage) -> None:
     double.script(
         "/update_weights_from_disk", Answer(400, double.reply(False, "Failed to get weights iterator"))
     )
-    assert isinstance(engine.reload("/x", 8, "8"), Suspect)
+    assert isinstance(engine.reload("/x", "8"), Suspect)
 
 
 def test_sglang_success_false_with_200_is_suspect(stage: Stage) -> None:
@@ -625,7 +625,7 @@ def test_webhook_that_repeats_another_version_has_failed(stage: Stage, shown: di
     engine = stage.engine("webhook", double, "/hook")
     engine.probe()
     double.script("/hook", Answer(202, {"ok": True, **shown}))
-    assert engine.reload("/x", 8, "8") == Done()
+    assert engine.reload("/x", "8") == Done()
     with pytest.raises(EngineFailed):
         engine.read_back("8")
 
@@ -634,7 +634,7 @@ def test_webhook_that_repeats_true_has_not_repeated_version_1(stage: Stage) -> N
     double = WebhookDouble()
     engine = stage.engine("webhook", double, "/hook")
     double.script("/hook", Answer(200, {"ok": True, "version": True}))
-    assert engine.reload("/x", 1, "1") == Done()
+    assert engine.reload("/x", "1") == Done()
     with pytest.raises(EngineFailed):
         engine.read_back("1")
 
@@ -655,7 +655,7 @@ def test_webhook_refusals(stage: Stage, answer: Answer, outcome: type[object]) -
     engine = stage.engine("webhook", double, "/hook")
     engine.probe()
     double.script("/hook", answer)
-    assert isinstance(engine.reload("/x", 8, "8"), outcome)
+    assert isinstance(engine.reload("/x", "8"), outcome)
 
 
 def test_webhook_that_says_no_to_a_pause_is_not_paused(stage: Stage) -> None:

@@ -12,8 +12,8 @@ from in_process import Command
 from plugin_double import PluginDouble
 
 from weightcast.shared.base.errors import EngineFailed
+from weightcast.subscriber.engines.adapter import ASKED, STEADY, Identities
 from weightcast.subscriber.engines.base import Misconfigured
-from weightcast.subscriber.engines.probes import ASKED, STEADY, Identities
 
 SAYS = "two or more processes answer at http://127.0.0.1"
 KINDS: dict[str, type[Double]] = {"sglang": SGLang, "vllm": VLLM, "webhook": WebhookDouble}
@@ -189,4 +189,4 @@ def test_labels_that_come_back_between_two_looks_are_no_sign(site: Site) -> None
     for label in ("0", "7", "0", "7", "0"):
         engine.label = label
         host.sync.engines.look()
-        assert host.sync.engines.facts("e").reachable
+        assert host.sync.engines["e"].facts.reachable

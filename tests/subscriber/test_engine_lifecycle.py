@@ -19,7 +19,7 @@ from waiting import wait_until
 from weightcast.shared.checkpoint.state.state import Mark
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.daemon.wiring import open_engines
-from weightcast.subscriber.engines.base import BadEngineOption
+from weightcast.subscriber.engines.base import BadEngineOption, EngineFacts
 from weightcast.subscriber.status import EngineStatus
 
 ROLLING = {"order": "rolling"}
@@ -293,10 +293,9 @@ def test_a_failed_engine_that_was_gone_for_a_moment_is_another_one(site: Site, r
     host = site.host(run, engine, conduct={"failed_after": 1})
     fail(host, engine, 1)
     assert host.status.engines[0].state == "failed"
-    [known] = host.sync.engines._known.values()
-    name = host.status.engines[0].name
-    host.sync.engines._see(host.sync.engines.engines[0], known.facts.__class__(reachable=False, absent=True))
-    assert not host.sync.engines.failed(name)
+    [known] = host.sync.engines.engines
+    known.see(EngineFacts(reachable=False, absent=True))
+    assert not known.failed
 
 
 def test_waits_between_rounds_have_jitter(site: Site, run: Run) -> None:

@@ -20,17 +20,11 @@ from doubles import (
     serve,
 )
 
+from weightcast.shared.checkpoint.state.state import Mark
 from weightcast.subscriber.engines.base import HeldWeights, Timeouts, parse_engine
+from weightcast.subscriber.engines.host import HostEngine, RetryPace
 from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.engines.proxy import EngineProxy
-from weightcast.subscriber.engines.reload_one import (
-    EngineReload,
-    ReloadMark,
-    RetryPace,
-    abandon_all,
-    pause_together,
-    resume_if_it_names,
-)
+from weightcast.subscriber.engines.reload import EngineReload, abandon_all, pause_together
 from weightcast.subscriber.engines.rules import EngineResult, reload_order
 
 DOUBLES: dict[str, Callable[[], Double]] = {
@@ -70,40 +64,46 @@ class Host:
         reload: float = PATIENCE,
         other: float = PATIENCE,
         name: str = "",
-    ) -> EngineProxy:
+    ) -> HostEngine:
         url = self._stack.enter_context(nobody() if double is None else serve(double))
         spec = parse_engine(f"{kind}={url}/,name={name or kind}{options}", self.local)
         timeouts = Timeouts(other, other, other, other, reload)
-        engine = EngineProxy(open_engine(spec, timeouts=timeouts, environ={}))
-        self._stack.callback(engine.close)
+        engine = HostEngine(open_engine(spec, timeouts=timeouts, environ={}), pace=self.pace())
+        self._stack.callback(engine.adapter.close)
         return engine
 
     def patch(self) -> None:
         self.weights.write_text("v8")
 
-    def note(self, name: str, mark: ReloadMark) -> None:
-        self.marks.append((name, mark))
+    def note(self, name: str, mark: Mark) -> None:
+        self.marks.append((name, mark.value))
 
-    def reload_of(self, engine: EngineProxy, total: float = 600) -> EngineReload:
-        return EngineReload(engine, 8, self, self.pace(total))
+    def record(self, result: EngineResult) -> EngineResult:
+        if result.state in ("served", "refused"):
+            self.marks.append((result.name, result.state))
+        return result
 
-    def reload(self, engine: EngineProxy, suspect: bool = False, total: float = 600) -> EngineResult:
-        self.suspects = {engine.spec.name} if suspect else set()
-        return self.reload_of(engine, total).run()
+    def reload_of(self, engine: HostEngine) -> EngineReload:
+        return EngineReload(engine, 8, self)  # type: ignore[arg-type]
+
+    def reload(self, engine: HostEngine, suspect: bool = False) -> EngineResult:
+        self.suspects = {engine.name} if suspect else set()
+        one = self.reload_of(engine)
+        return self.record(one.pause() or one.reload())
 
     def patch_under(
-        self, *engines: EngineProxy, patch: Callable[[], None] | None = None
+        self, *engines: HostEngine, patch: Callable[[], None] | None = None
     ) -> tuple[EngineResult, ...]:
         """As `Reload` does it. Engines that do not all pause: their results, and nothing is patched."""
         paused: list[EngineReload] = []
         results = pause_together([self.reload_of(engine) for engine in engines], paused)
         if not results:
             (patch or self.patch)()
-            results = [one.reload(patched=True) for one in reversed(paused)]
+            results = [self.record(one.reload(patched=True)) for one in reversed(paused)]
         return tuple(results)
 
-    def pace(self, total: float = 600) -> RetryPace:
-        return RetryPace(sleep=self.sleep, clock=self.clock, jitter=lambda: 0.5, total=total)
+    def pace(self) -> RetryPace:
+        return RetryPace(sleep=self.sleep, clock=self.clock, jitter=lambda: 0.5)
 
     def sleep(self, seconds: float) -> None:
         self.sleeps.append(seconds)
@@ -145,14 +145,13 @@ def test_an_engine_is_noted_paused_reloaded_read_back_resumed_noted(host: Host, 
     result = host.reload(engine)
     assert did(double) == [PAUSE[kind], RELOAD[kind], RESUME[kind]]
     assert host.noted() == ["pausing", "served"]
-    assert seen == [False, False], "noted before the pause and after the resume"
+    assert seen == [False], "noted before the pause"
     assert (double.held, double.label, double.paused) == ("v8", "8", False)
     assert (result.state, result.confirmed_by, result.attempts) == ("served", "label", 1)
     assert result.process == double.started
-    phases = result.phases
-    assert min(phases.pause, phases.reload, phases.read_back, phases.resume) > 0
-    assert result.pause_seconds is not None
-    assert result.pause_seconds >= phases.pause + phases.reload + phases.read_back + phases.resume
+    seconds = [result.phases[phase] for phase in ("pause", "reload", "read_back", "resume")]
+    assert min(seconds) > 0
+    assert result.pause_seconds is not None and result.pause_seconds >= sum(seconds)
 
 
 def test_an_engine_that_maps_files_is_patched_inside_its_pause(host: Host) -> None:
@@ -167,7 +166,7 @@ def test_an_engine_that_maps_files_is_patched_inside_its_pause(host: Host) -> No
     assert paused == [True]
     assert double.phases() == ["pause", "reload", "resume"]
     assert (result.state, double.held) == ("served", "v8")
-    assert result.phases.patch > 0
+    assert result.phases["patch"] > 0
 
 
 def test_wait_means_no_pause_but_a_continue_all_the_same(host: Host) -> None:
@@ -246,7 +245,7 @@ def test_attempts_are_bounded_and_a_failed_engine_is_not_resumed(
 def test_no_attempt_begins_after_the_deadline(host: Host) -> None:
     double = VLLMDouble()
     fail_reloads(double, "vllm", lambda _: Answer(500), 99)
-    assert host.reload(host.engine("vllm", double), total=1.0).attempts == 2
+    assert host.reload(host.engine("vllm", double, ",deadline=1")).attempts == 2
 
 
 def test_a_hanging_reload_is_suspect_and_its_late_answer_counts_for_nothing(host: Host, kind: str) -> None:
@@ -330,7 +329,7 @@ def test_good_weights_that_do_not_resume_stay_noted_as_pausing(host: Host, kind:
     engine = host.engine(kind, double)
     assert host.reload(engine).state == "failed"
     assert host.noted() == ["pausing"]
-    assert resume_if_it_names(engine, EIGHT)
+    assert engine.resume_if_it_names(EIGHT)
     assert not double.paused
 
 
@@ -371,16 +370,16 @@ def test_a_patch_that_wrote_nothing_resumes_also_mapped_files(host: Host) -> Non
     double = WebhookDouble()
     abandon_all(paused_for_a_patch(host, double), OSError("another owner"), written=False)
     assert double.phases() == ["pause", "resume"]
-    assert host.noted() == ["pausing", "refused"]
+    assert host.noted() == ["pausing"]
 
 
 def test_each_engine_is_given_up_whatever_becomes_of_the_others(host: Host) -> None:
     doubles = WebhookDouble(), WebhookDouble()
     paused = paused_for_a_patch(host, *doubles)
-    host.note = lambda name, mark: 1 / 0  # type: ignore[method-assign, return-value]
+    paused[1].engine.resume = lambda: 1 / 0  # type: ignore[method-assign, return-value, assignment]
     with pytest.raises(ZeroDivisionError):
         abandon_all(paused, OSError("another owner"), written=False)
-    assert [double.phases() for double in doubles] == [["pause", "resume"]] * 2
+    assert [double.phases() for double in doubles] == [["pause", "resume"], ["pause"]]
 
 
 # All engines that map the files
@@ -442,7 +441,7 @@ def test_each_of_all_engines_has_its_own_deadline(host: Host) -> None:
 
 def test_suspects_come_last(host: Host) -> None:
     engines = [host.engine("vllm", VLLMDouble()), host.engine("sglang", SGLangDouble())]
-    assert [engine.spec.name for engine in reload_order(engines, {"vllm"})] == ["sglang", "vllm"]
+    assert [engine.name for engine in reload_order(engines, {"vllm"})] == ["sglang", "vllm"]
 
 
 # At start
@@ -451,20 +450,20 @@ def test_suspects_come_last(host: Host) -> None:
 def test_a_kill_between_read_back_and_resume_only_needs_the_resume(host: Host, kind: str) -> None:
     double = DOUBLES[kind]()
     double.label, double.paused = "8", True
-    assert resume_if_it_names(host.engine(kind, double), EIGHT)
+    assert host.engine(kind, double).resume_if_it_names(EIGHT)
     assert not double.paused
 
 
 def test_an_engine_that_names_other_weights_is_not_resumed_before_a_reload(host: Host, kind: str) -> None:
     double = DOUBLES[kind]()
     double.label, double.paused = "7", True
-    assert not resume_if_it_names(host.engine(kind, double), EIGHT)
+    assert not host.engine(kind, double).resume_if_it_names(EIGHT)
     assert double.paused
 
 
 def test_what_does_not_answer_at_start_needs_a_reload(host: Host, kind: str) -> None:
-    assert not resume_if_it_names(host.engine(kind, None), EIGHT)
+    assert not host.engine(kind, None).resume_if_it_names(EIGHT)
     double = DOUBLES[kind]()
     double.label = "8"
     double.script(RESUME[kind], Answer(500))
-    assert not resume_if_it_names(host.engine(kind, double), EIGHT)
+    assert not host.engine(kind, double).resume_if_it_names(EIGHT)

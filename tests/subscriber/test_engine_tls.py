@@ -18,7 +18,8 @@ from doubles import SGLangDouble, serve
 from hosts import Mapping_, Site, on_disk
 
 from weightcast.shared.base.errors import EngineFailed
-from weightcast.subscriber.engines.base import BadEngineOption, Engine, parse_engine
+from weightcast.subscriber.engines.adapter import Adapter
+from weightcast.subscriber.engines.base import BadEngineOption, parse_engine
 from weightcast.subscriber.engines.kinds import open_engine
 
 
@@ -59,7 +60,7 @@ def stack() -> Iterator[ExitStack]:
 
 def engine_at(
     stack: ExitStack, tmp_path: Path, options: Callable[[Path], str], address: str = "127.0.0.1"
-) -> Engine:
+) -> Adapter:
     """An adapter of an engine that speaks TLS with a certificate for `address`."""
     chain, key = certificate(tmp_path, address)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -60,7 +60,7 @@ states: st.SearchStrategy[Came] = st.sampled_from(("served", "refused", "suspect
 
 
 def result(state: Came, attempts: int = 1) -> EngineResult:
-    return EngineResult("e", state, 7, "7", attempts=attempts)
+    return EngineResult("e", state, 7, attempts=attempts)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from waiting import wait_until
 
 from weightcast.shared.checkpoint.state.state import Mark
 from weightcast.subscriber.engines.base import HeldWeights, parse_engines
+from weightcast.subscriber.engines.host import HostEngine
 from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.engines.reload_one import resume_if_it_names
 from weightcast.subscriber.status import LiveStatus
 
 
@@ -293,9 +293,9 @@ def test_an_engine_left_paused_with_another_run_s_version_is_not_resumed(world: 
     [spec] = parse_engines([world.option], world.host.local)
     with closing(open_engine(spec)) as engine:
         engine.pause()
-        assert not resume_if_it_names(engine, replace(here, root="f" * 64))
+        assert not HostEngine(engine).resume_if_it_names(replace(here, root="f" * 64))
         assert world.engine.paused
-        assert resume_if_it_names(engine, here)
+        assert HostEngine(engine).resume_if_it_names(here)
 
 
 def test_an_engine_that_says_that_it_is_in_doubt_is_reloaded(world: World) -> None:

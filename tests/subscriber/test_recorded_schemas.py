@@ -10,9 +10,9 @@ import pytest
 from doubles import Call, VLLMDouble, serve
 
 from weightcast.subscriber.engines.base import parse_engine
+from weightcast.subscriber.engines.host import HostEngine
 from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.engines.proxy import EngineProxy
-from weightcast.subscriber.engines.reload_one import EngineReload, RetryPace
+from weightcast.subscriber.engines.reload import EngineReload
 
 SCHEMAS = sorted((Path(__file__).parents[1] / "engines" / "schemas").glob("vllm-*.json"))
 LABEL_ROUTES = {"/update_weight_version", "/weight_info"}
@@ -49,11 +49,12 @@ def test_calls_fit_the_release(tmp_path: Path, schema: Path, policy: str) -> Non
     double = VLLMDouble()
     double.missing = LABEL_ROUTES - recorded
     with serve(double) as url:
-        engine = EngineProxy(open_engine(parse_engine(f"vllm={url},policy={policy}", tmp_path)))
+        engine = HostEngine(open_engine(parse_engine(f"vllm={url},policy={policy}", tmp_path)))
         try:
-            result = EngineReload(engine, 8, Unnoted(), RetryPace()).run()
+            reload = EngineReload(engine, 8, Unnoted())  # type: ignore[arg-type]
+            result = reload.pause() or reload.reload()
         finally:
-            engine.close()
+            engine.adapter.close()
     assert (result.state, double.held, double.paused) == ("served", "new", False)
     assert result.confirmed_by == ("label" if recorded >= LABEL_ROUTES else "status-only")
     changing = [call for call in double.calls if call.method == "POST" and call.path not in double.missing]

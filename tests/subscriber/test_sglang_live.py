@@ -19,10 +19,10 @@ from pydantic import TypeAdapter
 from sglang_plugin import SGLangPlugin
 
 from weightcast.shared.base.errors import EngineFailed
+from weightcast.shared.checkpoint.update.engine_patch import EnginePatch
 from weightcast.subscriber.engines.base import Timeouts, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.engines.live import NotTaken, Patchable, PatchFile, live_of
-from weightcast.subscriber.engines.sglang import named_dummy
+from weightcast.subscriber.engines.sglang import SGLangLive, named_dummy
 from weightcast.subscriber.status import HostStatus, LiveStatus
 
 ASKED = "/weights_checker"
@@ -46,12 +46,11 @@ class World:
         self.host.step()
 
     @contextmanager
-    def spoken_to(self, **seconds: float) -> Iterator[Patchable]:
+    def spoken_to(self, **seconds: float) -> Iterator[SGLangLive]:
         """Beside the host."""
         [spec] = parse_engines([self.option], self.host.options.local)
-        live = live_of(open_engine(spec, timeouts=Timeouts(**seconds)))
-        assert live is not None
-        with closing(live.engine) as engine:
+        with closing(open_engine(spec, timeouts=Timeouts(**seconds))) as engine:
+            assert isinstance(engine, SGLangLive)
             yield engine
 
     @property
@@ -178,8 +177,8 @@ def test_memory_that_cannot_be_read_is_no_proof(silent: World) -> None:
 
 def test_an_order_that_never_ends_is_refused_in_time(world: World) -> None:
     world.engine.steps = 1 << 30
-    with world.spoken_to(reload=0.2) as engine, pytest.raises(NotTaken, match=r"did not (end|answer)"):
-        engine.check(PatchFile("1-00000000.patch", 1, "", 1))
+    with world.spoken_to(reload=0.2) as engine, pytest.raises(EngineFailed, match=r"did not (end|answer)"):
+        engine.check(EnginePatch("1-00000000.patch", 0, "", 1, "", (), 1, 0))
 
 
 def test_a_restarted_engine_is_loaded_from_disk_once(world: World) -> None:

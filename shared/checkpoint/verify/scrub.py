@@ -38,6 +38,9 @@ class Credit:
         self.left = min(self.left + (now - self._earned) * self._rate, _MOST_SECONDS * self._rate)
         self._earned = now
 
+    def spend(self, nbytes: float) -> None:
+        self.left -= nbytes
+
 
 @dataclass(frozen=True)
 class ScrubStatus:

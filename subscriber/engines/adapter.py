@@ -1,0 +1,334 @@
+"""What adapters of all engines share: their interface, the plugin's answers, which process answers.
+
+An adapter speaks one engine's dialect and decides from status codes and fields what a reply proves; the order
+of the calls is decided in `reload`. Adapters are used by one thread at a time.
+
+Processes: a replaced one never comes back. Where an identity that was seen before answers again, two
+or more processes share the address, and an order reaches one of them. Every question has a connection of its
+own (`wire`), so that a load balancer may answer each from another process.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from weightcast.shared.base.errors import EngineFailed
+from weightcast.shared.checkpoint.update.engine_patch import EnginePatch
+from weightcast.subscriber.engines.base import (
+    QUOTED,
+    Confirmation,
+    EngineFacts,
+    EngineSpec,
+    HeldWeights,
+    Misconfigured,
+    ReloadOutcome,
+    Timeouts,
+)
+
+if TYPE_CHECKING:
+    from weightcast.subscriber.engines.wire import Wire
+
+ASKED = 8
+"""times at the first look, and after a change: a balancer that picks one of two at random shows only one of
+them in 1 of 128 cases"""
+STEADY = 24
+"""equal answers in a row after which one process is believed in again"""
+_REMEMBERED = 64
+LOG = "see the engine's log"
+NONE, UNKNOWN = "none", "unknown"
+"""of draft models"""
+T = TypeVar("T")
+# Of the standard library: the log repeats such a record only once in a while, and every look may fail.
+log = logging.getLogger("engines")
+
+
+@contextmanager
+def guarded(spec: EngineSpec) -> Iterator[None]:
+    """The block raises EngineFailed and nothing else."""
+    try:
+        yield
+    except EngineFailed:
+        raise
+    except Exception as error:
+        log.error(f"adapter of engine {spec.name} failed", exc_info=error)
+        raise EngineFailed(
+            f"unexpected error in the adapter of engine {spec.name}: {type(error).__name__}: "
+            f"{str(error)[:QUOTED]}",
+            remedy="report this fault of weightcast with the traceback in the log",
+        ) from error
+
+
+class Adapter(ABC):
+    """An inference server. All methods but `probe` and `reload` raise EngineFailed when the engine does not
+    answer in time or answers anything but success. `pause`, `resume` and `relabel` may be repeated."""
+
+    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
+        self.spec = spec
+        self._wire = wire
+        self._timeouts = timeouts
+        self._processes = Identities(spec.shown_url)
+        self._labels = Identities(spec.shown_url, lasting=False)
+
+    @abstractmethod
+    def probe(self) -> EngineFacts:
+        """Never raises for what an engine does."""
+
+    @abstractmethod
+    def pause(self) -> None: ...
+
+    @abstractmethod
+    def reload(self, path: str, label: str) -> ReloadOutcome:
+        """Sent once, never repeated here."""
+
+    @abstractmethod
+    def read_back(self, label: str) -> Confirmation:
+        """Asks which weights the engine says it has. EngineFailed when it names others."""
+
+    @abstractmethod
+    def resume(self) -> None: ...
+
+    @abstractmethod
+    def relabel(self, label: str) -> Confirmation:
+        """New name for the same weights; `status-only` where the engine has no labels."""
+
+    def close(self) -> None:
+        self._wire.close()
+
+    @property
+    def _drain_seconds(self) -> float:
+        """For a call that also waits for the requests in flight."""
+        return self._timeouts.drain if self.spec.policy == "wait" else 0.0
+
+    def _steady_label(self, process: str | None, ask: Callable[[], str | None]) -> str | None:
+        """Of an engine that does not name its process: read several times, since only labels may differ."""
+        return ask() if process is not None else self._labels.read(ask, lambda label: label)
+
+    def _forget_labels(self) -> None:
+        """Before a reload gives it another one."""
+        self._labels = Identities(self.spec.shown_url, lasting=False)
+
+    def _require_label(self, shown: str | None, label: str) -> Confirmation:
+        if shown != label:
+            raise EngineFailed(
+                f"{self.spec.shown_url} reports weights {shown!r} after a reload of {label!r}",
+                remedy="see the engine's log; restart it if this stays",
+            )
+        return "label"
+
+
+@dataclass(frozen=True)
+class PluginAnswer:
+    """Of weightcast-engine. `status` 0: it has not answered, and nobody knows what was done. `untouched`: it
+    says that nothing was written; `text`: its own words, where it has some."""
+
+    status: int
+    body: Mapping[str, object]
+    text: str
+    untouched: bool = False
+
+    def says(self, **wanted: object) -> bool:
+        """Success is 200 with these facts, and nothing else."""
+        return self.status == 200 and all(self.body.get(key) == value for key, value in wanted.items())
+
+    @property
+    def in_doubt(self) -> bool:
+        return self.body.get("in_doubt") is not False
+
+    @property
+    def held(self) -> HeldWeights | None:
+        """What it says that the engine holds; None where it does not know."""
+        version, root = self.body.get("version"), self.body.get("root")
+        if type(version) is not int or not isinstance(root, str) or len(root) > QUOTED:
+            return None
+        return HeldWeights(version, root)
+
+    def onto(self, facts: EngineFacts) -> EngineFacts:
+        """These facts, with what it says to a look."""
+        plugin, reason = self.body.get("plugin"), self.body.get("reason")
+        unpatchable = str(reason or "the engine says that it cannot be patched")[:QUOTED]
+        return replace(
+            facts,
+            # a label of weights that are in doubt must not resume anybody
+            label=None if self.in_doubt else facts.label,
+            software=f"with weightcast-engine {plugin[:QUOTED]}" if isinstance(plugin, str) else None,
+            held=None if self.in_doubt else self.held,
+            in_doubt=self.in_doubt,
+            unpatchable="" if self.body.get("patchable") is True else unpatchable,
+        )
+
+
+@dataclass(frozen=True)
+class EngineLanes:
+    """Lanes of live parameters as hex text, as of `version`; `refused`: tensors without lanes, and why.
+    `changed`: a patch came between."""
+
+    version: int | None
+    lanes: Mapping[str, str]
+    refused: Mapping[str, str]
+    changed: bool
+
+
+class LiveAdapter(Adapter):
+    """An engine whose memory can be patched, through weightcast-engine in it. After a reload from disk it
+    holds nothing that it has a name for, until `hold`."""
+
+    pauses_itself = False
+    """whether it takes a patch with the pause around it as one order"""
+
+    @abstractmethod
+    def _ask(self, order: str, body: Mapping[str, object], seconds: float) -> PluginAnswer:
+        """While it serves."""
+
+    @abstractmethod
+    def apply(self, patch: EnginePatch, label: str, *, pausing: bool) -> ReloadOutcome:
+        """Sent once. `pausing`: with a pause of its own, as part of the order; else it is paused. Intact:
+        nothing of it is in the weights."""
+
+    @abstractmethod
+    def confirm(self, held: HeldWeights | None, label: str) -> Confirmation:
+        """Asks what it holds. EngineFailed when it names other weights."""
+
+    def read_back(self, label: str) -> Confirmation:
+        return self.confirm(None, label)
+
+    def hold(self, held: HeldWeights, label: str) -> None:
+        """Tells the engine what it has loaded from disk."""
+        body = {"version": held.version, "root": held.root, "label": label}
+        self._require(self._ask("holds", body, self._timeouts.control))
+
+    def check(self, patch: EnginePatch) -> None:
+        """Whether all of its workers could take it now, while it serves."""
+        told = self._ask("check", {"file": patch.name}, self._timeouts.reload)
+        self._require(told, changes=patch.changes)
+
+    def lanes(self, names: Sequence[str]) -> EngineLanes:
+        """Of these tensors, read from its memory while it serves."""
+        body = {"tensors": list(names), "from": 0, "count": len(names)}
+        told = self._ask("digest", body, self._timeouts.control)
+        self._require(told)
+        version, changed = told.body.get("version"), told.body.get("changed") is True
+        lanes, refused = (_texts(told.body.get(key)) for key in ("lanes", "refused"))
+        return EngineLanes(version if type(version) is int else None, lanes, refused, changed)
+
+    @staticmethod
+    def _require(told: PluginAnswer, **facts: object) -> None:
+        if not told.says(**facts):
+            raise EngineFailed(told.text, remedy=LOG)
+
+
+def _texts(value: object) -> dict[str, str]:
+    return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
+
+
+class SeveralProcesses(Misconfigured):
+    unfit = True
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            f"two or more processes answer at {url} (a load balancer?)",
+            remedy="give each replica its own --engine with its own address",
+        )
+
+
+class Identities:
+    """Of one address. `lasting`: an identity is never used twice, so that all earlier ones are remembered;
+    labels of weights may come back between two looks, but not within one."""
+
+    def __init__(self, url: str, *, lasting: bool = True, times: int = 2) -> None:
+        """`times`: that it is asked at a usual look."""
+        self._url = url
+        self._lasting = lasting
+        self._times = times
+        self._seen = deque[str](maxlen=_REMEMBERED)
+        self._now: str | None = None
+        self._several = False
+        self._equal = 0
+
+    def read(self, ask: Callable[[], T], identity: Callable[[T], str | None]) -> T:
+        """The last answer; where it has no identity there is nothing to compare. Raises SeveralProcesses, and
+        what `ask` raises."""
+        before = self._now
+        if not self._lasting:
+            self._forget_all_but(before)
+        for number in range(1, ASKED + 1):
+            answer = ask()
+            found = identity(answer)
+            self._note(found)
+            if found is None or (number >= self._times and self._now == before) or self._returned:
+                break
+        if self._several:
+            raise SeveralProcesses(self._url)
+        return answer
+
+    @property
+    def _returned(self) -> bool:
+        return self._several and self._equal == 0
+
+    def _note(self, found: str | None) -> None:
+        if found is None:
+            return
+        if found == self._now:
+            self._equal += 1
+        else:
+            self._several |= found in self._seen
+            self._equal = 0
+            self._now = found
+            if found not in self._seen:
+                self._seen.append(found)
+        if self._several and self._equal >= STEADY:
+            self._several = False
+            self._forget_all_but(found)
+
+    def _forget_all_but(self, one: str | None) -> None:
+        self._seen = deque([] if one is None else [one], _REMEMBERED)
+
+
+class StaleDrafter(Misconfigured):
+    unfit = True
+
+
+class Settings:
+    """How a server was started, as it says itself; asked once of every process. Where no process is known, it
+    is asked several times, and `of_start` of its settings tells one start from another."""
+
+    def __init__(
+        self,
+        url: str,
+        ask: Callable[[float], Mapping[str, object]],
+        of_start: Callable[[Mapping[str, object]], object],
+    ) -> None:
+        self._url, self._ask, self._of_start = url, ask, of_start
+        self._told: Mapping[str, object] | None = None
+        self.process: str | None = None
+
+    def of(self, process: str | None, seconds: float) -> Mapping[str, object]:
+        """Raises SeveralProcesses, and what `ask` raises."""
+        if self._told is None or process != self.process:
+            self.process, self._told = process, None
+            processes = Identities(self._url)
+            self._told = processes.read(lambda: self._ask(seconds), self._identity)
+        return self._told
+
+    def _identity(self, told: Mapping[str, object]) -> str | None:
+        identity = None if self.process is not None else self._of_start(told)
+        return None if identity is None else repr(identity)
+
+    def forget(self) -> None:
+        """A server that was away may be another one."""
+        self._told = None
+
+
+_WEIGHTLESS = frozenset({"ngram", "ngram_gpu", "suffix", "extract_hidden_states", "uno", "none"})
+"""methods that draft without a model of their own"""
+
+
+def drafter_named(method: object) -> str:
+    """As it is shown; `none` for what has no weights."""
+    name = str(method)[:100] if method else NONE
+    return NONE if name.lower() in _WEIGHTLESS else name

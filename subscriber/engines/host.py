@@ -1,0 +1,486 @@
+"""Engines of a host: asked what they are, and noted in the local checkpoint's durable state.
+
+Every method is called by the work thread; in a reload each engine has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from weightcast.shared.base.errors import EngineFailed, WeightcastError
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers
+from weightcast.shared.checkpoint.state.state import LocalState, Mark, Phase, Step
+from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
+from weightcast.shared.daemon.backoff import Backoff
+from weightcast.subscriber.engines.adapter import Adapter, LiveAdapter, guarded
+from weightcast.subscriber.engines.base import (
+    Confirmation,
+    EngineFacts,
+    HeldWeights,
+    Intact,
+    ReloadOutcome,
+    Suspect,
+)
+from weightcast.subscriber.engines.live import Live, Offer, make_offers, side_by_side
+from weightcast.subscriber.engines.rules import (
+    EngineResult,
+    Observation,
+    ReloadOrder,
+    is_in_sync,
+    is_taken,
+    label_of,
+    may_relabel,
+    noted,
+    states,
+    weights_of,
+    with_record,
+)
+
+_RETRY_FIRST, _RETRY_MOST, _RETRY_FAILED = 1.0, 60.0, 600.0
+_RETRY_UNSEEN = 30.0
+"""the longest before the next try of an engine whose restarts cannot be seen"""
+LOOK_JITTER = 0.2
+PAUSED = (
+    "it is paused, and not by this subscriber: requests wait until whoever paused it resumes it "
+    "(vLLM: POST /resume)"
+)
+TAKEN_AT_ONCE = 3
+"""times in a row that an engine is brought back at once from what somebody else loaded into it"""
+_PEACE = 2 * _RETRY_FAILED
+"""seconds without that after which the count begins anew"""
+FAILED_AFTER = 5
+"""rounds of failed reloads in a row until an engine counts as failed"""
+_UNSEEN = EngineFacts(reachable=False)
+
+
+class Group(Protocol):
+    """The other hosts of an engine group. Both raise EngineFailed."""
+
+    def standing(self) -> Mapping[str, str]:
+        """What each of them granted; only when all hold the version."""
+
+    def stood(self, grants: Mapping[str, str]) -> None:
+        """Whether they held it since."""
+
+
+@dataclass(frozen=True)
+class RetryPace:
+    """How often and how long a doubtful engine is tried again. Times in seconds."""
+
+    attempts: int = 3
+    first: float = 0.5
+    longest: float = 10.0
+    total: float = 600.0
+    """no attempt begins later than this after the pause"""
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+    jitter: Callable[[], float] = random.random
+    """uniform in [0, 1)"""
+
+    def tries(self, began: float) -> Iterator[int]:
+        """Yields 1, 2, ... and sleeps between them."""
+        backoff = Backoff(self.first, self.longest)
+        for number in range(1, self.attempts + 1):
+            yield number
+            delay = backoff.pause(number) * (0.5 + self.jitter())
+            if number == self.attempts or self.clock() + delay - began > self.total:
+                return
+            self.sleep(delay)
+
+
+class HostEngine:
+    """An engine as the host uses it, around the adapter that speaks its dialect: all methods but `probe` and
+    `reload` raise EngineFailed, and nothing else, whatever the adapter raises. Where the engine reads the
+    files of a group of hosts, the group is asked before its reload and before it may resume.
+
+    It remembers what it learned of the engine; a restart of this process forgets that.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        group: Group | None = None,
+        *,
+        pace: RetryPace | None = None,
+        failed_after: int = FAILED_AFTER,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`pace`: of its reloads, but for a deadline of its own."""
+        self.adapter, self.spec, self.name = adapter, adapter.spec, adapter.spec.name
+        self.live = Live(adapter) if isinstance(adapter, LiveAdapter) else None
+        self._loader: Adapter | Live = adapter if self.live is None else self.live
+        pace = RetryPace() if pace is None else pace
+        self.pace = pace if self.spec.deadline is None else replace(pace, total=self.spec.deadline)
+        self.grouped = group is not None
+        self._group = group
+        self._grants: Mapping[str, str] = {}
+        self._failed_after, self._clock, self._jitter = failed_after, clock, jitter
+        self.facts = _UNSEEN
+        """as of the last look"""
+        self.last: EngineResult | None = None
+        """what its last reload by this process came to"""
+        self.failures = 0
+        """rounds of failed reloads in a row"""
+        self._steady = False
+        self._source: str | None = None
+        """the directory that it named after our reload"""
+        self._reason = ""
+        self._next_try = 0.0
+        self._silent_since: float | None = None
+        self._taken = 0
+        """times in a row that somebody else loaded other weights into the process that we had loaded"""
+        self._taken_at = 0.0
+
+    def probe(self) -> EngineFacts:
+        try:
+            with guarded(self.spec):
+                return self.adapter.probe()
+        except EngineFailed as failure:
+            return EngineFacts(reachable=False, hindrance=failure.message)
+
+    def pause(self) -> None:
+        with guarded(self.spec):
+            self._loader.pause()
+
+    def reload(self, label: str) -> ReloadOutcome:
+        if self._group is not None:
+            try:
+                self._grants = self._group.standing()
+            except EngineFailed as failure:
+                return Intact(str(failure))
+        try:
+            with guarded(self.spec):
+                return self._loader.reload(self.spec.path, label)
+        except EngineFailed as failure:
+            return Suspect(failure.message)
+
+    def read_back(self, label: str) -> Confirmation:
+        with guarded(self.spec):
+            confirmed = self._loader.read_back(label)
+        if self._group is not None:
+            self._group.stood(self._grants)
+        return confirmed
+
+    def resume(self) -> None:
+        with guarded(self.spec):
+            self.adapter.resume()
+
+    def resume_if_it_names(self, weights: HeldWeights) -> bool:
+        """At start, for an engine that a killed run may have left paused; whether it was resumed.
+        `weights`: the local checkpoint's, whose files are known to be right. Whatever else the engine names,
+        only a reload makes it known again."""
+        facts = self.probe()
+        if facts.label != label_of(weights.version) or not states(facts, weights):
+            return False
+        try:
+            self.resume()
+        except EngineFailed:
+            return False
+        return True
+
+    def relabel(self, label: str) -> Confirmation:
+        with guarded(self.spec):
+            confirmed = self.adapter.relabel(label)
+        self.facts = replace(self.facts, label=label, held=None)
+        return confirmed
+
+    @property
+    def observation(self) -> Observation:
+        return Observation(self.facts, self._steady, self._source)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it may be reloaded now: reachable, and not tried without success a moment ago."""
+        return self.facts.reachable and self._next_try <= self._clock()
+
+    @property
+    def failed(self) -> bool:
+        """Whether only somebody else can help: it took no reload for too long, or keeps silent."""
+        silent = self._silent_since is not None and self._clock() - self._silent_since > self.pace.total
+        return silent or self.facts.unfit or self.failures >= self._failed_after
+
+    @property
+    def reason(self) -> str:
+        """Why it does not serve, for people."""
+        if self._reason and self.facts.reachable and self.failures >= self._failed_after:
+            unseen = self.last is None or self.last.process is None
+            every = "15 to 30 s" if unseen else "5 to 10 min"
+            return f"{self._reason}; retried every {every}, and at once by `weightcast wake URL`"
+        return self._reason or (PAUSED if self.facts.paused else "")
+
+    def silence(self, facts: EngineFacts) -> str:
+        """Why it counts as not reachable, and what to do about it."""
+        remedy = f" ({facts.remedy})" if facts.remedy else ""
+        return f"{facts.hindrance}{remedy}" if facts.hindrance else f"{self.spec.shown_url} does not answer"
+
+    def see(self, facts: EngineFacts) -> None:
+        """What a look found."""
+        self.facts = facts
+        self._steady = self._steady and facts.reachable
+        loaded = None if self.last is None else self.last.process
+        another = None not in (facts.process, loaded) and facts.process != loaded
+        if self.failures and (facts.absent or another):
+            self.failures, self._next_try = 0, 0.0
+        if self._taken and self.last is not None and facts.process not in (None, loaded):
+            self._taken, self._next_try = 0, 0.0
+        if facts.reachable or facts.absent:
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = self._clock()
+        if not facts.reachable:
+            self._reason = self.silence(facts)
+        elif self.failures == 0:
+            self._reason = _contested(self._taken) if self._taken >= TAKEN_AT_ONCE else ""
+
+    def retry_at_once(self) -> None:
+        self._next_try = 0.0
+
+    def doubt(self, reason: str) -> None:
+        self._reason = reason
+
+    def prepare(self, state: LocalState, offer: Offer) -> bool:
+        """Right before its reload. Returns whether somebody else loaded other weights into it since ours."""
+        weights = weights_of(state.position)
+        if self.live is not None:
+            # its group is asked before it resumes whether all of them stood
+            self.live.aim(weights, offer, watched=self.grouped)
+        return is_taken(state.engines.get(self.name), self.observation, weights)
+
+    def learn(self, result: EngineResult, taken: bool) -> None:
+        """What a reload came to. `taken`: it was one because of somebody else's."""
+        self.last, self._reason = result, result.reason
+        self._steady = result.state == "served"
+        if not self._steady:
+            self.failures += 1
+            self._next_try = self._clock() + self._delay(result.process)
+            return
+        self.facts = EngineFacts(
+            True,
+            label=None if result.confirmed_by == "status-only" else result.label,
+            process=result.process,
+            source=result.source,
+            paused=result.paused,
+            drafter=self.facts.drafter,
+        )
+        self._source = result.source
+        self.failures, self._next_try = 0, 0.0
+        if taken:
+            self._bring_back_later()
+
+    def _bring_back_later(self) -> None:
+        """If it is taken again: two who bring an engine back at once would leave it paused."""
+        now = self._clock()
+        self._taken = 1 if now - self._taken_at > _PEACE else self._taken + 1
+        self._taken_at = now
+        if self._taken >= TAKEN_AT_ONCE:
+            wait = Backoff(_RETRY_MOST, _RETRY_FAILED).pause(self._taken - TAKEN_AT_ONCE + 1)
+            self._next_try = now + wait * (0.5 + 0.5 * self._jitter())
+
+    def _delay(self, process: str | None) -> float:
+        """A process that is known to have failed is left alone until another is seen; a process without
+        identity may have been started anew at any time."""
+        failed = self.failures >= self._failed_after
+        longest = _RETRY_UNSEEN if process is None else _RETRY_FAILED if failed else _RETRY_MOST
+        first = longest if failed else _RETRY_FIRST
+        return Backoff(first, longest).pause(self.failures) * (0.5 + 0.5 * self._jitter())
+
+
+def _contested(taken: int) -> str:
+    return (
+        f"somebody else loaded other weights into it, {taken} times in a row: one engine has one subscriber; "
+        "it is brought back once in some minutes"
+    )
+
+
+class Engines:
+    """All engines of a host. Used by the work thread.
+
+    What an engine did is in the local state before a method returns or raises: after an error nothing that is
+    held here is needed, and the next step goes by the state.
+    """
+
+    def __init__(
+        self,
+        adapters: Sequence[Adapter] = (),
+        *,
+        pace: RetryPace | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        order: ReloadOrder = "together",
+        failed_after: int = FAILED_AFTER,
+        look_seconds: float = 0.0,
+        jitter: Callable[[], float] = random.random,
+        group: Group | None = None,
+        group_patches: bool = False,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`look_seconds`: between looks at engines that are all in sync. `jitter`: uniform in [0, 1).
+        `group`: the other hosts whose files the engines read; `group_patches`: each stages patches for them.
+        `stopping`: whether the process is to end: a rolling reload then stops after the current engine."""
+        self.engines = tuple(
+            HostEngine(one, group, pace=pace, failed_after=failed_after, clock=clock, jitter=jitter)
+            for one in adapters
+        )
+        self.order = order
+        self.stopping = stopping
+        self._clock, self._jitter = clock, jitter
+        self._look_seconds, self._next_look = look_seconds, 0.0
+        self._woken = threading.Event()
+        self._group_patches = group_patches
+        self._offers: dict[str, Offer] = {}
+        """to engines that take patches, for the version that comes next"""
+
+    def __getitem__(self, name: str) -> HostEngine:
+        return next(engine for engine in self.engines if engine.name == name)
+
+    @property
+    def mapping(self) -> tuple[HostEngine, ...]:
+        """Those that map the files: they are never patched under."""
+        return tuple(engine for engine in self.engines if not engine.spec.copies_weights)
+
+    @property
+    def lives(self) -> Mapping[str, Live]:
+        """Of engines that take patches, by name."""
+        return {engine.name: engine.live for engine in self.engines if engine.live is not None}
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.adapter.close()
+
+    def wake(self) -> None:
+        """The next step looks at all engines and tries those that failed. Called by any thread."""
+        self._woken.set()
+
+    def look_if_due(self, state: LocalState | None) -> None:
+        """Looks, unless all served the local version a moment ago."""
+        if self._woken.is_set():
+            self._woken.clear()
+            self._next_look = 0.0
+            for engine in self.engines:
+                engine.retry_at_once()
+        settled = state is not None and len(self.serving(state)) == len(self.engines)
+        if not settled or self._clock() >= self._next_look:
+            self.look()
+
+    def look(self) -> None:
+        """Asks every engine what it is."""
+        jitter = 1 - LOOK_JITTER + 2 * LOOK_JITTER * self._jitter()
+        self._next_look = self._clock() + self._look_seconds * jitter
+        self._look_at(self.engines)
+
+    def _look_at(self, engines: Sequence[HostEngine]) -> None:
+        for engine, facts in zip(engines, side_by_side(engines, HostEngine.probe), strict=True):
+            before = self.engines[: self.engines.index(engine)]
+            twins = [one.name for one in before if facts.unique and one.facts.process == facts.process]
+            if twins:
+                # one of them would resume it while the other loads it; nobody of its own is there
+                hindrance = f"it is the engine {twins[0]}, given twice: remove one of them"
+                facts = EngineFacts(reachable=False, absent=True, hindrance=hindrance)
+            engine.see(facts)
+
+    def in_sync(self, state: LocalState) -> frozenset[str]:
+        """Names of the engines that hold the local checkpoint's bytes, as of the last look."""
+        weights = weights_of(state.position)
+        return frozenset(
+            engine.name
+            for engine in self.engines
+            if is_in_sync(state.engines.get(engine.name), engine.observation, weights)
+        )
+
+    def serving(self, state: LocalState) -> frozenset[str]:
+        """Those in sync that generate, as far as they tell."""
+        return frozenset(name for name in self.in_sync(state) if not self[name].facts.paused)
+
+    def due(self, state: LocalState) -> tuple[HostEngine, ...]:
+        """Engines to reload now."""
+        in_sync = self.in_sync(state)
+        return tuple(one for one in self.engines if one.is_due and one.name not in in_sync)
+
+    def retry_at_once(self) -> None:
+        """A new version: engines that did not take the old one are asked again without delay. A failed engine
+        must not hold up the others with every version."""
+        for engine in self.engines:
+            if not engine.failed:
+                engine.retry_at_once()
+
+    def doubt(self, local: LocalCheckpoint, name: str, reason: str) -> None:
+        """Its memory does not hold what it confirmed: only a reload makes it known again."""
+        record = replace(noted(local.state.engines.get(name), Mark.SUSPECT), reason=reason)
+        local.save(with_record(local.state, name, record))
+        self[name].doubt(reason)
+
+    def confirm(self, local: LocalCheckpoint, name: str) -> None:
+        """All of its memory was read, and is the local version."""
+        record = local.state.engines[name]
+        if record.confirmed_by != "digest":
+            local.save(with_record(local.state, name, replace(record, confirmed_by="digest")))
+
+    def resume_noted(self, state: LocalState) -> None:
+        """Lets engines go on that a killed run left paused with the weights they name. Their note stays: they
+        are reloaded as soon as the local checkpoint is open."""
+        if state.phase is not Phase.CLEAN:
+            return
+        for engine in self.engines:
+            record = state.engines.get(engine.name)
+            if record is not None and record.mark is Mark.PAUSING:
+                engine.resume_if_it_names(weights_of(state.position))
+
+    def resume_late(self, local: LocalCheckpoint) -> None:
+        """Lets engines go on that hold the local version and are paused: by a pause of ours that was not
+        answered and came about later, perhaps. Another one is nobody's business here."""
+        paused = self.in_sync(local.state) - self.serving(local.state)
+        for name in paused & local.state.unanswered:
+            with contextlib.suppress(EngineFailed):
+                self[name].resume()
+                local.save(local.state.but(unanswered=local.state.unanswered - {name}))
+                self._look_at([self[name]])
+
+    def pause_mapping(self, note: Callable[[str], None]) -> None:
+        """Pauses all engines that map the files. `note(name)` is durable before its engine is paused."""
+        for engine in self.mapping:
+            if not engine.probe().absent:
+                note(engine.name)
+                engine.pause()
+
+    def relabel(self, local: LocalCheckpoint, before: int) -> None:
+        """Tells engines that are known to hold version `before` that its bytes have a new number. A label
+        would hide whatever else one holds: all others are reloaded."""
+        self.look()
+        position = local.state.position
+        records = dict(local.state.engines)
+        for engine in self.engines:
+            record = records.get(engine.name)
+            if record is None or record.mark is not Mark.SERVED or record.version != before:
+                continue
+            del records[engine.name]
+            if may_relabel(record, engine.observation, HeldWeights(before, position.root)):
+                with contextlib.suppress(EngineFailed):
+                    confirmed = engine.relabel(label_of(position.version))
+                    records[engine.name] = replace(record, version=position.version, confirmed_by=confirmed)
+        local.save(local.state.but(engines=records))
+
+    def offer(self, local: LocalCheckpoint, staged: Step, readers: Readers | None = None) -> None:
+        """Has a patch made of what leads to the staged version, and checked by each engine that takes
+        patches. Engines serve; nothing of the local checkpoint is written. The next reload uses what they
+        answer."""
+        engines = [engine for engine in self.engines if engine.live is not None]
+        self._look_at(engines)
+        steps = (*local.state.undo, staged)
+        self._offers = make_offers(local, steps, engines, readers, group_patches=self._group_patches)
+
+    def offer_to(self, engine: HostEngine) -> Offer:
+        return self._offers.get(engine.name, Offer())
+
+    def forget_offers(self, local: LocalCheckpoint) -> None:
+        """After the reload that they were for."""
+        if self._offers:
+            self._offers = {}
+            # what stays is dropped before the next one is made
+            with contextlib.suppress(OSError, WeightcastError):
+                drop_engine_patches(local.paths)
