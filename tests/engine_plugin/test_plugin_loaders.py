@@ -592,7 +592,7 @@ def test_sums_of_another_server_are_not_passed_by_this_one(tmp_path: Path) -> No
     async def other_sums() -> None:
         write_patch(host.patches, dict.fromkeys(base, W + 1), some_changed(base, 2, 0.3), 1)
         for order in (
-            {"do": "stage", "file": file, "seconds": 60.0},
+            {"do": "stage", "file": file, "anew": True, "seconds": 60.0},
             {"do": "sums", "file": file, "turn": "theirs"},
             {"do": "more", "turn": "theirs", "budget": 1 << 20},
         ):

@@ -90,7 +90,7 @@ class CoreEngine(Double):
         if call.method == "GET" and call.path == routes.PREFIX:
             return self._answer(routes.look(self.front))
         door = call.path.removeprefix(f"{routes.PREFIX}/")
-        if call.method != "POST" or door not in routes.DOORS:
+        if call.method != "POST" or door not in routes.ROUTES:
             return Answer(404, {"detail": "Not Found"})
         return self._answer(routes.order(self.front, door, json.dumps(call.body).encode()))
 

@@ -4,8 +4,8 @@
     in the pause      POST /update_weights_from_tensor, the order as the *name* of a tensor, with
                       "load_format": "weightcast_engine.sglang.hook.load" (`--custom-weight-loader`)
 
-    order     {"door": "check", "body": {"file": "8-0011aabb.patch"}}      the doors and bodies of `doors`
-    message   {"status": 200, ...}                                         what the door answers, as JSON
+    order     {"door": "check", "body": {"file": "8-0011aabb.patch"}}      the names and bodies of `routes`
+    message   {"status": 200, ...}                                         the answer, as JSON
               {"status": 202, "rest": 0.01}                                again, for the order's next step
 
 The entry point `sglang.srt.plugins` puts hooks around what the ranks do with these questions, and around
@@ -21,8 +21,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,12 +29,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from weightcast_engine.update import routes, strict_json
-from weightcast_engine.update.front import Front
-from weightcast_engine.update.patch_file import LIMIT
+from weightcast_engine.update.front import Controls, Front
 from weightcast_engine.update.places import storage
-from weightcast_engine.update.rank import NOT_ENDED, Answer, EngineRank, Order
+from weightcast_engine.update.rank import NOT_ENDED, Answer, EngineHere, EngineRank, Order
 from weightcast_engine.update.refusals import BadPatch
-from weightcast_engine.update.routes import OrderSteps, at_once, end_of_step
 
 LOADER = "weightcast_engine.sglang.hook.load"
 ACTION = "weightcast "
@@ -104,8 +101,7 @@ def around_question(original: Callable[..., Any], manager: Any, question: Any) -
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput  # type: ignore[import-not-found]
 
     part = _part(_updater_of(manager))
-    part.engine.has_draft = manager.draft_worker is not None
-    status, answer = part.beside(action.removeprefix(ACTION))
+    status, answer = part.beside(action.removeprefix(ACTION), has_draft=manager.draft_worker is not None)
     return CheckWeightsReqOutput(success=status < 300, message=json.dumps({"status": status, **answer}))
 
 
@@ -158,92 +154,110 @@ class _Part:
     """One rank's. Every rank is asked the same, hears what all of them answer, and comes to the same end."""
 
     def __init__(self, engine: SglangEngine, group: Any) -> None:
-        limit = int(os.environ.get("WEIGHTCAST_PATCH_LIMIT", LIMIT))
-        self.engine, self._group = engine, group
-        self._rank = EngineRank(engine, Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit)
+        self._engine, self._group = engine, group
+        self._rank = EngineRank.from_environment(engine)
         self._controls = SglangControls(self._rank, group)
         self._front = Front(self._controls)
-        self._steps: OrderSteps[routes.Reply] = OrderSteps()
+        self._begun = ""
+        """the text of the order that is carried out in steps; empty: none"""
+        self._left: routes.Acting | None = None
         self._stepped = 0.0
 
     def forget(self, doubt: str | None = None) -> None:
-        self._steps.give_up()
+        self._give_up()
         self._rank.forget(doubt)
+
+    def _give_up(self) -> None:
+        """What was begun and has not ended."""
+        if self._left is not None:
+            self._left.close()
+        self._begun, self._left = "", None
 
     def in_pause(self, text: str) -> routes.Reply:
         """Drops what runs while the engine serves."""
         try:
-            _, acting = self._begun(text, _PAUSED)
+            _, begin = self._parsed(text, _PAUSED)
         except ValueError as error:
             return _not_an_order(error)
-        self._steps.give_up()
-        self._controls.is_paused = True
-        return at_once(acting())
+        self._give_up()
+        self._controls.begin_step(paused=True)
+        return routes.at_once(begin())
 
-    def beside(self, text: str) -> routes.Reply:
+    def beside(self, text: str, *, has_draft: bool) -> routes.Reply:
+        """Between two steps of the scheduler. `has_draft`: the server has a draft model."""
+        self._engine.note_draft(has_draft)
         try:
-            door, acting = self._begun(text, _SERVING)
+            order, begin = self._parsed(text, _SERVING)
         except ValueError as error:
             return _not_an_order(error)
-        self._controls.is_paused, self._controls.spent = False, 0.0
-        if door == "look":
-            return at_once(acting())
-        if self._steps.order not in ("", text) and not self._is_abandoned():
+        self._controls.begin_step(paused=False)
+        if order == "look":
+            return routes.at_once(begin())
+        if self._begun not in ("", text) and not self._is_abandoned():
             return 503, {"error": "another order is being carried out", "remedy": "send one at a time"}
-        if self._steps.order != text:
-            self._steps.give_up()
-        rest, answer = self._steps.step(text, acting)
+        if self._left is None or self._begun != text:
+            self._give_up()
+            self._begun, self._left = text, begin()
+        try:
+            rest, answer = routes.step(self._left)
+        except BaseException:
+            self._give_up()
+            raise
         self._stepped = time.monotonic()
-        return (202, {"rest": rest}) if answer is None else answer
+        if answer is None:
+            return 202, {"rest": rest}
+        self._give_up()
+        return answer
 
     def _is_abandoned(self) -> bool:
         """As the first rank's clock says."""
         told: Sequence[bool] = self._group.all_gather_object(time.monotonic() - self._stepped > ABANDONED)
         return told[0]
 
-    def _begun(
-        self, text: str, served: frozenset[str]
-    ) -> tuple[str, Callable[[], Coroutine[Any, Any, routes.Reply]]]:
+    def _parsed(self, text: str, served: frozenset[str]) -> tuple[str, Callable[[], routes.Acting]]:
         """The order's route, and what carries it out. Raises ValueError unless it is an order that is served
         now."""
         if len(text) > routes.BODY_LIMIT:
             raise ValueError(f"more than {routes.BODY_LIMIT} characters")
         order = strict_json.members(strict_json.json_object(text.encode()), {"door", "body"}, "order")
-        door = str(order["door"])
-        if door not in served:
-            raise ValueError(f"no order {door[:40]!r}; orders: {', '.join(sorted(served))}")
-        if door == "look":
-            return door, lambda: routes.look(self._front)
-        return door, lambda: routes.order(self._front, door, json.dumps(order["body"]).encode())
+        route = str(order["door"])
+        if route not in served:
+            raise ValueError(f"no order {route[:40]!r}; orders: {', '.join(sorted(served))}")
+        if route == "look":
+            return route, lambda: routes.look(self._front)
+        return route, lambda: routes.order(self._front, route, json.dumps(order["body"]).encode())
 
 
 def _not_an_order(error: ValueError) -> routes.Reply:
     return 400, {"error": f"not an order: {error}", "remedy": "see docs/engines.md, The plugin"}
 
 
-class SglangControls:
-    """`front.Controls` of one rank among all: each carries the order out and tells the others."""
+class SglangControls(Controls):
+    """Of one rank among all: each carries the order out and tells the others."""
 
     def __init__(self, rank: EngineRank, group: Any) -> None:
         self._rank, self._group = rank, group
-        self.spent = 0.0
+        self._spent = 0.0
         """seconds of this step"""
-        self.is_paused = True
+        self._is_paused = True
         """an update is carried out between two steps of the scheduler, with the caches flushed after it"""
 
+    def begin_step(self, *, paused: bool) -> None:
+        self._is_paused, self._spent = paused, 0.0
+
     async def ranks(self, order: Order) -> Sequence[Answer]:
-        if self.spent >= STEP:
-            await end_of_step()
+        if self._spent >= STEP:
+            await routes.end_of_step()
         began = time.monotonic()
         answer = self._rank.obey(order)
         told: Sequence[tuple[float, Answer]] = self._group.all_gather_object(
             (time.monotonic() - began, answer)
         )
-        self.spent += max(seconds for seconds, _ in told)
+        self._spent += max(seconds for seconds, _ in told)
         return [answer for _, answer in told]
 
     async def rest(self, seconds: float) -> None:
-        await end_of_step(seconds)
+        await routes.end_of_step(seconds)
 
     async def pause(self, policy: str) -> None:
         raise BadPatch("pause by the server's own /pause_generation")
@@ -252,21 +266,24 @@ class SglangControls:
         raise BadPatch("resume by the server's own /continue_generation")
 
     async def paused(self) -> bool:
-        return self.is_paused
+        return self._is_paused
 
     async def relabel(self, label: str) -> None:
         """The server does, by `weight_version`, when the update succeeds."""
 
 
-class SglangEngine:
-    """`rank.Engine` around a `WeightUpdater`."""
+class SglangEngine(EngineHere):
+    """Around a `WeightUpdater`."""
 
     def __init__(self, updater: Any) -> None:
         self._updater = updater
-        self.has_draft = False
+        self._has_draft = False
         """a model of its own, which every update is meant for too"""
         self._form: str | None = None
         """why the form of the weights does not let them be patched; empty: it does"""
+
+    def note_draft(self, has_draft: bool) -> None:
+        self._has_draft = has_draft
 
     @property
     def model(self) -> Any:
@@ -280,7 +297,7 @@ class SglangEngine:
         quantised = getattr(self._updater.model_config, "quantization", None)
         if quantised is not None:
             return f"the model is quantised: {quantised}"
-        if self.has_draft:
+        if self._has_draft:
             return "a draft model has weights of its own"
         if self._form is None:  # settled when the server starts
             self._form = _packed(self.model) or _vetoed(self._updater) or ""
@@ -290,11 +307,7 @@ class SglangEngine:
 
     def drafter(self) -> str:
         """Which reloads reach; the server tells its method by /server_info."""
-        return "draft model" if self.has_draft else "none"
-
-    def misplaced(self, patches: Path) -> str | None:
-        """A reload gets its path from /update_weights_from_disk."""
-        return None
+        return "draft model" if self._has_draft else "none"
 
     def refusals(self) -> Mapping[int, str]:
         found: dict[int, str] = {}
@@ -304,14 +317,6 @@ class SglangEngine:
                 reason = f"belongs to {name}, which computes by {method}"
                 found |= {storage(weight): reason for weight in module.parameters()}
         return found
-
-    @contextmanager
-    def at_rest(self) -> Iterator[None]:
-        yield
-
-    def synchronise(self) -> None:
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
 
     def reload(self) -> None:
         raise BadPatch("reload by the server's own /update_weights_from_disk")

@@ -158,12 +158,13 @@ class Front:
         }
 
     async def _stage(self, file: str) -> Sequence[Answer]:
-        answers = await self._all({"do": "stage", "file": file, "seconds": 0.02})
+        order = {"do": "stage", "file": file}
+        answers = await self._all({**order, "anew": True, "seconds": 0.02})
         pause = 0.002
         while not all(answer["ready"] for answer in answers):
             await self._controls.rest(pause)
             pause = min(2 * pause, 0.1)
-            answers = await self._all({"do": "staged", "file": file, "seconds": 0.0})
+            answers = await self._all({**order, "anew": False, "seconds": 0.0})
         return answers
 
     async def pause(self, policy: str) -> Answer:
@@ -304,9 +305,6 @@ class Front:
         """Raises BadPatch where nothing can be patched."""
         known = [told["print"] for told in self._told]
         answers = await self._all({"do": "map", "known": known})
-        hindrance = next((answer["hindrance"] for answer in answers if answer["hindrance"]), None)
-        if hindrance is not None:
-            raise BadPatch(hindrance, remedy=RELOAD)
         told = [answer if "keys" in answer else self._told[number] for number, answer in enumerate(answers)]
         if self._world is None or self._world.prints != tuple(answer["print"] for answer in answers):
             self._world, self._told = World.of(told), told

@@ -11,12 +11,14 @@ A rank that is the only one commits with its apply.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +40,7 @@ from weightcast_engine.loader.guard import are_left, unchanged
 from weightcast_engine.loader.trace import Map, trace
 from weightcast_engine.update.elements import Form, checkpoint_forms
 from weightcast_engine.update.live_elements import LiveUpdate, resident
-from weightcast_engine.update.patch_file import Change, ReadPatch, Stand, read_patch
+from weightcast_engine.update.patch_file import LIMIT, Change, ReadPatch, Stand, read_patch
 from weightcast_engine.update.places import on_whole_words, storage
 from weightcast_engine.update.refusals import (
     RELOAD,
@@ -90,35 +92,45 @@ _MOST_ROWS = 128
 """of an answer: a row of a few changes takes as long as one of a thousand, and the engine waits meanwhile"""
 
 
-class EngineHere(Protocol):
+class EngineHere(ABC):
     """What an adapter knows of the engine around it."""
 
     @property
+    @abstractmethod
     def model(self) -> nn.Module:
         """With a `load_weights`."""
 
     @property
+    @abstractmethod
     def directory(self) -> Path:
         """Which the engine loaded its weights from."""
 
+    @abstractmethod
     def hindrance(self) -> str | None:
         """Why no weight of this engine can be patched."""
 
+    @abstractmethod
     def drafter(self) -> str:
         """How the engine drafts tokens (speculative decoding): its name of the method; `none`."""
 
     def misplaced(self, patches: Path) -> str | None:
         """Why a reload would bring other weights than those of the checkpoint that `patches` belong to."""
+        return None
 
+    @abstractmethod
     def refusals(self) -> Mapping[int, str]:
-        """Storage (`piece.storage`) to the reason why weights in it can't be patched."""
+        """Storage (`places.storage`) to the reason why weights in it can't be patched."""
 
     def at_rest(self) -> AbstractContextManager[None]:
         """What a loader of this engine expects around it."""
+        return nullcontext()
 
     def synchronise(self) -> None:
         """Returns when the device has finished its work."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
 
+    @abstractmethod
     def reload(self) -> None:
         """All weights from `directory`."""
 
@@ -150,8 +162,7 @@ class EngineRank:
             "look": self._look,
             "map": self._tell_map,
             "hold": self._hold,
-            "stage": self._begin,
-            "staged": self._staged,
+            "stage": self._read_patch,
             "sums": self._sum_touched,
             "digest": self._sum_all,
             "more": self._more,
@@ -161,6 +172,11 @@ class EngineRank:
             "commit": self._commit,
             "reload": self._reload,
         }
+
+    @classmethod
+    def from_environment(cls, engine: EngineHere) -> EngineRank:
+        limit = int(os.environ.get("WEIGHTCAST_PATCH_LIMIT", LIMIT))
+        return cls(engine, Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit)
 
     def obey(self, order: Order) -> Answer:
         """`order["do"]` says which. The answer has `status` 200, or what a Refusal tells."""
@@ -207,20 +223,16 @@ class EngineRank:
         return {}
 
     def _tell_map(self, order: Order) -> Answer:
-        hindrance = self._hindrance()
-        if hindrance is not None:
-            return {"hindrance": hindrance, "print": ""}
-        return {"hindrance": None, **self._residence.told(order["known"])}
+        return self._residence.told(order["known"])
 
     # a patch, beside an engine that serves
 
-    def _begin(self, order: Order) -> Answer:
+    def _read_patch(self, order: Order) -> Answer:
+        """`anew`: whatever was read under this name before."""
         self._require_certain()
-        self._update, self._passed, self._summed = LiveUpdate(), _NOTHING, None
-        self._stage = Stage(self._patches, order["file"], self._limit)
-        return self._staged(order)
-
-    def _staged(self, order: Order) -> Answer:
+        if order["anew"]:
+            self._update, self._passed, self._summed = LiveUpdate(), _NOTHING, None
+            self._stage = Stage(self._patches, order["file"], self._limit)
         if not self._require_stage(order).wait(order["seconds"]):
             return {"ready": False}
         patch = self._patch(order)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weightcast_engine.update import routes
-from weightcast_engine.update.front import Front
+from weightcast_engine.update.front import Controls, Front
 from weightcast_engine.update.rank import Answer, Order
 from weightcast_engine.vllm.worker import METHOD
 
@@ -33,8 +33,8 @@ class WeightcastDoors:
             data = await _body(request)
             if data is None:
                 return _reply((413, {"error": f"more than {routes.BODY_LIMIT} bytes"}))
-            door = request.url.path.rpartition("/")[2]
-            return _reply(await routes.order(request.app.state.weightcast_front, door, data))
+            name = request.url.path.rpartition("/")[2]
+            return _reply(await routes.order(request.app.state.weightcast_front, name, data))
 
         def _reply(reply: routes.Reply) -> JSONResponse:
             return JSONResponse(reply[1], reply[0])
@@ -42,8 +42,8 @@ class WeightcastDoors:
         # without annotations as strings, fastapi would look for the names in this module
         look.__annotations__, act.__annotations__ = {"request": Request}, {"request": Request}
         app.add_api_route(routes.PREFIX, look, methods=["GET"], include_in_schema=False)
-        for door in routes.DOORS:
-            app.add_api_route(f"{routes.PREFIX}/{door}", act, methods=["POST"], include_in_schema=False)
+        for name in routes.ROUTES:
+            app.add_api_route(f"{routes.PREFIX}/{name}", act, methods=["POST"], include_in_schema=False)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         state.weightcast_front = Front(VllmControls(engine_client))
@@ -58,8 +58,8 @@ async def _body(request: Any) -> bytes | None:
     return bytes(data)
 
 
-class VllmControls:
-    """`front.Controls` through vLLM's own client of its engine."""
+class VllmControls(Controls):
+    """Through vLLM's own client of its engine."""
 
     def __init__(self, client: Any) -> None:
         self._client = client

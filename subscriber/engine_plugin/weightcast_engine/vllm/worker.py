@@ -14,12 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from weightcast_engine.update.elements import misplaced
-from weightcast_engine.update.patch_file import LIMIT
 from weightcast_engine.update.places import storage
-from weightcast_engine.update.rank import NOT_ENDED, Answer, EngineRank, Order
+from weightcast_engine.update.rank import NOT_ENDED, Answer, EngineHere, EngineRank, Order
 
 METHOD = "weightcast"
 """of a worker, as `collective_rpc` calls it"""
@@ -51,10 +48,7 @@ def obey(worker: Any, order: Order) -> Answer:
     """A method of vLLM's worker."""
     rank = vars(worker).get("_weightcast")
     if rank is None:
-        limit = int(os.environ.get("WEIGHTCAST_PATCH_LIMIT", LIMIT))
-        rank = worker._weightcast = EngineRank(
-            VllmEngine(worker), Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit
-        )
+        rank = worker._weightcast = EngineRank.from_environment(VllmEngine(worker))
         _watch(worker, rank)
     answer: Answer = rank.obey(order)
     return answer
@@ -90,16 +84,19 @@ def _keep_plain_weights() -> None:
         utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
-class VllmEngine:
-    """`rank.Engine` around a worker."""
+class VllmEngine(EngineHere):
+    """Around a worker."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self.directory = Path(worker.vllm_config.model_config.model)
 
     @property
     def model(self) -> Any:
         return self._worker.model_runner.get_model()
+
+    @property
+    def directory(self) -> Path:
+        return Path(self._worker.vllm_config.model_config.model)
 
     def hindrance(self) -> str | None:
         config = self._worker.vllm_config
@@ -142,10 +139,6 @@ class VllmEngine:
 
         with set_current_vllm_config(self._worker.vllm_config):
             yield
-
-    def synchronise(self) -> None:
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
 
     def reload(self) -> None:
         # vLLM remembers weights_path, so that a call without it may read another directory
