@@ -170,7 +170,11 @@ def test_a_check_that_is_not_ended_leaves_nothing_to_apply(tmp_path: Path) -> No
     file = write_patch(host.patches, base, target, 1)
     before = host.live()
     host.run("check", file)
-    for order in ({"do": "stage", "anew": True, "seconds": 60.0}, {"do": "sums"}, {"do": "more", "budget": 1}):
+    for order in (
+        {"do": "stage", "anew": True, "seconds": 60.0},
+        {"do": "sums"},
+        {"do": "more", "budget": 1},
+    ):
         asyncio.run(host.controls.ranks({**order, "file": file}))
     host.run("pause", "wait")
     with pytest.raises(OtherBase, match="was not checked"):
