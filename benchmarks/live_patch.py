@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.digest.checksums import hash_bytes
-from weightcast.shared.files.safetensors import read_header
+from weightcast.shared.files.safetensors import read_header_of
 
 MAKE_MODEL = """
 import sys, torch
@@ -86,7 +86,7 @@ class Weights:
 
     def __init__(self, directory: Path) -> None:
         self.file = directory / "model.safetensors"
-        header = read_header(self.file)
+        header = read_header_of(self.file)
         self._map = np.memmap(self.file, np.uint8, "r+", offset=header.data_start)
         self.tensors = {
             name: (entry.shape, self._map[entry.begin : entry.end].view("<u2"))

@@ -32,8 +32,7 @@ from weightcast.publisher.weights.device_side import (
 from weightcast.shared.base.elements import Chunk, TensorSpec, TensorTable, Words, grid, whole_part
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.warm_up import warm_up
-from weightcast.shared.digest.checksums import Lanes, hash_bytes
-from weightcast.shared.digest.sums import span_sums
+from weightcast.shared.digest.checksums import Lanes, hash_bytes, span_sums
 
 from .chunks import Case, simulated
 

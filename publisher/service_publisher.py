@@ -31,7 +31,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pins import Rollback
-from weightcast.shared.checkpoint.verify.scrub import Scrub
+from weightcast.shared.checkpoint.verify.hashing import Scrub
 
 
 class ServicePublisher(Publisher):

@@ -15,8 +15,8 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gathe
 from weightcast.shared.checkpoint.state.state import unpack_lanes
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
 from weightcast.shared.codec.changes import compare
+from weightcast.shared.digest.checksums import StepSums, span_sums
 from weightcast.shared.digest.root import root
-from weightcast.shared.digest.sums import StepSums, span_sums
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
 
 Cut = Callable[[TensorTable], Sequence[Part]]

@@ -26,7 +26,7 @@ from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
-from weightcast.shared.checkpoint.verify.scrub import Scrub
+from weightcast.shared.checkpoint.verify.hashing import Scrub
 from weightcast.shared.daemon.backoff import Due
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import Stop, Wakeup, failure_of

@@ -28,9 +28,8 @@ from weightcast.shared.channel.signing import PrivateKey
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.container import StepEncoding
-from weightcast.shared.digest.checksums import LanesArray
+from weightcast.shared.digest.checksums import LanesArray, StepSums, span_sums
 from weightcast.shared.digest.root import root
-from weightcast.shared.digest.sums import StepSums, span_sums
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import exists
 

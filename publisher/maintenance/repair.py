@@ -46,12 +46,12 @@ from weightcast.shared.channel.run_files import (
 )
 from weightcast.shared.channel.signing import Trust, signature_path
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
-from weightcast.shared.checkpoint.state.side_files import Carried
+from weightcast.shared.checkpoint.state.side_files import SideFiles
 from weightcast.shared.checkpoint.state.state import Position
-from weightcast.shared.checkpoint.verify.scrub import Credit
+from weightcast.shared.checkpoint.verify.hashing import Credit
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.daemon.backoff import Due
-from weightcast.shared.digest.sums import span_sums
+from weightcast.shared.digest.checksums import span_sums
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import exists, is_directory
 from weightcast.shared.files.strict_json import parse_object
@@ -330,7 +330,7 @@ class Remake:
         not."""
         wanted = {record.name: record for record in bad}
         for record in index.carried:
-            kept = Carried(self.journals.paths).path(record)
+            kept = SideFiles(self.journals.paths).path(record)
             if kept is not None:
                 durable.replace(
                     durable.make_within(scratch, f"{CARRIED}/{record.name}"), durable.pieces_of(kept)

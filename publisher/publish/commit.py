@@ -47,7 +47,8 @@ from weightcast.shared.channel.signing import (
     write_signature,
 )
 from weightcast.shared.channel.store import TRASH, AlreadyExists, NotFound, Store, StoreError, pieces_of
-from weightcast.shared.checkpoint.state.side_files import Carried, proven
+from weightcast.shared.checkpoint.state.side_files import SideFiles
+from weightcast.shared.checkpoint.verify.hashing import proven
 from weightcast.shared.files import durable
 
 PostWrite = Callable[[int, Path, str], None]
@@ -268,7 +269,7 @@ def verify_files(files: Store | Path, index: Index, but: Collection[str] = ()) -
 
 
 def carry(
-    channel: Channel, kept: Carried, made: Store, facts: InputFacts, carried_of: int | None
+    channel: Channel, kept: SideFiles, made: Store, facts: InputFacts, carried_of: int | None
 ) -> tuple[FileRecord, ...]:
     """Writes the version's config files into `made` and lists them: those of version `carried_of`, or those
     of the previous version with what the input changed or took back. Every version has all of them, so that
@@ -348,7 +349,7 @@ def _of(channel: Channel, version: int) -> tuple[FileRecord, ...]:
     return index.carried
 
 
-def _again(kept: Carried, made: Store, record: FileRecord, source: Store) -> None:
+def _again(kept: SideFiles, made: Store, record: FileRecord, source: Store) -> None:
     key, copy = f"{CARRIED}/{record.name}", kept.path(record)
     pieces = pieces_of(source, key) if copy is None else durable.pieces_of(copy, follow_links=False)
     put(made, key, proven(record, pieces))

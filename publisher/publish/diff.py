@@ -22,8 +22,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gathe
 from weightcast.shared.checkpoint.state.state import unpack_lanes
 from weightcast.shared.codec.changes import Changes, Scan, compare, scan
 from weightcast.shared.codec.container import FetchWords
-from weightcast.shared.digest.checksums import Lanes, hash_bytes
-from weightcast.shared.digest.sums import SpanSums, StepSums
+from weightcast.shared.digest.checksums import Lanes, SpanSums, StepSums, hash_bytes
 from weightcast.shared.kernels.parallel import ordered
 
 _NO_COUNTS = np.zeros(0, np.int64)

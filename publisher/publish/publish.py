@@ -53,10 +53,10 @@ from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.known_bases import find_base
-from weightcast.shared.checkpoint.state.side_files import Carried
-from weightcast.shared.checkpoint.update.fetch import ROOM_BYTES, journal_bytes
+from weightcast.shared.checkpoint.state.side_files import SideFiles
+from weightcast.shared.checkpoint.update.fetch import ROOM_BYTES, Delta, journal_bytes
 from weightcast.shared.checkpoint.update.sources import open_base
-from weightcast.shared.checkpoint.update.stage import Fetched, Staged, stage
+from weightcast.shared.checkpoint.update.stage import Staged, stage
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.side_files import side_files
 
@@ -353,7 +353,7 @@ class OwnerRank:
         made = move_shards(channel.store, draft.parts, draft.sources)
         files = channel.store.within(made)
         with job.phase("stage"):
-            carried = carry(channel, Carried(self._updater.paths), files, draft.facts, job.carried_of)
+            carried = carry(channel, SideFiles(self._updater.paths), files, draft.facts, job.carried_of)
             index = replace(draft.index, request=job.request, carried=carried)
             table = channel.require_ours()[1].table
             data = write_index(index, table)
@@ -373,7 +373,7 @@ class OwnerRank:
             # owner's. Digests of our own files were just computed from them
             own = rendezvous.shard_name(self._rank.number)
             verify_files(files, index, [new for new, old in sources.items() if old == own])
-        fetched = [Fetched(index, files)]
+        fetched = [Delta(index, files)]
         wanted = ROOM_BYTES + journal_bytes(index)
         return self.recovery.with_room(lambda: stage(local, fetched), wanted)
 

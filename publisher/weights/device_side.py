@@ -29,8 +29,7 @@ from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import lanes_list
 from weightcast.shared.codec.changes import Changes, Scan
-from weightcast.shared.digest.checksums import Lanes, hash_bytes
-from weightcast.shared.digest.sums import SpanSums, span_sums
+from weightcast.shared.digest.checksums import Lanes, SpanSums, hash_bytes, span_sums
 from weightcast.shared.kernels.constants import MIX_A, MIX_B
 
 

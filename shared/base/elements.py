@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -246,24 +247,15 @@ def _chunks(table: TensorTable, part: Part, chunk_words: int) -> Iterator[Chunk]
     for segment in part.segments:
         groups.setdefault(table[segment.tensor].dtype, []).append(segment)
     for dtype in sorted(groups):
-        pieces = _cut_group(groups[dtype], chunk_words)
+        short = [one for one in groups[dtype] if one.stop - one.start < chunk_words]
+        runs = [short, *([one] for one in groups[dtype] if one.stop - one.start >= chunk_words)]
+        pieces = chain.from_iterable(_cut(run, chunk_words) for run in runs)
         for number, (spans, words) in enumerate(pieces):
             yield Chunk(part.number, dtype, number, spans, words)
 
 
-_Cut = tuple[tuple[Span, ...], int]
-"""spans and words of a chunk"""
-
-
-def _cut_group(segments: Sequence[Segment], chunk_words: int) -> Iterator[_Cut]:
-    short = [segment for segment in segments if segment.stop - segment.start < chunk_words]
-    yield from _cut(short, chunk_words)
-    for segment in segments:
-        if segment.stop - segment.start >= chunk_words:
-            yield from _cut([segment], chunk_words)
-
-
-def _cut(segments: Sequence[Segment], chunk_words: int) -> Iterator[_Cut]:
+def _cut(segments: Sequence[Segment], chunk_words: int) -> Iterator[tuple[tuple[Span, ...], int]]:
+    """Spans and words of each chunk."""
     filled = 0
     spans: list[Span] = []
     for segment in segments:

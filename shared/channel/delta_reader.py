@@ -25,7 +25,7 @@ from weightcast.shared.channel.store import Address, Store
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import decode_step
 from weightcast.shared.codec.slime import PayloadReader, digest_stream, open_payload
-from weightcast.shared.digest.sums import SpanSums, span_sums
+from weightcast.shared.digest.checksums import SpanSums, span_sums
 from weightcast.shared.files.safetensors import Header
 
 PayloadEncoding = Literal["xor", "overwrite", "xor_sparse"]

@@ -22,7 +22,7 @@ from weightcast.shared.channel.store import Store
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.container import FetchWords, StepEncoding, encode_chunk
 from weightcast.shared.codec.slime import PayloadWriter, digest_stream
-from weightcast.shared.digest.sums import SpanSums
+from weightcast.shared.digest.checksums import SpanSums
 from weightcast.shared.files.safetensors import Entry, pack_header
 
 

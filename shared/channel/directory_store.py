@@ -172,10 +172,7 @@ class DirectoryStore:
                 self._make_parents(path)
             elif not _has(path, expected):
                 raise Changed.at(str(path))
-            if sync:
-                durable.replace(path, data, allowed)
-            else:
-                durable.swap(path, data)
+            durable.replace(path, data, allowed, sync=sync)
 
     def write(self, key: str, *, reserve: int = 0, sync: bool = True) -> _FileWriter:
         with self._made(key) as path:

@@ -12,7 +12,7 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -92,21 +92,18 @@ class LocalPaths:
 class _Mapped:
     path: Path
     map: mmap.mmap
-    device: int
-    inode: int
-    size: int
-    in_memory: bool
-    """on tmpfs: pages are small and never written back"""
+    found: os.stat_result
+    """when it was mapped"""
     header: bytes
     """BLAKE3 of the safetensors header, which no patch touches"""
 
     @property
     def is_in_place(self) -> bool:
         try:
-            found = os.lstat(self.path)
+            now = os.lstat(self.path)
         except FileNotFoundError:
             return False
-        return (found.st_dev, found.st_ino, found.st_size) == (self.device, self.inode, self.size)
+        return os.path.samestat(now, self.found) and now.st_size == self.found.st_size
 
 
 def refuse_foreign(paths: LocalPaths) -> None:
@@ -145,6 +142,11 @@ def empty_spool(paths: LocalPaths) -> None:
         failpoint("spool.removed", path)
 
 
+def read_base(paths: LocalPaths) -> Base:
+    """Raises FileNotFoundError and DamagedFile."""
+    return parse_base(durable.read_file(paths.base, BASE_LIMIT))
+
+
 class HasWriter(RetryLater):
     """Another process has the local checkpoint."""
 
@@ -177,11 +179,11 @@ class LocalCheckpoint:
         """that read and write its words"""
         self.host = Boot.here()
         self.proofs = Proofs(len(base.table))
-        self._maps: dict[Path, _Mapped] = {}
-        self._words: dict[int, Words] = {}
+        self._maps = {path: _map(path) for path in checkpoint.weight_files}
+        self._in_memory = any(file_system(mapped.found.st_dev) == "tmpfs" for mapped in self._maps.values())
+        """pages are small and never written back"""
         self._home_of: dict[int, tuple[Words, int]] = {}
         self._homes: dict[tuple[Path, np.dtype[np.unsignedinteger], int], Words] = {}
-        self._map_all()
         self._index = _digest_of(checkpoint.index_file)
 
     @classmethod
@@ -193,7 +195,7 @@ class LocalCheckpoint:
         if state is None:
             return None
         try:
-            base = parse_base(durable.read_file(paths.base, BASE_LIMIT))
+            base = read_base(paths)
             checkpoint = open_checkpoint(directory, follow_links=False)
         except FileNotFoundError as error:
             raise NeedsReseed(f"{error.filename} is gone", remedy=_SEEDED_AGAIN) from error
@@ -219,13 +221,7 @@ class LocalCheckpoint:
         paths = {record.name: self.directory / record.name for record in self.base.all_files}
         return {name: path for name, path in paths.items() if is_file(path)}
 
-    def _map_all(self) -> None:
-        for path in self.checkpoint.weight_files:
-            self._maps[path] = _map(path)
-        self._in_memory = any(mapped.in_memory for mapped in self._maps.values())
-
     def close(self) -> None:
-        self._words.clear()
         self._home_of.clear()
         self._homes.clear()
         for mapped in self._maps.values():
@@ -273,30 +269,23 @@ class LocalCheckpoint:
 
     def words(self, tensor: int) -> Words:
         """A writable view of a tensor's words in its mapped file; may be unaligned."""
-        found = self._words.get(tensor)
-        if found is None:
-            home, start = self.home(tensor)
-            found = self._words[tensor] = home[start : start + self.table[tensor].words]
-        return found
+        home, start = self.home(tensor)
+        return home[start : start + self.table[tensor].words]
 
     def home(self, tensor: int) -> tuple[Words, int]:
         """All words of a tensor's file, writable, and the number of the tensor's first word. The same
         array for all tensors of a file and dtype that begin on its words."""
         known = self._home_of.get(tensor)
         if known is None:
-            known = self._home_of[tensor] = self._found_home(tensor)
+            spec, place = self.table[tensor], self.checkpoint.places[tensor]
+            kind, rest = spec.kind.numpy, place.offset % spec.kind.width
+            home = self._homes.get((place.file, kind, rest))
+            if home is None:
+                mapped = self._maps[place.file].map
+                home = np.frombuffer(mapped, kind, (len(mapped) - rest) // kind.itemsize, rest)
+                self._homes[place.file, kind, rest] = home
+            known = self._home_of[tensor] = home, place.offset // kind.itemsize
         return known
-
-    def _found_home(self, tensor: int) -> tuple[Words, int]:
-        spec, place = self.table[tensor], self.checkpoint.places[tensor]
-        kind, rest = spec.kind.numpy, place.offset % spec.kind.width
-        key = (place.file, kind, rest)
-        found = self._homes.get(key)
-        if found is None:
-            mapped = self._maps[place.file]
-            found = np.frombuffer(mapped.map, kind, (mapped.size - rest) // kind.itemsize, rest)
-            self._homes[key] = found
-        return found, place.offset // kind.itemsize
 
     @property
     def places(self) -> Sequence[Place]:
@@ -383,18 +372,16 @@ def _fill_holes(fd: int, path: Path, found: os.stat_result) -> None:
     """A store to a hole, or to a block shared with a copy, is SIGBUS on a full disk, not an error. Elsewhere
     fewer blocks need not be holes."""
     system = file_system(found.st_dev)
-    sparse = taken_bytes(found) < found.st_size
-    if system in _PLAIN_SYSTEMS:
-        try:
-            if sparse:
-                os.posix_fallocate(fd, 0, found.st_size)
-            if system in _SHARING_SYSTEMS:
-                unshare_blocks(fd, found.st_size)
-        except OSError as error:
-            raise RetryLater(
-                f"{path}: cannot allocate its holes or shared blocks: {error.strerror}",
-                remedy="free space on the local disk; nothing was changed",
-            ) from error
+    try:
+        if system in _PLAIN_SYSTEMS and taken_bytes(found) < found.st_size:
+            os.posix_fallocate(fd, 0, found.st_size)
+        if system in _SHARING_SYSTEMS:
+            unshare_blocks(fd, found.st_size)
+    except OSError as error:
+        raise RetryLater(
+            f"{path}: cannot allocate its holes or shared blocks: {error.strerror}",
+            remedy="free space on the local disk; nothing was changed",
+        ) from error
 
 
 def _map(path: Path) -> _Mapped:
@@ -411,9 +398,7 @@ def _map(path: Path) -> _Mapped:
             mapped = mmap.mmap(fd, found.st_size)
     finally:
         os.close(fd)
-    in_memory = file_system(found.st_dev) == "tmpfs"
-    device, inode, size = found.st_dev, found.st_ino, found.st_size
-    return _Mapped(path, mapped, device, inode, size, in_memory, _header_digest(mapped))
+    return _Mapped(path, mapped, found, _header_digest(mapped))
 
 
 def _header_digest(mapped: mmap.mmap) -> bytes:
@@ -440,21 +425,21 @@ def grant_read(local: LocalCheckpoint, readers: Readers) -> None:
     checkpoint = local.checkpoint
     index = () if checkpoint.index_file is None else (checkpoint.index_file,)
     side_files = (*checkpoint.other_files, *local.side_files.values())
-    for path in {*checkpoint.weight_files, *side_files, *index, local.paths.base}:
-        _set_mode(path, _FILE_MODES[readers])
     within = {each for path in side_files for each in path.parents if each.is_relative_to(local.directory)}
-    for path in {local.directory, local.paths.room, *within}:
-        _set_mode(path, _DIRECTORY_MODES[readers] | path.stat().st_mode & _SET_GROUP)
+    _set_modes({local.directory, local.paths.room, *within}, _DIRECTORY_MODES[readers], _SET_GROUP)
+    files = {*checkpoint.weight_files, *side_files, *index, local.paths.base}
+    _set_modes(files, _FILE_MODES[readers])
 
 
 def grant_read_patches(local: LocalCheckpoint, readers: Readers) -> None:
     """As `grant_read`, for the patches of engines' memory. Raises OSError."""
-    directory = local.paths.engine
-    _set_mode(directory, _DIRECTORY_MODES[readers] | directory.stat().st_mode & _SET_GROUP)
-    for path in directory.iterdir():
-        _set_mode(path, _FILE_MODES[readers])
+    _set_modes([local.paths.engine], _DIRECTORY_MODES[readers], _SET_GROUP)
+    _set_modes(local.paths.engine.iterdir(), _FILE_MODES[readers])
 
 
-def _set_mode(path: Path, mode: int) -> None:
-    if path.stat().st_mode & 0o7777 != mode:
-        path.chmod(mode)
+def _set_modes(paths: Iterable[Path], mode: int, kept: int = 0) -> None:
+    """`kept`: bits that stay as they are."""
+    for path in paths:
+        now = path.stat().st_mode & 0o7777
+        if now != mode | now & kept:
+            path.chmod(mode | now & kept)

@@ -9,15 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from weightcast.shared.base.errors import (
-    NeedsReseed,
-    Refused,
-    RetryLater,
-    WrongRun,
-)
+from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import directory_of, open_store
@@ -27,9 +21,8 @@ from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Address, Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, own
 from weightcast.shared.checkpoint.state.locks import FileLock
-from weightcast.shared.checkpoint.state.recover_state import is_lost, recover_state, sound_state
 from weightcast.shared.checkpoint.state.side_files import SideFiles
-from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position, read_state
+from weightcast.shared.checkpoint.state.state import LocalState, Phase, read_state
 from weightcast.shared.checkpoint.update import buffer_reuse
 from weightcast.shared.checkpoint.update import patch as patching
 from weightcast.shared.checkpoint.update.fetch import (
@@ -39,7 +32,6 @@ from weightcast.shared.checkpoint.update.fetch import (
     Patience,
     Prefetch,
     PreRead,
-    Spool,
     ignore,
 )
 from weightcast.shared.checkpoint.update.plan import Patch, Plan, Refuse, Relabel, Seed, Stay
@@ -55,8 +47,9 @@ from weightcast.shared.checkpoint.update.sources import (
 )
 from weightcast.shared.checkpoint.update.stage import Staged, prepare
 from weightcast.shared.checkpoint.verify.hashing import Differs
-from weightcast.shared.checkpoint.verify.repair import Repaired, RepairSource, repair
-from weightcast.shared.checkpoint.verify.seed import SeedSource, seed
+from weightcast.shared.checkpoint.verify.inspect import is_lost, recover_state, sound_state
+from weightcast.shared.checkpoint.verify.repair import Repaired, repair
+from weightcast.shared.checkpoint.verify.seed import seed
 
 OnPhase = Callable[[str], None]
 """Called with `fetch` and `stage` when a leg's preparation comes to them."""
@@ -96,7 +89,7 @@ class LocalUpdater:
         """why the local checkpoint must be seeded again"""
         self.side_files = SideFiles(self.paths, base, self.options.patience, carries=self.options.carries)
         self._owner: FileLock | None = None
-        self._spool = Spool(self.paths)
+        self._fetcher = Fetcher(self.paths, self.options.pre_read)
         self._prefetch: Prefetch | None = None
         self.damaged_sources = DamagedSources()
         self._trust: Trust | None = None
@@ -138,7 +131,7 @@ class LocalUpdater:
     def release(self) -> None:
         """Forgets what is in memory; the next `load` reads the disk again."""
         self._stop_prefetch()
-        self._spool.forget()
+        self._fetcher.forget()
         if self.local is not None:
             self._last_state = self.local.state
             self.local.close()
@@ -172,7 +165,6 @@ class LocalUpdater:
             # the next load recovers what this one did not
             self.release()
             raise
-        self._last_state = read_state(self.paths.state)
 
     def _note(self, index: Index | ForeignIndex, files: Store) -> None:
         position = None if self.local is None else self.local.state.position
@@ -190,6 +182,7 @@ class LocalUpdater:
         self.trouble = error.message
         self._damage = error if isinstance(error, Differs) else None
         self.release()
+        self._last_state = read_state(self.paths.state)
 
     def rehash(self, advance: Advance | None = None) -> None:
         """Reads every byte. What differs is found `dirty` by `repair`."""
@@ -200,7 +193,6 @@ class LocalUpdater:
                 patching.rehash(self.local, advance=advance)
         except NeedsReseed as error:
             self._give_up(error)
-            self._last_state = read_state(self.paths.state)
 
     def recover_state(self, channel: Channel, advance: Advance | None = None) -> bool:
         """Finds the local version by reading all bytes where the state is unreadable; `repair` and `seed`
@@ -223,41 +215,25 @@ class LocalUpdater:
         damage, self._damage = self._damage, None
         if not self.repairable:
             return None
-        repaired: Repaired | None = None
         try:
-            self.local = LocalCheckpoint.open(self.paths.directory, threads=self.options.threads)
-            if self.local is not None:
-                self._check_base(channel)
-                repaired = self._repair(self.local, channel, damage, advance)
-                self.side_files.complete(self.local, channel)
-                self.trouble = ""
+            self.local = local = LocalCheckpoint.open(self.paths.directory, threads=self.options.threads)
+            if local is None:
+                return None
+            self._check_base(channel)
+            with local.patching():
+                repaired = repair(
+                    local,
+                    lambda at: repair_sources(channel, at.version, local.table, self.base_dir),
+                    damage,
+                    advance=advance,
+                )
+                patching.drop_strays(local)
+            self.side_files.complete(local, channel)
         except NeedsReseed as error:
-            self.trouble = error.message
-            self.release()
-        self._last_state = read_state(self.paths.state)
-        return repaired
-
-    def sources(self, channel: Channel) -> list[Path]:
-        """Directories with full weights from which the local version can be built."""
-        local = self._require()
-        return [each.directory for each in self._repair_sources(channel, local, local.state.position)]
-
-    def _repair_sources(
-        self, channel: Channel, local: LocalCheckpoint, position: Position
-    ) -> list[RepairSource]:
-        return repair_sources(channel, position.version, local.table, self.base_dir)
-
-    def _repair(
-        self, local: LocalCheckpoint, channel: Channel, damage: Differs | None, advance: Advance | None
-    ) -> Repaired:
-        with local.patching():
-            repaired = repair(
-                local,
-                partial(self._repair_sources, channel, local),
-                damage,
-                advance=advance,
-            )
-            patching.drop_strays(local)
+            self._give_up(error)
+            self._damage = None
+            return None
+        self.trouble = ""
         return repaired
 
     def require_mounted(self, channel: Channel) -> None:
@@ -272,17 +248,11 @@ class LocalUpdater:
     def _check_run(self, channel: Channel | None, state: LocalState) -> None:
         if channel is None:
             return
-        if channel.foreign != state.foreign:
-            kinds = {True: "a channel in slime format", False: "a weightcast channel"}
+        ours = "run in slime format" if state.foreign else f"run {state.run_id}"
+        theirs = "run in slime format" if channel.file is None else f"run {channel.file.run_id}"
+        if ours != theirs:
             raise WrongRun(
-                f"{self.paths.directory} belongs to {kinds[state.foreign]}, {channel.place} is "
-                f"{kinds[channel.foreign]}",
-                remedy="use another --local directory",
-            )
-        if channel.file is not None and channel.file.run_id != state.run_id:
-            raise WrongRun(
-                f"{self.paths.directory} belongs to run {state.run_id}, "
-                f"the channel to run {channel.file.run_id}",
+                f"{self.paths.directory} belongs to {ours}, the channel to {theirs}",
                 remedy="use another --local directory, or remove this one",
             )
 
@@ -290,8 +260,8 @@ class LocalUpdater:
         """Versions of the channel are read by its table and applied by the local one."""
         if channel is None or channel.base is None or self.local is None:
             return
-        ours, theirs = self.local.base, channel.base
-        if (ours.table, ours.root) != (theirs.table, theirs.root):
+        base = self.local.base
+        if (base.table, base.root) != (channel.base.table, channel.base.root):
             self.release()
             raise WrongRun(
                 f"{channel.store.place(BASE_JSON)} is not the base of {self.paths.directory}",
@@ -302,7 +272,6 @@ class LocalUpdater:
         """A reader of the local checkpoint found damage: `repair` is next. Only for its owner."""
         self.mark_dirty(error.message)
         self._give_up(error)
-        self._last_state = read_state(self.paths.state)
 
     def mark_dirty(self, reason: str) -> None:
         """The local checkpoint does not match its state: it is seeded again. Only for its owner."""
@@ -323,45 +292,44 @@ class LocalUpdater:
 
     def route(self, channel: Channel, pointer: Pointer, target: int, *, exact: bool) -> Route:
         """Avoids damaged sources; where that leaves no route, tries them once more."""
-        if self.local is not None:
-            self.damaged_sources.passed(self.local.state.position.version)
-        route = self._route(channel, pointer, target, exact=exact, avoid=self.damaged_sources.damaged)
-        if self.damaged_sources.damaged and isinstance(route.plan, Refuse):
-            self.damaged_sources.none_left()
-            route = self._route(channel, pointer, target, exact=exact, avoid=())
-        return route
-
-    def _route(
-        self,
-        channel: Channel,
-        pointer: Pointer,
-        target: int,
-        *,
-        exact: bool,
-        avoid: Collection[SourceKey],
-    ) -> Route:
-        self._trust = channel.trust
         state = None if self.local is None else self.local.state
+        if state is not None:
+            self.damaged_sources.passed(state.position.version)
+        self._trust = channel.trust
         if channel.foreign and state is not None and pointer.run is not None and pointer.run != state.run_id:
             state = None
         # a checkpoint that cannot be used still remembers what engines refused
         known = self.state.but(phase=Phase.DIRTY) if state is None and self.state is not None else state
-        table = self.local.table if self.local is not None else None
-        return find_route(
-            channel,
-            pointer,
-            channel.base.table if channel.base is not None else table,
-            known,
-            target=target,
-            exact=exact,
-            base=base_digest(channel, self.base_dir),
-            patience=self.options.patience,
-            avoid=avoid,
-        )
+        local_table = None if self.local is None else self.local.table
+
+        def found(avoid: Collection[SourceKey]) -> Route:
+            return find_route(
+                channel,
+                pointer,
+                local_table if channel.base is None else channel.base.table,
+                known,
+                target=target,
+                exact=exact,
+                base=base_digest(channel, self.base_dir),
+                patience=self.options.patience,
+                avoid=avoid,
+            )
+
+        damaged = self.damaged_sources.damaged
+        route = found(damaged)
+        if damaged and isinstance(route.plan, Refuse):
+            self.damaged_sources.none_left()
+            route = found(())
+        return route
 
     def seed(self, channel: Channel, route: Route, plan: Seed, advance: Advance | None = None) -> None:
         """Copies full weights. The caller does not hold the patch lock."""
-        source = self._source(channel, route, plan)
+        with self.damaged_sources.full_weights(plan.version):
+            directory = full_weights(route, plan.version, self.base_dir)
+        if plan.version > 0 and not channel.foreign and self.options.pre_read is not None:
+            self.options.pre_read(plan.version, directory)
+        with self.damaged_sources.full_weights(plan.version):
+            source = seed_source(route, plan, directory, threads=self.options.threads)
         self.release()
         self.own()
         keep = self.state
@@ -374,37 +342,28 @@ class LocalUpdater:
         self.side_files.complete(self.local, channel)
         self.trouble = ""
 
-    def _source(self, channel: Channel, route: Route, plan: Seed) -> SeedSource:
-        with self.damaged_sources.full_weights(plan.version):
-            directory = full_weights(channel, route, plan.version, self.base_dir)
-        if plan.version > 0 and not channel.foreign and self.options.pre_read is not None:
-            self.options.pre_read(plan.version, directory)
-        with self.damaged_sources.full_weights(plan.version):
-            return seed_source(channel, route, plan, directory, threads=self.options.threads)
-
     def prepare(self, route: Route, leg: Sequence[int], advance: Advance | None = None) -> Staged:
         """Fetches and stages the versions of a leg; nothing of the checkpoint is written."""
-        self._finish_prefetch()
+        self._stop_prefetch(finish=True)
         with self.damaged_sources.delta(route.leads_from):
             deltas = [route.delta(version) for version in leg]
-            self._spool.drop_others([delta.index for delta in deltas])
+            self._fetcher.drop_others([delta.index for delta in deltas])
             self._note(deltas[-1].index, route.files(leg[-1]))
             return prepare(
                 self._require(),
                 deltas,
-                self._fetcher(advance),
+                self._fetcher,
+                self.options.patience,
+                advance,
                 on_phase=self.options.on_phase,
                 on_misfit=lambda: self._rehash(advance),
             )
-
-    def _fetcher(self, advance: Advance | None = None) -> Fetcher:
-        return Fetcher(self._spool, self.options.patience, self.options.pre_read, advance)
 
     def fetch_ahead(self, after: int, most: int | None = None) -> None:
         """Begins to fetch the version after `after` in a thread, if it is published and not above `most`."""
         self._stop_prefetch()
         if most is None or after < most:
-            self._prefetch = Prefetch(self.paths, lambda: self._next(after), self._fetcher())
+            self._prefetch = Prefetch(self.paths, lambda: self._next(after), self._fetcher)
 
     def _next(self, after: int) -> Delta | None:
         channel = Channel.open(self.store, self._trust)
@@ -416,14 +375,12 @@ class LocalUpdater:
             return None
         return Delta(index, channel.version(pointer, index.version))
 
-    def _finish_prefetch(self) -> None:
-        if self._prefetch is not None:
-            prefetch, self._prefetch = self._prefetch, None
+    def _stop_prefetch(self, *, finish: bool = False) -> None:
+        """`finish`: what it has begun is fetched first."""
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch is not None and finish:
             prefetch.finish(self.options.wait)
-
-    def _stop_prefetch(self) -> None:
-        if self._prefetch is not None:
-            prefetch, self._prefetch = self._prefetch, None
+        elif prefetch is not None:
             prefetch.stop()
 
     def _rehash(self, advance: Advance | None) -> None:
@@ -466,18 +423,17 @@ class LocalUpdater:
 
     def update_to(self, channel: Channel, version: int | None = None, advance: Advance | None = None) -> None:
         """To `version`, older ones included, or to the latest, without engines."""
-        self.damaged_sources.run(
-            lambda: self._update_to(channel, version, advance), lambda why: self.release()
-        )
 
-    def _update_to(self, channel: Channel, version: int | None, advance: Advance | None) -> None:
-        self.load(channel, advance)
-        if version is None:
-            self.repair(channel, advance)
-        pointer = channel.pointer() or Pointer(0)
-        target = pointer.version if version is None else version
-        route = self.route(channel, pointer, target, exact=version is not None)
-        self._carry_out(channel, route, route.plan, advance)
+        def attempt() -> None:
+            self.load(channel, advance)
+            if version is None:
+                self.repair(channel, advance)
+            pointer = channel.pointer() or Pointer(0)
+            target = pointer.version if version is None else version
+            route = self.route(channel, pointer, target, exact=version is not None)
+            self._carry_out(channel, route, route.plan, advance)
+
+        self.damaged_sources.run(attempt, lambda why: self.release())
 
     def _carry_out(self, channel: Channel, route: Route, plan: Plan, advance: Advance | None) -> None:
         match plan:

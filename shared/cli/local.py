@@ -19,8 +19,9 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.state.side_files import repair_files
-from weightcast.shared.checkpoint.verify.inspect import Inspection, inspect
-from weightcast.shared.checkpoint.verify.repair import Repaired, restore_base
+from weightcast.shared.checkpoint.update.sources import repair_sources
+from weightcast.shared.checkpoint.verify.inspect import Inspection, inspect, restore_base
+from weightcast.shared.checkpoint.verify.repair import Repaired
 from weightcast.shared.cli.app import JsonOption, ThreadsOption, TrustedKeyOption, group
 from weightcast.shared.cli.output import Output
 from weightcast.shared.daemon.settings import BadSettings
@@ -140,8 +141,10 @@ def repair_local(
         updater.load(opened, advance)
         updater.rehash(advance)
         done = updater.repair(opened, advance)
-        if updater.local is not None:
-            repair_files(updater.local, updater.sources(opened))
+        now = updater.local
+        if now is not None:
+            ways = repair_sources(opened, now.state.position.version, now.table, base)
+            repair_files(now, [way.directory for way in ways])
     return done
 
 
@@ -176,9 +179,8 @@ def _show(
     for fault in found.faults:
         console.print(f"{printable(fault.file)}: {printable(fault.problem)}\n  {fault.meaning}")
     if not found.faults and found.report is not None:
-        console.print(
-            f"{local}: every byte is that of version {found.report.version}, root {found.report.root}"
-        )
+        version = found.report.position.version
+        console.print(f"{local}: every byte is that of version {version}, root {found.report.root}")
 
 
 def _show_engine(console: Console, found: EngineFound) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import BLOCK_WORDS, Chunk, Words
-from weightcast.shared.digest.sums import SpanSums
+from weightcast.shared.digest.checksums import SpanSums
 from weightcast.shared.kernels.constants import places_under
 from weightcast.shared.kernels.load import kernels
 

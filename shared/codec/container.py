@@ -15,7 +15,7 @@ is expected to be smallest. Unrelated words go as planes with both, or raw if a 
 helps. A payload longer than the raw words is written raw.
 
 Little-endian. The checksum finds damage early but proves nothing: the caller checks the index's digest of the
-file and sums over the touched words (`weightcast.shared.digest.sums`).
+file and sums over the touched words (`weightcast.shared.digest.checksums`).
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def decode_chunk(blob: bytes | memoryview, chunk: Chunk, old: Words) -> Changes:
 
 
 def decode_step(blob: bytes | memoryview, chunk: Chunk, old: Words) -> DecodedStep:
-    """The changes, and the sums over the touched words as in `weightcast.shared.digest.sums.span_sums`.
+    """The changes, and the sums over the touched words as in `weightcast.shared.digest.checksums.span_sums`.
     `old`: word[chunk.words] as when it was encoded; with other words the result is wrong without an error;
     only the sums reveal it. Raises DamagedFile, UnknownFormat."""
     if len(old) != chunk.words or old.dtype != chunk.kind.numpy:

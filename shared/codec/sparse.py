@@ -32,7 +32,7 @@ from weightcast.shared.codec.magnitudes import (
     read_contexts,
     unplanned,
 )
-from weightcast.shared.digest.sums import SpanSums, spans_in
+from weightcast.shared.digest.checksums import SpanSums, spans_in
 from weightcast.shared.kernels.constants import (
     BAD_GAPS,
     BAD_PLACE,

@@ -8,7 +8,7 @@ from weightcast.shared.base.elements import Chunk, Span, Words
 from weightcast.shared.codec import dense
 from weightcast.shared.codec.changes import Changes, Counted, all_of, compare, masked_changes, scan
 from weightcast.shared.codec.container import StepEncoding, decode_chunk, encode_chunk
-from weightcast.shared.digest.sums import span_sums
+from weightcast.shared.digest.checksums import span_sums
 from weightcast.shared.kernels.load import kernels, mark_complete
 
 _WORDS = 1 << 14

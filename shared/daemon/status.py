@@ -14,7 +14,7 @@ from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.kernels.load import kernels
 
 if TYPE_CHECKING:
-    from weightcast.shared.checkpoint.verify.scrub import ScrubStatus
+    from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
 
 
 T = TypeVar("T")

@@ -1,13 +1,18 @@
-"""Raw lanes: two sums over a tensor's 8-byte words. docs/FORMAT.md, Lanes."""
+"""Lanes: two sums over a tensor's 8-byte words. docs/FORMAT.md, Lanes.
+
+hash(new tensor) = hash(old tensor) - (old sums over its chunks) + (new sums over its chunks).
+Tensors are kept in arrays: there may be several 100,000.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.base.elements import ByteArray
+from weightcast.shared.base.elements import ByteArray, Chunk, Words
 from weightcast.shared.kernels.load import kernels
 
 _MASK = (1 << 64) - 1
@@ -46,21 +51,106 @@ LanesArray = NDArray[np.uint64]
 def hash_bytes(data: ByteArray, first_word: int = 0) -> Lanes:
     """Raw lanes of contiguous bytes that begin at 8-byte word `first_word` of their tensor. A tail of less
     than 8 bytes counts as a word padded with zeros, so it must be the tensor's. Any alignment."""
-    _check_contiguous(data)
     piece = np.array([[0, len(data), first_word]], np.int64)
-    return Lanes(*kernels().hash_pieces(data, piece)[0].tolist())
+    return Lanes(*hash_pieces(data, piece)[0].tolist())
 
 
 def hash_pieces(data: ByteArray, pieces: NDArray[np.int64]) -> LanesArray:
     """As `hash_bytes`, for many pieces of `data`, in one call. `pieces`: int64[n, 3], of each its first byte,
     its end, and the number of its first 8-byte word in its tensor."""
-    _check_contiguous(data)
+    if data.ndim != 1 or not data.flags.c_contiguous:
+        raise ValueError("lanes need contiguous bytes")
     if len(pieces) and not 0 <= pieces[:, 0].min() <= pieces[:, 1].max() <= len(data):
         raise ValueError("pieces out of bounds")
     lanes: LanesArray = kernels().hash_pieces(data, pieces)
     return lanes
 
 
-def _check_contiguous(data: ByteArray) -> None:
-    if data.ndim != 1 or not data.flags.c_contiguous:
-        raise ValueError("lanes need contiguous bytes")
+class ChangedWords(Protocol):
+    """As `weightcast.shared.codec.changes.Changes`, a room above."""
+
+    @property
+    def index(self) -> NDArray[np.uint32]: ...
+    @property
+    def new(self) -> Words: ...
+
+
+@dataclass(frozen=True)
+class ChunkSums:
+    old: Lanes = ZERO
+    new: Lanes = ZERO
+    changed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class SpanSums:
+    """Of the spans of a chunk that have changes, in the chunk's order: sums over the 8-byte words with a
+    changed word in them, numbered as in the tensor, before and after. `tensors`: int64[n]; `lanes`:
+    uint64[n, 4], old a, old b, new a, new b; `changed`: int64[n], words of the tensor's own width.
+    Read-only."""
+
+    tensors: NDArray[np.int64]
+    lanes: NDArray[np.uint64]
+    changed: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, chunk: Chunk, lanes: NDArray[np.uint64], changed: NDArray[np.int64]) -> SpanSums:
+        """`lanes`, `changed`: of all spans; those without changes are dropped."""
+        kept = np.flatnonzero(changed)
+        if len(kept) == len(changed):
+            return cls(chunk.tensors, lanes, changed)
+        return cls(chunk.tensors[kept], lanes[kept], changed[kept])
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def total(self) -> ChunkSums:
+        """The sums of a chunk's record in the index."""
+        old_a, old_b, new_a, new_b = self.lanes.sum(axis=0, dtype=np.uint64).tolist()
+        return ChunkSums(Lanes(old_a, old_b), Lanes(new_a, new_b), int(self.changed.sum()))
+
+
+def span_sums(chunk: Chunk, old: Words, changes: ChangedWords) -> SpanSums:
+    """`old`: the chunk's old words with its zero padding, word[chunk.words], contiguous; only touched ones
+    are read. Positions must lie inside spans."""
+    ends, numbers = spans_in(chunk)
+    if len(changes.index) == 0:
+        nothing = np.zeros(len(ends), np.int64)
+        return SpanSums.of(chunk, np.zeros((len(ends), 4), np.uint64), nothing)
+    if len(old) != chunk.words or changes.index[-1] >= ends[-1]:
+        raise ValueError("old words or changes of another chunk")
+    return SpanSums.of(chunk, *kernels().touched(old, changes.index, changes.new, ends, numbers))
+
+
+def spans_in(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Per span its end in the chunk, and the number of the chunk's 8-byte word 0 in its tensor's count."""
+    places = chunk.places
+    return places[:, 0] + places[:, 1], places[:, 2].copy()
+
+
+class StepSums:
+    """`lanes`: uint64[tensors, 4], columns as in `SpanSums`; `words`: int64[tensors], changed ones."""
+
+    def __init__(self, tensors: int) -> None:
+        self.lanes = np.zeros((tensors, 4), np.uint64)
+        self.words = np.zeros(tensors, np.int64)
+
+    def add(self, sums: SpanSums) -> None:
+        """One chunk's. A tensor may have several spans in it."""
+        if len(sums) == 1:
+            # most chunks; np.add.at takes longer than all the rest
+            tensor = int(sums.tensors[0])
+            self.lanes[tensor] += sums.lanes[0]
+            self.words[tensor] += sums.changed[0]
+            return
+        np.add.at(self.lanes, sums.tensors, sums.lanes)
+        np.add.at(self.words, sums.tensors, sums.changed)
+
+    @property
+    def changed(self) -> NDArray[np.int64]:
+        """Numbers of the tensors with changes, ascending."""
+        return np.flatnonzero(self.words)
+
+    def after(self, lanes: LanesArray) -> LanesArray:
+        """Lanes of every tensor, if they were `lanes` before."""
+        return lanes - self.lanes[:, :2] + self.lanes[:, 2:]

@@ -10,7 +10,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from weightcast.shared.base.elements import TensorSpec, TensorTable
+from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.digest.checksums import Lanes, LanesArray
 from weightcast.shared.kernels.constants import MIX_A, MIX_B
 
@@ -24,7 +24,10 @@ def root(table: TensorTable, lanes: Sequence[Lanes] | LanesArray) -> str:
     """64 hex digits. `lanes`: raw lanes of each tensor, in the table's order."""
     if len(lanes) != len(table):
         raise ValueError(f"{len(lanes)} lanes for {len(table)} tensors")
-    final = _finalised(table, np.array(lanes, np.uint64).reshape(-1, 2))
+    raw = np.array(lanes, np.uint64).reshape(-1, 2)
+    # a tensor's lanes are bound to its length in bytes
+    numbers = table.sizes.astype(np.uint64) * np.uint64(2) + np.uint64(1)
+    final = np.stack([mix_a(raw[:, 0], numbers), mix_b(raw[:, 1], numbers)], 1).astype("<u8").tobytes()
     key = blake3(derive_key_context=CONTEXT)
     key.update(b"".join(head + final[16 * n : 16 * n + 16] for n, head in enumerate(_heads(table))))
     return key.hexdigest()
@@ -33,26 +36,17 @@ def root(table: TensorTable, lanes: Sequence[Lanes] | LanesArray) -> str:
 @lru_cache(maxsize=2)
 def _heads(table: TensorTable) -> tuple[bytes, ...]:
     """Of each tensor what comes before its lanes: the same in every version."""
-    return tuple(map(_head, table))
-
-
-def _head(spec: TensorSpec) -> bytes:
-    name = spec.name.encode()
-    return _NO_COMPONENT + len(name).to_bytes(4, "little") + name + _form(spec.dtype, spec.shape)
+    names = ((spec, spec.name.encode()) for spec in table)
+    return tuple(
+        _NO_COMPONENT + len(name).to_bytes(4, "little") + name + _form(spec.dtype, spec.shape)
+        for spec, name in names
+    )
 
 
 @lru_cache(4096)
 def _form(dtype: str, shape: tuple[int, ...]) -> bytes:
     code, rank = dtype.encode(), len(shape)
     return struct.pack(f"<B{len(code)}sB{rank}Q", len(code), code, rank, *shape)
-
-
-def _finalised(table: TensorTable, lanes: LanesArray) -> bytes:
-    """16 bytes of each tensor, a then b, little-endian: its lanes bound to its length in bytes."""
-    numbers = table.sizes.astype(np.uint64) * np.uint64(2) + np.uint64(1)
-    final = np.empty((len(lanes), 2), "<u8")
-    final[:, 0], final[:, 1] = mix_a(lanes[:, 0], numbers), mix_b(lanes[:, 1], numbers)
-    return final.tobytes()
 
 
 def _rounds(x: Array64, shifts: tuple[int, int, int], factors: tuple[int, int, int]) -> Array64:

@@ -57,7 +57,7 @@ class ProbeOutcome:
     """where the problem is none of the file system's kind"""
 
 
-Probe = Callable[[Path], float]
+Probe = Callable[[Path], float | None]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def run_probes(directory: Path) -> ProbeResults:
 
 def _outcome(probe: Probe, room: Path) -> ProbeOutcome:
     try:
-        return ProbeOutcome(probe(room))
+        return ProbeOutcome(probe(room) or 0.0)
     except Unfit as unfit:
         return ProbeOutcome(problem=str(unfit))
     except OSError as error:
@@ -129,12 +129,11 @@ def _read_pointer(path: Path) -> None:
         raise Unfit(f"a reader found {text[:20]!r} while whole files were replaced")
 
 
-def _exclusive(room: Path) -> float:
+def _exclusive(room: Path) -> None:
     probes.exclusive(room)
     won = _race(room)
     if won != 1:
         raise Unfit(f"{won} of {_RACERS} concurrent creators of one file succeeded, expected 1")
-    return 0.0
 
 
 def _race(room: Path) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
 
@@ -69,13 +71,11 @@ def disk_text(error: OSError, where: object) -> str:
 
 def call_text(error: OSError) -> str:
     """The call that failed, where a note names it, and the reason."""
-    call = "".join(f"{note} failed: " for note in getattr(error, "__notes__", ()))
-    return call + (_files_text() if error.errno == errno.EMFILE else error.strerror or str(error))
-
-
-def _files_text() -> str:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"too many open files, the limit is {soft:,} (hard limit {hard:,})"
+    text = error.strerror or str(error)
+    if error.errno == errno.EMFILE:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        text = f"too many open files, the limit is {soft:,} (hard limit {hard:,})"
+    return "".join(f"{note} failed: " for note in getattr(error, "__notes__", ())) + text
 
 
 def disk_remedy(error: OSError) -> str:
@@ -92,6 +92,15 @@ def is_lasting(error: OSError) -> bool:
 def disk_error(error: OSError, where: object) -> DiskError:
     kind = NoRoom if lacks_room(error) else DiskError
     return kind(disk_text(error, where), remedy=disk_remedy(error), lasting=is_lasting(error))
+
+
+@contextmanager
+def disk_errors(where: object) -> Iterator[None]:
+    """Raises DiskError for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, where) from error
 
 
 def error_text(error: BaseException, where: object = "a file") -> str:

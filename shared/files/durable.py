@@ -25,23 +25,20 @@ def is_temporary(name: str) -> bool:
     return name.startswith(TEMPORARY_PREFIX)
 
 
-def replace(path: Path, data: bytes | Iterable[bytes], allowed: Callable[[], None] | None = None) -> None:
+def replace(
+    path: Path, data: bytes | Iterable[bytes], allowed: Callable[[], None] | None = None, *, sync: bool = True
+) -> None:
     """Puts `data`, whole or in pieces, at `path` by rename, right before which `allowed` may raise. Raises
-    OSError and what the pieces raise; `path` then holds what it held before."""
-    with _temporary(path, data) as temporary:
+    OSError and what the pieces raise; `path` then holds what it held before. Without `sync` nothing waits for
+    a disk, for what is soon written again anyway: after a power failure `path` may hold the old bytes, or
+    none."""
+    with _temporary(path, data, sync=sync) as temporary:
         if allowed is not None:
             allowed()
         temporary.rename(path)
         failpoint("file.renamed", path)
-    sync_directory(path.parent)
-
-
-def swap(path: Path, data: bytes) -> None:
-    """As `replace`, but nothing waits for a disk: for what is soon written again anyway. After a power
-    failure `path` may hold the old bytes, or none."""
-    with _temporary(path, data, sync=False) as temporary:
-        temporary.rename(path)
-        failpoint("file.renamed", path)
+    if sync:
+        sync_directory(path.parent)
 
 
 def create(path: Path, data: bytes, *, mode: int = 0o666) -> None:
@@ -56,7 +53,10 @@ def create(path: Path, data: bytes, *, mode: int = 0o666) -> None:
                 raise
         except OSError as error:
             if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise _no_links(path) from error
+                raise Refused(
+                    f"{path}: the file system has no hard links, which exclude a second publisher",
+                    remedy="keep the channel on a file system with hard links",
+                ) from error
             raise
         failpoint("file.linked", path)
     sync_directory(path.parent)
@@ -67,13 +67,6 @@ def file_system_time(directory: Path) -> float:
     removed again. Raises OSError."""
     with _temporary(directory / "clock", b"", sync=False) as temporary:
         return temporary.lstat().st_mtime
-
-
-def _no_links(path: Path) -> Refused:
-    return Refused(
-        f"{path}: the file system has no hard links, which exclude a second publisher",
-        remedy="keep the channel on a file system with hard links",
-    )
 
 
 @contextmanager
@@ -133,6 +126,14 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
+def read_at(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fills `buffer` from `offset` of a file. Returns how many bytes: fewer only at its end."""
+    done = 0
+    while done < len(buffer) and (got := os.preadv(fd, [buffer[done:]], offset + done)):
+        done += got
+    return done
+
+
 def sync_file(path: Path) -> None:
     """Raises OSError when earlier writes to the file could not be made durable."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -181,10 +182,10 @@ def make_within(directory: Path, name: str) -> Path:
     return path
 
 
-def pieces_of(path: Path, *, follow_links: bool = True) -> Iterator[bytes]:
+def pieces_of(path: Path, *, follow_links: bool = True, block_bytes: int = _BLOCK) -> Iterator[bytes]:
     """The bytes of a regular file. Raises OSError and DamagedFile, both with its name."""
     with named(path), os.fdopen(open_regular(path, follow_links=follow_links), "rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(block_bytes):
             yield block
 
 
@@ -192,9 +193,17 @@ def read_file(path: Path, limit: int, *, follow_links: bool = False) -> bytes:
     """All bytes of a regular file. Raises FileNotFoundError; DamagedFile when it is a link (unless
     `follow_links`), no regular file, or above `limit` bytes; RetryLater when it keeps changing its size."""
     for _ in range(_READ_ATTEMPTS):
-        data = _read_once(path, limit, follow_links)
-        if data is not None:
-            return data
+        fd, data = open_regular(path, follow_links=follow_links), bytearray()
+        try:
+            while block := os.read(fd, min(_BLOCK, limit + 1 - len(data))):
+                data += block
+            if len(data) > limit:
+                raise DamagedFile(f"{path} exceeds the {limit}-byte limit", remedy="restore or remove it")
+            # else the size is stale, or moves
+            if len(data) == os.fstat(fd).st_size:
+                return bytes(data)
+        finally:
+            os.close(fd)
     raise RetryLater(f"{path} changes while it is read", remedy="stop whatever writes it")
 
 
@@ -219,20 +228,3 @@ def open_regular(path: Path, *, follow_links: bool = False) -> int:
 
 def _irregular(path: Path) -> DamagedFile:
     return DamagedFile(f"{path} is not a regular file", remedy="replace it with a regular file")
-
-
-def _read_once(path: Path, limit: int, follow_links: bool) -> bytes | None:
-    """None when the bytes read are not as many as the file says to have: a stale or moving size."""
-    fd = open_regular(path, follow_links=follow_links)
-    try:
-        data = bytearray()
-        while block := os.read(fd, min(_BLOCK, limit + 1 - len(data))):
-            data += block
-        if len(data) > limit:
-            raise DamagedFile(
-                f"{path} exceeds the {limit}-byte limit",
-                remedy="restore or remove it",
-            )
-        return bytes(data) if len(data) == os.fstat(fd).st_size else None
-    finally:
-        os.close(fd)

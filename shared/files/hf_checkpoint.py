@@ -123,7 +123,10 @@ def open_checkpoint(directory: Path, *, follow_links: bool, need_index: bool = T
 
 
 def _opened(directory: Path, names: Sequence[str], follow_links: bool, need_index: bool) -> Checkpoint:
-    _refuse_adapter(directory, names)
+    # some bases hold an adapter of peft next to their own weights
+    adapters = [name for name in names if name.startswith("adapter_model.") or name == "adapter_config.json"]
+    if adapters and _SINGLE not in names and WEIGHT_INDEX not in names:
+        raise adapter_refused(_IS_ADAPTER.format(directory, adapters[0]))
     index = _weight_index(directory, names, follow_links)
     unindexed = [] if index is not None or need_index else _numbered(names)
     named = [] if index is None else sorted(set(index.weight_map.values()))
@@ -149,18 +152,15 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool, need_inde
         table,
         tuple(Place(files[shard], offset, nbytes) for shard, offset, nbytes in spots),
         tuple(directory / name for name in shards),
-        tuple(directory / name for name in names if name not in shards and not _is_weights(name)),
+        tuple(
+            directory / name
+            for name in names
+            if name not in shards and name != _SIGNATURE and not _OTHER_WEIGHTS.search(name)
+        ),
         directory / WEIGHT_INDEX if WEIGHT_INDEX in names else None,
         follow_links,
         tuple(notes),
     )
-
-
-def _refuse_adapter(directory: Path, names: Sequence[str]) -> None:
-    """Of peft, as it saves them; some bases hold one next to their own weights."""
-    found = [name for name in names if name.startswith("adapter_model.") or name == "adapter_config.json"]
-    if found and _SINGLE not in names and WEIGHT_INDEX not in names:
-        raise adapter_refused(_IS_ADAPTER.format(directory, found[0]))
 
 
 def is_adapter_tensor(name: str) -> bool:
@@ -191,38 +191,35 @@ def surplus_weights(checkpoint: Checkpoint, known: Iterable[str] = ()) -> Iterat
             yield checkpoint.directory / name
 
 
-def _is_weights(name: str) -> bool:
-    return name == _SIGNATURE or _OTHER_WEIGHTS.search(name) is not None
-
-
 def _regular_files(directory: Path, follow_links: bool) -> list[str]:
     """Sorted names. Hidden files belong to tools, not to the checkpoint."""
     with os.scandir(directory) as scan:
         entries = sorted((entry for entry in scan if not entry.name.startswith(".")), key=lambda e: e.name)
-    linked = [entry.name for entry in entries if entry.is_symlink()]
-    if linked and not follow_links:
+    return [entry.name for entry in entries if _is_regular(entry, follow_links)]
+
+
+def _is_regular(entry: os.DirEntry[str], follow_links: bool) -> bool:
+    """False too for a link to nothing that is neither weights nor JSON."""
+    found = stat_entry(entry, follow_links)
+    if found is None and entry.name.endswith((".safetensors", ".json")):
+        raise dangling(Path(entry.path))
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def stat_entry(entry: os.DirEntry[str], follow_links: bool) -> os.stat_result | None:
+    """None for a link to nothing, or for what vanished. Raises DamagedFile for a link unless they are
+    followed."""
+    if entry.is_symlink() and not follow_links:
         raise DamagedFile(
-            f"{directory / linked[0]} is a symbolic link",
+            f"{entry.path} is a symbolic link",
             remedy="links are refused here: copy the files, or give the directory as `--base`",
         )
-    return [entry.name for entry in entries if _is_regular(directory, entry)]
-
-
-def _is_regular(directory: Path, entry: os.DirEntry[str]) -> bool:
-    """False too for a link to nothing that is neither weights nor JSON."""
     try:
-        return stat.S_ISREG(entry.stat().st_mode)
+        return entry.stat()
     except OSError as error:
-        if not is_dangling(error):
+        if error.errno not in (ENOENT, ENOTDIR, ELOOP):
             raise
-        if entry.name.endswith((".safetensors", ".json")):
-            raise dangling(directory / entry.name) from error
-        return False
-
-
-def is_dangling(error: OSError) -> bool:
-    """Whether the file that was looked at is a link to nothing, or vanished."""
-    return error.errno in (ENOENT, ENOTDIR, ELOOP)
+        return None
 
 
 def dangling(path: Path) -> DamagedFile:
@@ -324,13 +321,11 @@ def _index_notes(weight_map: Mapping[str, str], headers: Mapping[str, Header]) -
     held = {name: shard for shard, header in headers.items() for name in header.entries}
     if held == weight_map:
         return
+    elsewhere = [name for name in held if weight_map.get(name, held[name]) != held[name]]
     for faulty, problem in (
         ([name for name in weight_map if name not in held], "names tensors that no file holds"),
         ([name for name in held if name not in weight_map], "does not name tensors that a file holds"),
-        (
-            [name for name in held if weight_map.get(name, held[name]) != held[name]],
-            "names another file for tensors",
-        ),
+        (elsewhere, "names another file for tensors"),
     ):
         if faulty:
             yield f"{problem}: {faulty[0]}" + (f" and {len(faulty) - 1} more" if faulty[1:] else "")

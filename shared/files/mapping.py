@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray
 from weightcast.shared.base.errors import RetryLater
-from weightcast.shared.files.durable import named, open_regular
+from weightcast.shared.files.durable import named, open_regular, read_at
 
 _BREAK_TIME = Path("/proc/sys/fs/lease-break-time")
 _MARGIN = 15.0
@@ -108,16 +108,12 @@ class LeasedFile:
 
     def _read(self, offset: int, nbytes: int) -> ByteArray:
         data = np.empty(nbytes, np.uint8)
-        view = data.data
-        while view:
-            with named(self.path):
-                got = os.preadv(self._fd, [view], offset)
-            if not got:
-                raise RetryLater(
-                    f"{self.path} was cut short while it was read",
-                    remedy="stop whatever writes it, and retry",
-                )
-            view, offset = view[got:], offset + got
+        with named(self.path):
+            got = read_at(self._fd, data.data, offset)
+        if got < nbytes:
+            raise RetryLater(
+                f"{self.path} was cut short while it was read", remedy="stop whatever writes it, and retry"
+            )
         return data
 
 

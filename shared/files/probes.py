@@ -110,7 +110,7 @@ class Need:
     """`check`: its name; `remedy`: where the file system does not meet it."""
 
     check: str
-    probe: Callable[[Path], float]
+    probe: Callable[[Path], float | None]
     remedy: str
 
     def problem(self, directory: Path) -> str:
@@ -170,7 +170,7 @@ def rename(room: Path) -> float:
     return seconds
 
 
-def rename_directory(room: Path) -> float:
+def rename_directory(room: Path) -> None:
     """A version is committed so: files move into a directory, and that to a name in the directory above, but
     not to that of another."""
     parts = room / "parts"
@@ -189,10 +189,9 @@ def rename_directory(room: Path) -> float:
             raise Unfit("a directory that is renamed replaces another, or loses its files")
     if not exists(made / "index"):
         raise Unfit("a directory that may not be renamed is gone")
-    return 0.0
 
 
-def exclusive(room: Path) -> float:
+def exclusive(room: Path) -> None:
     """Claims, channel.json and keys are made so."""
     own, claim = room / "own", room / "claimed"
     own.write_bytes(b"first")
@@ -212,10 +211,9 @@ def exclusive(room: Path) -> float:
     own.unlink()
     if claim.read_bytes() != b"first":
         raise Unfit("a refused create changed the existing file")
-    return 0.0
 
 
-def lock(room: Path) -> float:
+def lock(room: Path) -> None:
     path = room / "lock"
     path.touch()
     with path.open("rb+") as one, path.open("rb+") as two, named(path, "flock"):
@@ -226,7 +224,6 @@ def lock(room: Path) -> float:
         fcntl.flock(one, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if not _locks(two.fileno(), fcntl.LOCK_SH):
             raise Unfit("a shared lock is not shared")
-    return 0.0
 
 
 def _locks(fd: int, kind: int) -> bool:
@@ -237,7 +234,7 @@ def _locks(fd: int, kind: int) -> bool:
     return True
 
 
-def map_file(room: Path) -> float:
+def map_file(room: Path) -> None:
     """A mapped file and a read one are the same, and stay the same file."""
     path = room / "mapped"
     with path.open("w+b") as file, named(path, "mmap"):
@@ -255,10 +252,9 @@ def map_file(room: Path) -> float:
             raise Unfit("the inode number of an open file changes")
         if found.st_nlink > 1:
             raise Unfit(f"a new file has {found.st_nlink} links")
-    return 0.0
 
 
-def allocate(room: Path) -> float:
+def allocate(room: Path) -> None:
     path = room / "allocated"
     with path.open("w+b") as file, named(path, "fallocate"):
         os.posix_fallocate(file.fileno(), 0, _SIZE)
@@ -267,7 +263,6 @@ def allocate(room: Path) -> float:
             raise Unfit(
                 "allocated space is not reserved: on a full disk a store to a mapping kills the process"
             )
-    return 0.0
 
 
 def visible(room: Path) -> float:

@@ -19,7 +19,7 @@ from typing import NamedTuple, cast
 
 from weightcast.shared.base.elements import DTYPES, TensorSpec
 from weightcast.shared.base.errors import DamagedFile
-from weightcast.shared.files.durable import open_regular
+from weightcast.shared.files.durable import open_regular, read_at
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.files.strict_json import parse_object, write_object
 
@@ -66,35 +66,21 @@ def tensor_spec(entry: Entry) -> TensorSpec:
     return TensorSpec(entry.name, entry.dtype, entry.shape, entry.nbytes)
 
 
-def read_header(file: int | Path) -> Header:
-    """Reads the header alone, from a descriptor or from a path that is not a link. Raises FileNotFoundError
-    and DamagedFile."""
-    if isinstance(file, int):
-        return _read(file, f"descriptor {file}")
-    return read_header_of(file, follow_links=False)
-
-
-def read_header_of(path: Path, *, follow_links: bool, tolerant: bool = False) -> Header:
-    fd = open_regular(path, follow_links=follow_links)
+def read_header_of(path: Path, *, follow_links: bool = False, tolerant: bool = False) -> Header:
+    """Reads the header alone. Raises FileNotFoundError and DamagedFile."""
+    fd, what = open_regular(path, follow_links=follow_links), str(path)
     try:
-        return _read(fd, str(path), tolerant)
+        size = os.fstat(fd).st_size
+        length = _header_length(_read_start(fd, min(size, START), what), size, what)
+        return parse_header(_read_start(fd, 8 + length, what), size, what=what, tolerant=tolerant)
     finally:
         os.close(fd)
 
 
-def _read(fd: int, what: str, tolerant: bool = False) -> Header:
-    size = os.fstat(fd).st_size
-    length = _header_length(_read_exactly(fd, min(size, START), 0, what), size, what)
-    return parse_header(_read_exactly(fd, 8 + length, 0, what), size, what=what, tolerant=tolerant)
-
-
-def _read_exactly(fd: int, length: int, offset: int, what: str) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        block = os.pread(fd, length - len(data), offset + len(data))
-        if not block:
-            raise DamagedFile(f"{what}: ends inside its safetensors header")
-        data += block
+def _read_start(fd: int, length: int, what: str) -> bytes:
+    data = bytearray(length)
+    if read_at(fd, memoryview(data), 0) < length:
+        raise DamagedFile(f"{what}: ends inside its safetensors header")
     return bytes(data)
 
 
@@ -146,12 +132,14 @@ def _parsed(text: bytes, file_size: int, tolerant: bool) -> Header:
     if tolerant and members.get(_METADATA, ...) is None:
         members[_METADATA] = {}
         notes.append(f"{_METADATA} is null")
-    metadata = _metadata(members.pop(_METADATA, {}))
+    metadata = members.pop(_METADATA, {})
+    if type(metadata) is not dict or any(type(text) is not str for text in metadata.values()):
+        raise DamagedFile(f"{_METADATA} is not an object of strings")
     if tolerant and (extra := _drop_unknown(members)):
         notes.append(f"unknown members: {', '.join(sorted(extra))[:80]}")
     entries = {name: _entry(name, value) for name, value in members.items()}
     _check_filled(entries.values(), 8 + len(text), file_size)
-    return Header(entries, metadata, 8 + len(text), tuple(notes))
+    return Header(entries, cast(dict[str, str], metadata), 8 + len(text), tuple(notes))
 
 
 def _drop_unknown(members: dict[str, object]) -> set[str]:
@@ -162,12 +150,6 @@ def _drop_unknown(members: dict[str, object]) -> set[str]:
             extra.update(value.keys() - _MEMBERS)
             members[name] = {key: value[key] for key in value if key in _MEMBERS}
     return extra
-
-
-def _metadata(value: object) -> dict[str, str]:
-    if type(value) is not dict or any(type(text) is not str for text in value.values()):
-        raise DamagedFile(f"{_METADATA} is not an object of strings")
-    return cast(dict[str, str], value)
 
 
 def _entry(name: str, value: object) -> Entry:

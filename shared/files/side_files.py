@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcast.shared.base.errors import DamagedFile, Refused
-from weightcast.shared.files.hf_checkpoint import Checkpoint, dangling, is_dangling
-from weightcast.shared.files.paths import is_directory, is_link, printable, relative_name
+from weightcast.shared.files.hf_checkpoint import Checkpoint, dangling, stat_entry
+from weightcast.shared.files.paths import is_directory, printable, relative_name
 from weightcast.shared.files.safetensors import START, check_kind, read_header_of
 
 _MOST_FILES = 20_000
@@ -108,7 +108,7 @@ def _walk(
         if entry.name.startswith("."):
             yield f"{name}/" if is_directory(path) else name, path, False
             continue
-        found = _stat(entry, path, links)
+        found = stat_entry(entry, links)
         if found is None:
             if not _is_spare(name, entry.name):
                 raise dangling(path)
@@ -121,21 +121,6 @@ def _walk(
             yield f"{name}/", path, False
         else:
             yield from _walk(path, f"{name}/", links, (*above, here))
-
-
-def _stat(entry: os.DirEntry[str], path: Path, links: bool) -> os.stat_result | None:
-    """None for a link to nothing."""
-    if is_link(path) and not links:
-        raise DamagedFile(
-            f"{path} is a symbolic link",
-            remedy="links are refused here: copy the files, or give the directory as `--base`",
-        )
-    try:
-        return entry.stat()
-    except OSError as error:
-        if not is_dangling(error):
-            raise
-        return None
 
 
 def _is_spare(name: str, last: str) -> bool:

@@ -7,8 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.files.paths import is_plain
@@ -34,12 +33,22 @@ def parse_object(
     `MOST_DEPTH` values in each other; before anything is built of it for more than `MOST_VALUES` values.
     `twice`: collects duplicate keys, whose last value counts, instead of an error; `constant`:
     makes a value of NaN and infinities."""
-    if _most_values(data) > MOST_VALUES:
+    # values are separated by commas or opened by brackets; those in strings count too
+    if data.count(b",") + data.count(b"[") + data.count(b"{") >= MOST_VALUES:
         raise DamagedFile(f"{what}: more than {MOST_VALUES} values")
+
+    def members(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            if twice is None:
+                raise ValueError("duplicate key in an object")
+            twice.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return found
+
     try:
         value = json.loads(
             data.decode(),
-            object_pairs_hook=_unique if twice is None else partial(_last, twice),
+            object_pairs_hook=members,
             parse_constant=constant or _no_constant,
             parse_float=_finite,
         )
@@ -52,11 +61,6 @@ def parse_object(
     if type(value) is not dict:
         raise DamagedFile(f"{what}: not a JSON object")
     return cast(dict[str, object], value)
-
-
-def _most_values(data: bytes) -> int:
-    """Values are separated by commas or opened by brackets; those in strings count too."""
-    return data.count(b",") + data.count(b"[") + data.count(b"{") + 1
 
 
 def _is_deep(data: bytes) -> bool:
@@ -80,21 +84,6 @@ def write_object(value: Mapping[str, object]) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        raise ValueError("duplicate key in an object")
-    return members
-
-
-def _last(twice: list[str], pairs: list[tuple[str, object]]) -> dict[str, object]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice.extend(key for key, count in counts.items() if count > 1)
-    return members
-
-
 def _no_constant(text: str) -> object:
     raise ValueError(f"{text} is not a JSON number")
 
@@ -104,6 +93,9 @@ def _finite(text: str) -> float:
     if math.isinf(number):
         raise ValueError(f"{text[:20]} is beyond what a number holds")
     return number
+
+
+Value = TypeVar("Value")
 
 
 class Members:
@@ -130,24 +122,24 @@ class Members:
         shown = repr(self._members.get(key))
         return DamagedFile(f"{self._what}: {key!r} must be {wanted}, not {shown[:80]}")
 
+    def _checked(self, key: str, wanted: str, kind: type[Value], fits: Callable[[Value], bool]) -> Value:
+        value = self._members.get(key)
+        if type(value) is not kind or not fits(value):
+            raise self.bad(key, wanted)
+        return value
+
     def text(self, key: str, limit: int = 1024) -> str:
         """Without control characters, at most `limit` characters."""
-        value = self._members.get(key)
-        if type(value) is not str or len(value) > limit or not is_plain(value):
-            raise self.bad(key, f"text of at most {limit} characters")
-        return value
+        wanted = f"text of at most {limit} characters"
+        return self._checked(key, wanted, str, lambda text: len(text) <= limit and is_plain(text))
 
     def hex(self, key: str, digits: int) -> str:
-        value = self._members.get(key)
-        if type(value) is not str or len(value) != digits or not _HEX.issuperset(value):
-            raise self.bad(key, f"{digits} lowercase hex digits")
-        return value
+        wanted = f"{digits} lowercase hex digits"
+        return self._checked(key, wanted, str, lambda text: len(text) == digits and _HEX.issuperset(text))
 
     def integer(self, key: str, low: int = 0, high: int = MAX_INTEGER) -> int:
-        value = self._members.get(key)
-        if type(value) is not int or not low <= value <= high:
-            raise self.bad(key, f"an integer from {low} to {high}")
-        return value
+        wanted = f"an integer from {low} to {high}"
+        return self._checked(key, wanted, int, lambda number: low <= number <= high)
 
     def optional_integer(self, key: str, low: int = 0, high: int = MAX_INTEGER) -> int | None:
         return None if self._members.get(key) is None else self.integer(key, low, high)
@@ -156,27 +148,16 @@ class Members:
         value = self._members.get(key)
         if type(value) is int and abs(value) <= MAX_INTEGER:
             return float(value)
-        if type(value) is not float or not math.isfinite(value):
-            raise self.bad(key, "a finite number")
-        return value
+        return self._checked(key, "a finite number", float, math.isfinite)
 
     def boolean(self, key: str) -> bool:
-        value = self._members.get(key)
-        if type(value) is not bool:
-            raise self.bad(key, "true or false")
-        return value
+        return self._checked(key, "true or false", bool, lambda value: True)
 
     def array(self, key: str) -> list[object]:
-        value = self._members.get(key)
-        if type(value) is not list:
-            raise self.bad(key, "an array")
-        return cast(list[object], value)
+        return self._checked(key, "an array", list, lambda value: True)
 
     def object(self, key: str) -> dict[str, object]:
-        value = self._members.get(key)
-        if type(value) is not dict:
-            raise self.bad(key, "an object")
-        return cast(dict[str, object], value)
+        return self._checked(key, "an object", dict, lambda value: True)
 
     def texts(self, key: str) -> tuple[str, ...]:
         """An array of strings."""

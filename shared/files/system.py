@@ -67,12 +67,9 @@ def _mounts() -> Iterator[Mount]:
         after = fields[fields.index("-", 6) + 1 :]
         if len(after) >= 2:
             options = frozenset(fields[5].split(",")) | frozenset((after[2:] or [""])[0].split(","))
-            yield Mount(Path(_plain(fields[4])), fields[2], after[0], options)
-
-
-def _plain(field: str) -> str:
-    """Blanks and backslashes are written as octal numbers."""
-    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
+            # blanks and backslashes are written as octal numbers
+            point = _OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4])
+            yield Mount(Path(point), fields[2], after[0], options)
 
 
 _BLOCK = 512

@@ -24,7 +24,7 @@ from weightcast.shared.channel.layout import report_key
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter
 from weightcast.shared.checkpoint.state.state import Phase
 from weightcast.shared.checkpoint.update.sources import open_base
-from weightcast.shared.checkpoint.verify.scrub import Scrub
+from weightcast.shared.checkpoint.verify.hashing import Scrub
 from weightcast.shared.daemon.http import StrictRoute, make_app
 from weightcast.shared.daemon.logs import get_log, setup_logs
 from weightcast.shared.daemon.loop import Stop, Wakeup, begun, run_daemon

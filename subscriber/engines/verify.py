@@ -15,7 +15,7 @@ from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import EngineFailed
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Phase, Position, lanes_list
-from weightcast.shared.checkpoint.verify.scrub import Credit
+from weightcast.shared.checkpoint.verify.hashing import Credit
 from weightcast.subscriber.engines.adapter import EngineLanes, guarded
 from weightcast.subscriber.engines.live import Live
 

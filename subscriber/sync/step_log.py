@@ -13,7 +13,7 @@ from typing import Protocol, get_args
 
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter
-from weightcast.shared.checkpoint.verify.scrub import ScrubStatus
+from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
 from weightcast.subscriber.engines.rules import EngineResult
 from weightcast.subscriber.engines.verify import EngineVerifyFacts
 from weightcast.subscriber.status import Cause, ReloadProof, State, UpdateStatus, WaitingFor

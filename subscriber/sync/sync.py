@@ -12,8 +12,7 @@ from collections.abc import Callable
 from weightcast.shared.base.errors import NeedsReseed, Refused, Stopped, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.checkpoint.state.state import Position
-from weightcast.shared.checkpoint.verify.hashing import Damaged
-from weightcast.shared.checkpoint.verify.scrub import Scrub
+from weightcast.shared.checkpoint.verify.hashing import Damaged, Scrub
 from weightcast.shared.files.paths import is_directory, require_no_overlap
 from weightcast.subscriber.engines.host import Engines
 from weightcast.subscriber.engines.rules import in_doubt

@@ -14,7 +14,7 @@ from weightcast.shared.base.elements import (
     whole_part,
 )
 from weightcast.shared.codec.changes import Changes
-from weightcast.shared.digest.sums import SpanSums
+from weightcast.shared.digest.checksums import SpanSums
 
 KINDS = ("U8", "I16", "I32", "F8_E4M3", "F8_E5M2", "F16", "BF16", "F32")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from weightcast.shared.base.elements import DTYPES, Chunk, Words
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import StepEncoding, decode_step, encode_chunk
-from weightcast.shared.digest.sums import span_sums
+from weightcast.shared.digest.checksums import span_sums
 
 SIZES = st.lists(st.integers(1, 700), min_size=1, max_size=6)
 DENSITIES = st.sampled_from([0.0, 0.003, 0.05, 0.5, 1.0])

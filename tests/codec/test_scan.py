@@ -19,8 +19,7 @@ from weightcast.shared.base.elements import (
     kind_of,
 )
 from weightcast.shared.codec.changes import compare, masked_changes, scan
-from weightcast.shared.digest.checksums import Lanes, hash_bytes
-from weightcast.shared.digest.sums import span_sums
+from weightcast.shared.digest.checksums import Lanes, hash_bytes, span_sums
 from weightcast.shared.kernels.load import kernels
 
 DENSITIES = (0.0, 0.002, 0.03, 0.4, 1.0)

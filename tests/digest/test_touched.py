@@ -20,8 +20,15 @@ from weightcast.shared.base.elements import (
     grid,
     whole_part,
 )
-from weightcast.shared.digest.checksums import ZERO, Lanes, hash_bytes
-from weightcast.shared.digest.sums import ChunkSums, SpanSums, StepSums, span_sums
+from weightcast.shared.digest.checksums import (
+    ZERO,
+    ChunkSums,
+    Lanes,
+    SpanSums,
+    StepSums,
+    hash_bytes,
+    span_sums,
+)
 
 WIDTHS = {"U8": 1, "BF16": 2, "F32": 4, "F64": 8}
 

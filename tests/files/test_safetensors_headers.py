@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from safetensors.torch import load, save
 
 from weightcast.shared.base.elements import DTYPES, TensorSpec
 from weightcast.shared.base.errors import DamagedFile
-from weightcast.shared.files.safetensors import Entry, pack_header, parse_header, read_header, tensor_spec
+from weightcast.shared.files.safetensors import Entry, pack_header, parse_header, read_header_of, tensor_spec
 
 TENSORS = {
     "w": torch.arange(15, dtype=torch.float32).to(torch.bfloat16).reshape(3, 5),
@@ -69,18 +68,13 @@ def test_golden_header() -> None:
     assert packed == (136).to_bytes(8, "little") + text.ljust(136)
 
 
-def test_reads_the_header_alone_from_path_and_descriptor(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
+def test_links_are_refused_unless_followed(tmp_path: Path) -> None:
+    path, link = tmp_path / "model.safetensors", tmp_path / "link"
     path.write_bytes(save(TENSORS))
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        assert read_header(fd) == read_header(path)
-        assert os.lseek(fd, 0, os.SEEK_CUR) == 0
-    finally:
-        os.close(fd)
-    (tmp_path / "link").symlink_to(path)
+    link.symlink_to(path)
     with pytest.raises(DamagedFile, match="regular file"):
-        read_header(tmp_path / "link")
+        read_header_of(link)
+    assert read_header_of(link, follow_links=True) == read_header_of(path)
 
 
 @pytest.mark.parametrize("cut", [0, 7, 8, 20, -1])
@@ -89,7 +83,7 @@ def test_a_cut_file_is_refused_with_its_name(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "short.safetensors"
     path.write_bytes(data[:cut])
     with pytest.raises(DamagedFile, match=r"short\.safetensors"):
-        read_header(path)
+        read_header_of(path)
 
 
 BAD = {

@@ -13,7 +13,7 @@ from weightcast.shared.checkpoint.update.journal import Direction, JournalHeader
 from weightcast.shared.checkpoint.update.journal_records import Packed, pack_changes, pack_whole
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import StepEncoding, decode_step, encode_chunk
-from weightcast.shared.digest.sums import span_sums
+from weightcast.shared.digest.checksums import span_sums
 
 HEADER = JournalHeader("run-1", "abc", 3, "r3", 7, 4, "r4", "d4")
 SHARES = [Fraction(*pair) for pair in ((1, 8), (1, 4), (1, 3), (1, 2), (3, 4), (7, 8), (9, 10), (1, 1))]

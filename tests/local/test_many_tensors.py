@@ -21,7 +21,7 @@ from weightcast.shared.channel.run_files import parse_base
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
-from weightcast.shared.files.safetensors import parse_header, read_header
+from weightcast.shared.files.safetensors import parse_header, read_header_of
 
 DTYPES = ("BF16", "F8_E4M3", "BF16", "F32", "BF16")
 
@@ -94,10 +94,10 @@ def test_what_never_changes_is_parsed_once(run: Run, tmp_path: Path) -> None:
     assert parse_base(data + b" ") is not channel.base
 
     shard = run.base / "model-00001-of-00003.safetensors"
-    header = read_header(shard)
+    header = read_header_of(shard)
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(shard.read_bytes())
-    assert read_header(copy) is header
+    assert read_header_of(copy) is header
     with pytest.raises(DamagedFile, match="copy: longer than its header says"):
         parse_header(shard.read_bytes(), shard.stat().st_size + 1, what="copy")
 

@@ -14,10 +14,11 @@ from local_cases import Run, catch_up, following, make_run, state_of, step_to
 
 from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
-from weightcast.shared.checkpoint.update.fetch import Incoming
-from weightcast.shared.checkpoint.update.stage import Fetched, stage
+from weightcast.shared.checkpoint.update.fetch import Delta, Incoming
+from weightcast.shared.checkpoint.update.stage import stage
 
 WAIT = 20.0
 
@@ -54,7 +55,7 @@ def test_chunks_are_staged_while_others_are_still_on_their_way(run: Run, tmp_pat
             staging = pool.submit(
                 stage,
                 updater.local,
-                [Fetched(index, arrived, incoming)],
+                [Delta(index, open_store(arrived), incoming)],
                 advance=lambda nbytes: staged_one.set(),
             )
             (arrived / path.name).write_bytes(data[:first_end])
@@ -75,7 +76,7 @@ def test_a_journal_is_not_complete_before_the_shard_is_verified(run: Run, tmp_pa
         incoming.extend(path.name, path.stat().st_size)
         incoming.fail(DamagedFile("another digest"))
         with pytest.raises(DamagedFile, match="another digest"):
-            stage(updater.local, [Fetched(index, path.parent, incoming)])
+            stage(updater.local, [Delta(index, open_store(path.parent), incoming)])
         assert list(updater.paths.journals.iterdir()) == []
 
 

@@ -25,15 +25,15 @@ from local_cases import (
 
 from weightcast.shared.base.elements import TensorSpec, TensorTable
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.state import EngineState, Mark, read_state, write_state
 from weightcast.shared.checkpoint.update.sources import repair_sources
 from weightcast.shared.checkpoint.verify.repair import (
     Repaired,
-    RepairPlan,
     RepairSource,
-    cheapest,
     plan_repair,
+    repair,
 )
 
 ENCODINGS = ["fast", "small", "xor", "overwrite"]
@@ -256,9 +256,19 @@ def test_a_walk_without_deltas_reads_the_tensors_alone(tensors: set[int]) -> Non
     assert walk.nbytes == sum(TABLE[tensor].nbytes for tensor in tensors)
 
 
-def test_the_cheapest_comes_first() -> None:
-    walks = [RepairPlan(RepairSource(Path(str(n)), True), (), (), n) for n in (3, 1, 2)]
-    assert [walk.nbytes for walk in cheapest(walks)] == [1, 2, 3]
+@pytest.mark.parametrize("turn", [1, -1])
+def test_the_source_of_fewest_bytes_comes_first(anchored: Run, tmp_path: Path, turn: int) -> None:
+    local = followed(anchored, tmp_path / "local")
+    rot(local, "long", 77)
+    opened = LocalCheckpoint.open(local)
+    assert opened is not None
+    with opened:
+        ways = repair_sources(Channel.open(anchored.channel), 3, opened.table, anchored.base)[::turn]
+        plans = [plan_repair(opened.table, way, [opened.table.numbers["long"]]) for way in ways]
+        assert len({plan.nbytes for plan in plans}) == len(plans) > 1
+        done = repair(opened, lambda position: ways)
+    least = min(plans, key=lambda plan: plan.nbytes)
+    assert (done.source, done.nbytes) == (str(least.way.directory), least.nbytes)
 
 
 def test_neighbours_in_a_chunk_are_read_with_it(encoded: Run, tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
-from weightcast.shared.checkpoint.verify.hashing import Differs
-from weightcast.shared.checkpoint.verify.scrub import Scrub
+from weightcast.shared.checkpoint.verify.hashing import Differs, Scrub
 
 PIECE = 8 << 20
 LONG = 5 * PIECE

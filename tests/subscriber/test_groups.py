@@ -23,7 +23,7 @@ from weightcast.shared.base.errors import EngineFailed, Refused, RetryLater
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
 from weightcast.shared.checkpoint.state.state import LocalState, Position
-from weightcast.shared.checkpoint.verify.scrub import Scrub
+from weightcast.shared.checkpoint.verify.hashing import Scrub
 from weightcast.shared.daemon.settings import BadSettings, load_settings
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.groups.client import MemberClient

@@ -18,7 +18,7 @@ from hosts import Clock, Host, Mapping_, Run, SGLang, Site, on_disk
 from weightcast.shared.base.errors import EngineFailed, NeedsReseed, RetryLater
 from weightcast.shared.base.failpoints import watch
 from weightcast.shared.checkpoint.state.state import Mark
-from weightcast.shared.checkpoint.verify.scrub import Scrub
+from weightcast.shared.checkpoint.verify.hashing import Scrub
 
 UPDATE = "/update_weights_from_disk"
 MOST_KILLS = 40

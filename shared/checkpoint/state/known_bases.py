@@ -33,7 +33,8 @@ def remember_base(run_id: str, base: Path) -> None:
     known.pop(run_id, None)
     known[run_id] = str(base.absolute())
     with contextlib.suppress(OSError, UnicodeError):
-        durable.swap(directory / _FILE, write_object(dict(list(known.items())[-_KEPT:])))
+        newest = dict(list(known.items())[-_KEPT:])
+        durable.replace(directory / _FILE, write_object(newest), sync=False)
 
 
 def recorded_base(channel: Channel) -> Path | None:

@@ -22,6 +22,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Local
 from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.update.fetch import NotThere, Patience
 from weightcast.shared.checkpoint.update.sources import open_base
+from weightcast.shared.checkpoint.verify.hashing import proven
 from weightcast.shared.checkpoint.verify.seed import check_other_files
 from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import Checkpoint
@@ -32,54 +33,12 @@ from weightcast.shared.files.strict_json import Members, parse_object, write_obj
 UNLISTED = "unknown: base.json of an older release does not list them; start once with --base"
 
 
-def complete(local: LocalCheckpoint, run: Base | None, base: Checkpoint | None) -> tuple[str, ...]:
-    """Copies files that are missing from `base`, which need not be the run's: bytes decide. `run`: the
-    channel's. Returns the names of files that are still missing. Raises OSError."""
-    known = local.base.side_files
-    listed = {record.name: record for record in known or ()}
-    if run is not None and run.side_files is not None:
-        listed |= {record.name: record for record in run.side_files}
-        _list(local, tuple(listed.values()))
-    elif known is None and base is not None:
-        _list(local, _found(local.base, base))
-    missing = [record for record in local.base.all_files if not is_file(local.directory / record.name)]
-    source = None if base is None else base.directory
-    return tuple(
-        record.name for record in missing if source is None or not _copied(source, local.directory, record)
-    )
-
-
-def _found(run: Base, base: Checkpoint) -> tuple[FileRecord, ...] | None:
-    """Side files that no base.json lists; None where `base` is unreadable or of another run."""
-    known = {record.name for record in run.files}
-    with contextlib.suppress(WeightcastError, OSError):
-        if _is_of(run, base):
-            files = side_files(base).files
-            return tuple(file_record(path, name) for name, path in files.items() if name not in known)
-    return None
-
-
-def _is_of(run: Base, base: Checkpoint) -> bool:
-    """Whether `base` has the run's tensors, config and tokenizer. Nothing else vouches for side files that
-    no base.json lists."""
-    if base.table == run.table:
-        check_other_files(base.directory, {path.name: path for path in base.other_files}, run.files)
-        return True
-    return False
-
-
-def _list(local: LocalCheckpoint, listed: tuple[FileRecord, ...] | None) -> None:
-    if listed != local.base.side_files:
-        local.base = replace(local.base, side_files=listed)
-        durable.replace(local.paths.base, write_base(local.base))
-
-
 def repair_files(local: LocalCheckpoint, sources: Sequence[Path]) -> list[str]:
     """Replaces side files that differ from the run's by those of a source that has them. Returns
     the names of those that were written."""
     return [
         record.name
-        for record in Carried(local.paths).expected(local.base, local.state.position)
+        for record in SideFiles(local.paths).expected(local.base, local.state.position)
         if any(check_files(local.directory, [record]))
         and any(_copied(source, local.directory, record) for source in sources)
     ]
@@ -99,12 +58,33 @@ _KEPT = 16
 _LIMIT = 16 << 20
 
 
-class Carried:
-    """What the versions of one local checkpoint carry. For the owner; `expected` for any reader."""
+class SideFiles:
+    """The side files of one local checkpoint, and what its versions carry. For the owner; `expected` and
+    `unsettled` for any reader. `base`: where missing ones are copied from; `carries`: whether files that
+    versions carry are put in place."""
 
-    def __init__(self, paths: LocalPaths) -> None:
-        self._paths = paths
-        self._memory = paths.room / "carried.json"
+    def __init__(
+        self,
+        paths: LocalPaths,
+        base: Path | None = None,
+        patience: Patience = Patience(),
+        *,
+        carries: bool = True,
+    ) -> None:
+        self._paths, self._memory = paths, paths.room / "carried.json"
+        self._base_dir, self._patience, self._carries = base, patience, carries
+        self._base: Checkpoint | None = None
+        """as it was last opened"""
+        self.missing: tuple[str, ...] = ()
+        """files of the base that could not be copied"""
+        self.left_behind: tuple[str, ...] = ()
+        """files of the base that hosts do not get"""
+        self.base_notes: tuple[str, ...] = ()
+        """small faults in the base that are tolerated"""
+        self.changed: list[str] = []
+        """carried files that were put in place or removed since the reader cleared this"""
+        self.lists_too_few = False
+        """base.json of an older release may not list all files of the base"""
 
     def sets(self) -> Sets:
         """Empty where no version ever carried anything."""
@@ -129,18 +109,18 @@ class Carried:
         path = self._paths.carried / record.blake3
         return path if is_file(path) else None
 
-    def _settled(self, local: LocalCheckpoint) -> list[str]:
-        """Puts the files of the local version in place. Returns the names of those that were written or
-        removed; raises DamagedFile where one cannot be."""
+    def settle(self, local: LocalCheckpoint) -> None:
+        """Puts the files of the local version in place. The caller holds the patch lock. Raises DamagedFile
+        where one cannot be."""
         sets, position = self.sets(), local.state.position
-        if not sets or (position.version and position.digest not in sets):
-            return []  # not known: left as they are
-        base = {record.name: record for record in local.base.all_files}
+        if not self._carries or not sets or (position.version and position.digest not in sets):
+            return  # not known: left as they are
+        base = _by_name(local.base.all_files)
         wanted = base | _by_name(sets.get(position.digest, ()))
-        names = sorted({record.name for records in sets.values() for record in records})
-        changed = [name for name in names if self._put(local, name, wanted.get(name), base.get(name))]
+        for name in sorted({record.name for records in sets.values() for record in records}):
+            if self._put(local, name, wanted.get(name), base.get(name)):
+                self.changed.append(name)
         self._sweep(sets, base)
-        return changed
 
     def _put(
         self, local: LocalCheckpoint, name: str, wanted: FileRecord | None, original: FileRecord | None
@@ -176,8 +156,8 @@ class Carried:
 
     def expected(self, base: Base, position: Position) -> tuple[FileRecord, ...]:
         """The side files at that version."""
-        here = _by_name(self.sets().get(position.digest, ()))
-        return tuple(({record.name: record for record in base.all_files} | here).values())
+        carried = self.sets().get(position.digest, ())
+        return tuple((_by_name(base.all_files) | _by_name(carried)).values())
 
     def unsettled(self, directory: Path, base: Base, position: Position) -> str | None:
         """The first file that is not yet that of the version."""
@@ -191,31 +171,22 @@ class Carried:
     def names(self, position: Position) -> tuple[str, ...]:
         return tuple(record.name for record in self.sets().get(position.digest, ()))
 
-
-class SideFiles(Carried):
-    """The side files of one local checkpoint, for its owner. `base`: where missing ones are copied from;
-    `carries`: whether files that versions carry are put in place."""
-
-    def __init__(self, paths: LocalPaths, base: Path | None, patience: Patience, *, carries: bool) -> None:
-        super().__init__(paths)
-        self._base_dir, self._patience, self._carries = base, patience, carries
-        self._base: Checkpoint | None = None
-        """as it was last opened"""
-        self.missing: tuple[str, ...] = ()
-        """files of the base that could not be copied"""
-        self.left_behind: tuple[str, ...] = ()
-        """files of the base that hosts do not get"""
-        self.base_notes: tuple[str, ...] = ()
-        """small faults in the base that are tolerated"""
-        self.changed: list[str] = []
-        """carried files that were put in place or removed since the reader cleared this"""
-        self.lists_too_few = False
-        """base.json of an older release may not list all files of the base"""
-
     def complete(self, local: LocalCheckpoint, channel: Channel | None) -> None:
-        """Copies what an older release left out, or what was removed since. Raises OSError."""
-        run = None if channel is None else channel.base
-        self.missing = complete(local, run, self._opened_base())
+        """Copies what an older release left out, or what was removed since: from the base, which need not be
+        the run's, as bytes decide. Raises OSError."""
+        base = self._opened_base()
+        known = local.base.side_files
+        if channel is not None and channel.base is not None and channel.base.side_files is not None:
+            listed = _by_name(known or ()) | _by_name(channel.base.side_files)
+            _list(local, tuple(listed.values()))
+        elif known is None and base is not None:
+            _list(local, _found(local.base, base))
+        wanted = [record for record in local.base.all_files if not is_file(local.directory / record.name)]
+        self.missing = tuple(
+            record.name
+            for record in wanted
+            if base is None or not _copied(base.directory, local.directory, record)
+        )
         if channel is not None and self._carries:
             self._learn(local.state.position, channel)
         if self.sets():
@@ -262,11 +233,6 @@ class SideFiles(Carried):
         except FileNotFoundError as error:
             raise NotThere(f"{error.filename} is missing", version) from error
 
-    def settle(self, local: LocalCheckpoint) -> None:
-        """Puts the files of the local version in place. The caller holds the patch lock."""
-        if self._carries:
-            self.changed += self._settled(local)
-
     def _opened_base(self) -> Checkpoint | None:
         """None where it is not given or unreadable: it is not needed once it was copied."""
         if self._base is None and self._base_dir is not None:
@@ -277,18 +243,22 @@ class SideFiles(Carried):
         return self._base
 
 
-def proven(record: FileRecord, pieces: Iterable[bytes]) -> Iterable[bytes]:
-    """The pieces; raises DamagedFile after the last one where they are not the record's bytes."""
-    hasher, size = blake3(), 0
-    for piece in pieces:
-        hasher.update(piece)
-        size += len(piece)
-        yield piece
-    if (size, hasher.hexdigest()) != (record.size, record.blake3):
-        raise DamagedFile(
-            f"{record.name}: {size} bytes with BLAKE3 {hasher.hexdigest()[:16]}, "
-            f"expected {record.size} bytes and {record.blake3[:16]}"
-        )
+def _found(run: Base, base: Checkpoint) -> tuple[FileRecord, ...] | None:
+    """Side files that no base.json lists; None where `base` is unreadable or of another run: nothing but its
+    tensors, config and tokenizer vouches for them."""
+    known = {record.name for record in run.files}
+    with contextlib.suppress(WeightcastError, OSError):
+        if base.table == run.table:
+            check_other_files(base.directory, {path.name: path for path in base.other_files}, run.files)
+            files = side_files(base).files
+            return tuple(file_record(path, name) for name, path in files.items() if name not in known)
+    return None
+
+
+def _list(local: LocalCheckpoint, listed: tuple[FileRecord, ...] | None) -> None:
+    if listed != local.base.side_files:
+        local.base = replace(local.base, side_files=listed)
+        durable.replace(local.paths.base, write_base(local.base))
 
 
 def _let_read(path: Path, local: LocalCheckpoint) -> None:

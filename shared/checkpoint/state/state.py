@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, dataclass, field, replace
 from enum import StrEnum
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -157,17 +156,14 @@ def unpack_lanes(packed: bytes) -> NDArray[np.uint64]:
 
 
 def lanes_list(packed: bytes) -> list[Lanes]:
-    return list(_lanes(packed))
-
-
-@lru_cache(maxsize=2)
-def _lanes(packed: bytes) -> tuple[Lanes, ...]:
-    """Asked for several times per version, of several 100,000 tensors."""
-    return tuple(map(Lanes._make, unpack_lanes(packed).tolist()))
+    return list(map(Lanes._make, unpack_lanes(packed).tolist()))
 
 
 def write_state(path: Path, state: LocalState) -> None:
-    durable.replace(path, json.dumps(_to_json(state), separators=(",", ":"), default=_packed).encode())
+    data = {"format": STATE_FORMAT} | asdict(state) | asdict(state.host)
+    del data["host"]
+    data |= {"files": list(map(astuple, state.files)), "unanswered": sorted(state.unanswered)}
+    durable.replace(path, json.dumps(data, separators=(",", ":"), default=_packed).encode())
 
 
 def read_state(path: Path) -> LocalState | None:
@@ -195,13 +191,6 @@ def check_roots(path: Path, state: LocalState, table: TensorTable) -> None:
             )
 
 
-def _to_json(state: LocalState) -> dict[str, Any]:
-    data = asdict(state) | asdict(state.host)
-    del data["host"]
-    files = [list(astuple(file)) for file in state.files]
-    return {"format": STATE_FORMAT, **data, "files": files, "unanswered": sorted(state.unanswered)}
-
-
 def _packed(value: object) -> str:
     """Lanes, for JSON."""
     assert isinstance(value, bytes)
@@ -222,19 +211,16 @@ def _from_json(data: Mapping[str, Any]) -> LocalState:
         files=tuple(FileIdentity(str(name), *map(int, numbers)) for name, *numbers in data["files"]),
         host=Boot(str(data["boot_id"]), str(data["machine_id"])),
         foreign=bool(data["foreign"]),
-        engines={name: _engine(engine) for name, engine in data["engines"].items()},
+        engines={
+            name: EngineState(Mark(e["mark"]), e["version"], e["confirmed_by"], e["process"], e["reason"])
+            for name, e in data["engines"].items()
+        },
         unanswered=frozenset(map(str, data.get("unanswered", ()))),
         blocked=tuple(
             Blocked(int(b["version"]), str(b["digest"]), str(b["reason"]), int(b["attempts"]))
             for b in data["blocked"]
         ),
         last_full_hash=None if data["last_full_hash"] is None else float(data["last_full_hash"]),
-    )
-
-
-def _engine(data: dict[str, Any]) -> EngineState:
-    return EngineState(
-        Mark(data["mark"]), data["version"], data["confirmed_by"], data["process"], data["reason"]
     )
 
 
@@ -245,13 +231,9 @@ def _position(data: Mapping[str, Any]) -> Position:
     return Position(int(data["version"]), str(data["digest"]), str(data["root"]), int(data["epoch"]), lanes)
 
 
-def step_json(step: Step) -> dict[str, Any]:
+def step_json(step: Step) -> Any:
     """`step` for a file of JSON; `parse_step` reads it back."""
-    return asdict(step) | {"base": _position_json(step.base), "target": _position_json(step.target)}
-
-
-def _position_json(position: Position) -> dict[str, Any]:
-    return asdict(position) | {"lanes": _packed(position.lanes)}
+    return json.loads(json.dumps(asdict(step), default=_packed))
 
 
 def parse_step(data: Mapping[str, Any]) -> Step:

@@ -103,14 +103,11 @@ def _all(paths: LocalPaths) -> Iterator[Path]:
 
 def spare_bytes(paths: LocalPaths) -> int:
     """What dropping them gives back."""
-    return sum(map(_taken, _all(paths)))
-
-
-def _taken(spare: Path) -> int:
-    try:
-        return taken_bytes(os.lstat(spare))
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
+    found = 0
+    for spare in _all(paths):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found += taken_bytes(os.lstat(spare))
+    return found
 
 
 def drop(paths: LocalPaths) -> None:
@@ -127,17 +124,9 @@ def begin(path: Path, spare: Path, end: int = 0) -> BufferedWriter:
     except OSError:  # none, or nothing that could be one
         return file
     file.close()
+    fd = -1
     try:
-        return _opened(path, end)
-    except OSError:
-        path.unlink()
-        return path.open("xb")
-
-
-def _opened(path: Path, end: int) -> BufferedWriter:
-    """Raises OSError for what is not a file of one name, or is read by somebody."""
-    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
             raise OSError(f"{path} is not a spare")
@@ -146,9 +135,11 @@ def _opened(path: Path, end: int) -> BufferedWriter:
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.pwrite(fd, bytes(min(end, found.st_size)), max(0, found.st_size - end))
         return os.fdopen(fd, "wb")
-    except BaseException:
-        os.close(fd)
-        raise
+    except OSError:  # not a file of one name, or read by somebody
+        if fd >= 0:
+            os.close(fd)
+        path.unlink()
+        return path.open("xb")
 
 
 def make_room(paths: LocalPaths, nbytes: int, work: str) -> None:

@@ -13,7 +13,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,32 +57,6 @@ class EnginePatch:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The records of one tensor in one journal. `pending`: its new words are not in the checkpoint yet."""
-
-    journal: JournalReader
-    records: Sequence[PackedRecord]
-    pending: bool
-
-    def read(self) -> Sequence[Record]:
-        return [self.journal.at(record) for record in self.records]
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A changed tensor's place in the file."""
-
-    number: int
-    sources: Sequence[_Source]
-    changes: int
-    index_width: int
-    offset: int
-
-    def end(self, width: int) -> int:
-        return self.offset + _padded(self.changes * self.index_width) + _padded(self.changes * width)
-
-
 def name_of(version: int, digest: str) -> str:
     return f"{version}-{digest[:8]}.patch"
 
@@ -94,21 +70,22 @@ def write_engine_patch(local: LocalCheckpoint, steps: Sequence[Step], base_versi
     """
     target = steps[-1].target
     with ExitStack() as stack:
-        pieces = list(_pieces(local, _sources(local, steps, stack)))
-        nbytes = pieces[-1].end(_width(local.table[pieces[-1].number])) if pieces else 0
+        tensors = _changed(local, steps, stack)
+        nbytes = 0
+        for one in tensors:
+            nbytes = one.place(nbytes)
         if nbytes > max(MOST_SHARE * local.table.nbytes, ALWAYS_BYTES):
             raise NoPatch(f"a patch of {nbytes} bytes is not faster than a reload")
-        head = _head(local, steps, base_version, pieces)
         path = local.paths.engine / name_of(target.version, target.digest)
-        _write(path, _content(local, head, pieces))
+        _write(path, _content(local, _head(local, steps, base_version, tensors), tensors))
     return EnginePatch(
         path.name,
         base_version,
         steps[0].base.root,
         target.version,
         target.root,
-        tuple(local.table[piece.number].name for piece in pieces),
-        sum(piece.changes for piece in pieces),
+        tuple(one.spec.name for one in tensors),
+        sum(one.changes for one in tensors),
         path.stat().st_size,
     )
 
@@ -126,84 +103,101 @@ def _linked(directory: Path) -> RetryLater:
     return RetryLater(f"{directory} is a symbolic link", remedy="remove it; links are refused here")
 
 
-def _sources(local: LocalCheckpoint, steps: Sequence[Step], stack: ExitStack) -> dict[int, list[_Source]]:
-    found: dict[int, list[_Source]] = {}
+class _Source(NamedTuple):
+    """The records of one tensor in one journal. `pending`: its new words are not in the checkpoint yet."""
+
+    journal: JournalReader
+    records: list[PackedRecord]
+    pending: bool
+
+
+class _Tensor:
+    """A changed tensor, and its place in the file. `sources`: of each journal that changes it."""
+
+    def __init__(self, spec: TensorSpec, number: int) -> None:
+        self.spec, self.number = spec, number
+        self.sources: list[_Source] = []
+        self.index_width = 4 if spec.elements <= 1 << 32 else 8
+        self.width, rest = divmod(spec.nbytes, spec.elements) if spec.elements else (0, 0)
+        if rest or self.width not in _ELEMENT_WIDTHS:
+            raise NoPatch(f"{spec.name}: an element of {spec.dtype} is not a whole number of bytes")
+        self.ratio = self.width // spec.kind.width
+        """words per element"""
+        self.changes = self.offset = 0
+
+    def place(self, offset: int) -> int:
+        """Returns where its bytes end that begin at `offset`."""
+        self.offset = offset
+        if len(self.sources) == 1 and self.ratio == 1:
+            self.changes = sum(record.changes for record in self.sources[0].records)
+        else:
+            self.changes = len(self._touched(self._records()))
+        return offset + _padded(self.changes * self.index_width) + _padded(self.changes * self.width)
+
+    def _records(self) -> list[list[Record]]:
+        return [[one.journal.at(record) for record in one.records] for one in self.sources]
+
+    def _touched(self, records: list[list[Record]]) -> NDArray[np.uint64]:
+        """Elements with changed words, ascending, each once."""
+        index = _joined([record.index for its in records for record in its])
+        if len(records) == 1 and self.ratio == 1:
+            return index
+        return np.unique(index // np.uint64(self.ratio))
+
+    def changed(self, whole: Words) -> tuple[NDArray[np.uint64], Words]:
+        """Touched elements, and their words as they are in the target. `whole`: the tensor's here."""
+        records = self._records()
+        index = self._touched(records)
+        pending = [
+            record for its, one in zip(records, self.sources, strict=True) if one.pending for record in its
+        ]
+        if self.ratio == 1 and pending and len(records) == 1:
+            return index, _joined([record.new for record in pending])
+        words: Words = whole.reshape(-1, self.ratio)[index].reshape(-1)
+        for record in pending:
+            element, part = np.divmod(record.index, np.uint64(self.ratio))
+            words[np.searchsorted(index, element) * self.ratio + part.astype(np.int64)] = record.new
+        return index, words
+
+
+def _changed(local: LocalCheckpoint, steps: Sequence[Step], stack: ExitStack) -> list[_Tensor]:
+    found: dict[int, _Tensor] = {}
     for step in steps:
         journal = stack.enter_context(JournalReader(local.paths.journal(step.journal), local.table))
         named = (journal.header.run_id, journal.header.journal, journal.header.target_digest)
         if named != (local.state.run_id, step.journal, step.target.digest):
             raise DamagedFile(f"{journal.path}: belongs to another run or version")
         pending = step is steps[-1] and local.state.position.digest != step.target.digest
-        records: dict[int, list[PackedRecord]] = {}
-        for record in journal.packed():
-            records.setdefault(record.tensor, []).append(record)
-        for tensor, its in records.items():
-            its.sort(key=lambda record: record.first)
-            found.setdefault(tensor, []).append(_Source(journal, its, pending))
-    return found
-
-
-def _pieces(local: LocalCheckpoint, sources: dict[int, list[_Source]]) -> Iterator[_Piece]:
-    offset = 0
-    for number in sorted(sources):
-        spec, its = local.table[number], sources[number]
-        width = _width(spec)
-        if len(its) == 1 and width == spec.kind.width:
-            changes = sum(record.changes for record in its[0].records)
-        else:
-            changes = len(_touched(spec, [source.read() for source in its]))
-        piece = _Piece(number, its, changes, 4 if spec.elements <= 1 << 32 else 8, offset)
-        yield piece
-        offset = piece.end(width)
-
-
-def _width(spec: TensorSpec) -> int:
-    """Bytes of an element."""
-    width, rest = divmod(spec.nbytes, spec.elements) if spec.elements else (0, 0)
-    if rest or width not in _ELEMENT_WIDTHS:
-        raise NoPatch(f"{spec.name}: an element of {spec.dtype} is not a whole number of bytes")
-    return width
-
-
-def _touched(spec: TensorSpec, records: Sequence[Sequence[Record]]) -> NDArray[np.uint64]:
-    """Elements with changed words, ascending, each once. `records`: of each journal."""
-    index = _joined([record.index for its in records for record in its])
-    ratio = _width(spec) // spec.kind.width
-    if ratio > 1:
-        index = index // np.uint64(ratio)
-    return index if len(records) == 1 and ratio == 1 else np.unique(index)
+        packed = sorted(journal.packed(), key=lambda record: (record.tensor, record.first))
+        for number, its in groupby(packed, key=lambda record: record.tensor):
+            if number not in found:
+                found[number] = _Tensor(local.table[number], number)
+            found[number].sources.append(_Source(journal, list(its), pending))
+    return [found[number] for number in sorted(found)]
 
 
 def _joined(arrays: Sequence[Words]) -> Words:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _gathered(whole: Words, ratio: int, index: NDArray[np.uint64], pending: Sequence[Record]) -> Words:
-    """word[len(index) * ratio], so many words per element: those of `whole` with what is not there yet."""
-    words: Words = whole.reshape(-1, ratio)[index].reshape(-1)
-    for record in pending:
-        element, part = np.divmod(record.index, np.uint64(ratio))
-        words[np.searchsorted(index, element) * ratio + part.astype(np.int64)] = record.new
-    return words
-
-
 def _head(
-    local: LocalCheckpoint, steps: Sequence[Step], base_version: int, pieces: Sequence[_Piece]
+    local: LocalCheckpoint, steps: Sequence[Step], base_version: int, changed: Sequence[_Tensor]
 ) -> bytes:
     first, target = steps[0].base, steps[-1].target
-    old, new = _hex(first.lanes, pieces), _hex(target.lanes, pieces)
+    numbers = [one.number for one in changed]
+    old, new = (write_lane_rows(unpack_lanes(at.lanes)[numbers]) for at in (first, target))
     tensors = [
         {
-            "name": (spec := local.table[piece.number]).name,
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "changes": piece.changes,
-            "index_width": piece.index_width,
-            "offset": piece.offset,
+            "name": one.spec.name,
+            "dtype": one.spec.dtype,
+            "shape": list(one.spec.shape),
+            "changes": one.changes,
+            "index_width": one.index_width,
+            "offset": one.offset,
             "lanes_old": before,
             "lanes_new": after,
         }
-        for piece, before, after in zip(pieces, old, new, strict=True)
+        for one, before, after in zip(changed, old, new, strict=True)
     ]
     header = {
         "format": FORMAT,
@@ -217,30 +211,14 @@ def _head(
     return head + bytes(-len(head) % _ALIGN)
 
 
-def _hex(packed: bytes, pieces: Sequence[_Piece]) -> list[str]:
-    return write_lane_rows(unpack_lanes(packed)[[piece.number for piece in pieces]])
-
-
-def _content(local: LocalCheckpoint, head: bytes, pieces: Sequence[_Piece]) -> Iterator[bytes | memoryview]:
+def _content(local: LocalCheckpoint, head: bytes, changed: Sequence[_Tensor]) -> Iterator[bytes | memoryview]:
     yield head
-    for piece in pieces:
-        index, words = _changes(local, piece)
-        if len(index) != piece.changes or not (index[:-1] < index[1:]).all():
-            raise DamagedFile(f"{local.table[piece.number].name}: its journal names a word twice")
-        yield from _padded_bytes(index.astype(f"<u{piece.index_width}"))
+    for one in changed:
+        index, words = one.changed(local.words(one.number))
+        if len(index) != one.changes or not (index[:-1] < index[1:]).all():
+            raise DamagedFile(f"{one.spec.name}: its journal names a word twice")
+        yield from _padded_bytes(index.astype(f"<u{one.index_width}"))
         yield from _padded_bytes(words)
-
-
-def _changes(local: LocalCheckpoint, piece: _Piece) -> tuple[NDArray[np.uint64], Words]:
-    """Touched elements, and their words as they are in the target."""
-    spec = local.table[piece.number]
-    ratio = _width(spec) // spec.kind.width
-    records = [source.read() for source in piece.sources]
-    index = _touched(spec, records)
-    if ratio == 1 and [source.pending for source in piece.sources] == [True]:
-        return index, _joined([record.new for record in records[0]])
-    pending = [r for its, source in zip(records, piece.sources, strict=True) if source.pending for r in its]
-    return index, _gathered(local.words(piece.number), ratio, index, pending)
 
 
 def _padded_bytes(array: NDArray[np.unsignedinteger]) -> Iterator[bytes | memoryview]:

@@ -12,8 +12,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from io import BufferedWriter
 from pathlib import Path
@@ -24,14 +24,14 @@ from blake3 import blake3
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.directory_store import directory_of
+from weightcast.shared.channel.directory_store import directory_of, open_store
 from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.update.buffer_reuse import begin, keep_shards, make_room
 from weightcast.shared.files.disk_errors import DiskError, disk_error
 from weightcast.shared.files.durable import named, write_all
-from weightcast.shared.files.paths import exists, is_directory
+from weightcast.shared.files.paths import exists, matching
 
 
 @dataclass(frozen=True)
@@ -71,23 +71,17 @@ Failure = DamagedFile | NotThere | DiskError
 
 @dataclass(frozen=True)
 class Patience:
-    """How files are waited for that are not visible yet, or damaged: up to `seconds`, after which the last
-    failure counts. `wait` sleeps and may raise to stop."""
+    """How files are waited for that are not visible yet, or damaged: up to `seconds` since `began`
+    (monotonic), after which the last failure counts. `wait` sleeps and may raise to stop."""
 
     seconds: float = 0.0
     wait: Callable[[float], None] = time.sleep
     on_wait: OnWait = ignore
+    began: float = 0.0
 
-    def begin(self) -> Deadline:
-        return Deadline(self, time.monotonic())
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """Of all files of a version, or of all indexes of a plan. `began`: monotonic."""
-
-    patience: Patience
-    began: float
+    def begin(self) -> Patience:
+        """For all files of a version, or all indexes of a plan."""
+        return replace(self, began=time.monotonic())
 
     def retry(
         self,
@@ -101,31 +95,23 @@ class Deadline:
     ) -> Result:
         """What `attempt` returns, or its last error once time is up or `may_heal` says no. `pauses`: the
         first, which doubles, and the longest."""
-        patience, retries, (pause, longest) = self.patience, 0, pauses
+        retries, (pause, longest) = 0, pauses
         while True:
             try:
                 result = attempt()
             except errors as error:
                 waited = time.monotonic() - self.began
-                left = patience.seconds - waited
+                left = self.seconds - waited
                 if left <= 0 or not may_heal():
                     raise
                 retries += 1
-                patience.on_wait(Awaited(version, place, error.message, retries, waited, left))
+                self.on_wait(Awaited(version, place, error.message, retries, waited, left))
             else:
                 if retries:
-                    patience.on_wait(None)
+                    self.on_wait(None)
                 return result
-            patience.wait(min(pause, left))
+            self.wait(min(pause, left))
             pause = min(2 * pause, longest)
-
-
-@dataclass(frozen=True)
-class Delta:
-    """A version's index and its files in the channel."""
-
-    index: Index | ForeignIndex
-    files: Store
 
 
 class Incoming:
@@ -174,46 +160,13 @@ class Incoming:
         return self._complete or (size is not None and self._size.get(name, -1) >= size)
 
 
-class Spool:
-    """What this process has fetched. Leftovers of an earlier one are swept when the checkpoint is opened."""
+@dataclass(frozen=True)
+class Delta:
+    """A version's index and its files: in the channel, or in the spool, where they may still arrive."""
 
-    def __init__(self, paths: LocalPaths) -> None:
-        self._paths = paths
-        self._verified: set[Path] = set()
-
-    def directory(self, index: Index | ForeignIndex) -> Path:
-        return self._paths.spool / f"{index.version}-{index.digest}"
-
-    def spare(self, number: int) -> Path:
-        """What the version's file of this number is written over, where it is there."""
-        return self._paths.spare_shard(number)
-
-    def has(self, path: Path) -> bool:
-        return path in self._verified
-
-    def verified(self, path: Path) -> None:
-        self._verified.add(path)
-
-    def drop(self, index: Index | ForeignIndex) -> None:
-        self._drop(self.directory(index))
-
-    def _drop(self, directory: Path) -> None:
-        self._verified = {path for path in self._verified if path.parent != directory}
-        with contextlib.suppress(OSError):
-            keep_shards(self._paths, directory)
-        shutil.rmtree(directory, ignore_errors=True)
-        failpoint("spool.dropped", directory)
-
-    def drop_others(self, indexes: Sequence[Index | ForeignIndex]) -> None:
-        """What was fetched ahead, and is not on the way that is taken."""
-        wanted = {self.directory(index) for index in indexes}
-        there = list(self._paths.spool.iterdir()) if is_directory(self._paths.spool) else []
-        for directory in there:
-            if directory not in wanted:
-                self._drop(directory)
-
-    def forget(self) -> None:
-        self._verified.clear()
+    index: Index | ForeignIndex
+    files: Store
+    incoming: Incoming = field(default_factory=lambda: Incoming(complete=True), compare=False)
 
 
 _BLOCK = 4 << 20
@@ -240,58 +193,88 @@ def journal_bytes(index: Index) -> int:
     return sum(chunk.changed for chunk in index.chunks) * JOURNAL_BYTES
 
 
-@dataclass(frozen=True)
 class Fetcher:
-    """Copies versions from the channel into the spool."""
+    """Copies versions from the channel into the spool. What an earlier process left in it is swept when the
+    checkpoint is opened."""
 
-    spool: Spool
-    patience: Patience
-    pre_read: PreRead | None = None
-    advance: Advance | None = None
+    def __init__(self, paths: LocalPaths, pre_read: PreRead | None) -> None:
+        self._paths, self._pre_read = paths, pre_read
+        self._verified: set[Path] = set()
 
-    def fetch(self, delta: Delta, incoming: Incoming) -> None:
+    def directory(self, index: Index | ForeignIndex) -> Path:
+        return self._paths.spool / f"{index.version}-{index.digest}"
+
+    def drop(self, index: Index | ForeignIndex) -> None:
+        self._drop(self.directory(index))
+
+    def _drop(self, directory: Path) -> None:
+        self._verified = {path for path in self._verified if path.parent != directory}
+        with contextlib.suppress(OSError):
+            keep_shards(self._paths, directory)
+        shutil.rmtree(directory, ignore_errors=True)
+        failpoint("spool.dropped", directory)
+
+    def drop_others(self, indexes: Iterable[Index | ForeignIndex]) -> None:
+        """What was fetched ahead, and is not on the way that is taken."""
+        wanted = set(map(self.directory, indexes))
+        for directory in matching(self._paths.spool, "*"):
+            if directory not in wanted:
+                self._drop(directory)
+
+    def forget(self) -> None:
+        self._verified.clear()
+
+    def fetched(self, delta: Delta) -> Delta:
+        """Its copy in the spool, which `fetch` fills."""
+        return Delta(delta.index, open_store(self.directory(delta.index)), Incoming())
+
+    def fetch(self, delta: Delta, incoming: Incoming, patience: Patience, advance: Advance | None) -> None:
         """Copies what the index names, reporting to `incoming` block by block. Raises NotThere when a file
         does not appear in time, DamagedFile when it is not what the index says, RetryLater when reading or
         writing fails."""
         index = delta.index
-        if self.pre_read is not None:
-            self.pre_read(index.version, directory_of(delta.files))
-        target = self.spool.directory(index)
+        if self._pre_read is not None:
+            self._pre_read(index.version, directory_of(delta.files))
+        target = self.directory(index)
         target.mkdir(exist_ok=True)
-        deadline = self.patience.begin()
-        for number, record in enumerate(_records(index)):
+        patience = patience.begin()
+        if isinstance(index, Index):
+            records = index.files
+        else:
+            # no sizes and digests are stated: its tensors' digests are checked while staging
+            records = tuple(FileRecord(name, -1, "") for name in sorted(set(index.weight_map.values())))
+        for number, record in enumerate(records):
             path = target / record.name
-            if not self.spool.has(path):
-                deadline.retry(
+            if path not in self._verified:
+                spare = self._paths.spare_shard(number)
+                patience.retry(
                     index.version,
                     delta.files.place(record.name),
-                    partial(self._copy, delta, path, record, self.spool.spare(number), incoming),
+                    partial(_copy, delta, path, record, spare, incoming, advance),
                     errors=(DamagedFile, NotThere, DiskError),
                     pauses=_PAUSES,
                     # a directory whose index was read is not late but gone: another source is planned
                     may_heal=delta.files.present,
                 )
-                self.spool.verified(path)
-            elif self.advance is not None:
-                self.advance(record.size if record.size >= 0 else path.stat().st_size)
+                self._verified.add(path)
+            elif advance is not None:
+                advance(record.size if record.size >= 0 else path.stat().st_size)
         incoming.complete()
 
-    def _copy(self, delta: Delta, target: Path, record: FileRecord, spare: Path, incoming: Incoming) -> None:
-        place = delta.files.place(record.name)
-        try:
-            self._copy_once(delta.files, target, record, spare, incoming)
-        except FileNotFoundError as error:
-            raise NotThere(f"{place} is missing", delta.index.version) from error
-        except OSError as error:
-            raise disk_error(error, place) from error
 
-    def _copy_once(
-        self, files: Store, target: Path, record: FileRecord, spare: Path, incoming: Incoming
-    ) -> None:
-        """`spare`: the file that `target` is written over, where it exists."""
-        digest, room = blake3(), memoryview(bytearray(_BLOCK))
-        size = 0
-        with files.open(record.name) as body, named(target), _opened(target, spare) as write:
+def _copy(
+    delta: Delta,
+    target: Path,
+    record: FileRecord,
+    spare: Path,
+    incoming: Incoming,
+    advance: Advance | None,
+) -> None:
+    """`spare`: the file that `target` is written over, where it exists."""
+    place = delta.files.place(record.name)
+    digest, room, size = blake3(), memoryview(bytearray(_BLOCK)), 0
+    try:
+        with delta.files.open(record.name) as body, named(target), _opened(target, spare) as write:
             incoming.begin(target.name)
             failpoint("fetch.begun", target)
             while count := body.readinto(room):
@@ -302,23 +285,20 @@ class Fetcher:
                 digest.update(block)
                 write_all(write.fileno(), block)
                 incoming.extend(target.name, size)
-                if self.advance is not None:
-                    self.advance(count)
+                if advance is not None:
+                    advance(count)
             os.ftruncate(write.fileno(), size)
         failpoint("fetch.copied", target)
-        if record.size >= 0 and (size != record.size or digest.hexdigest() != record.blake3):
-            raise DamagedFile(
-                f"{files.place(record.name)}: {size} bytes with digest {digest.hexdigest()[:16]}, "
-                f"the index says {record.size} bytes and {record.blake3[:16]}",
-                remedy="the file is damaged or not fully visible yet; run `weightcast channel verify`",
-            )
-
-
-def _records(index: Index | ForeignIndex) -> list[FileRecord]:
-    """A foreign index states no sizes and digests: its tensors' digests are checked while staging."""
-    if isinstance(index, Index):
-        return list(index.files)
-    return [FileRecord(name, -1, "") for name in sorted(set(index.weight_map.values()))]
+    except FileNotFoundError as error:
+        raise NotThere(f"{place} is missing", delta.index.version) from error
+    except OSError as error:
+        raise disk_error(error, place) from error
+    if record.size >= 0 and (size != record.size or digest.hexdigest() != record.blake3):
+        raise DamagedFile(
+            f"{place}: {size} bytes with digest {digest.hexdigest()[:16]}, "
+            f"the index says {record.size} bytes and {record.blake3[:16]}",
+            remedy="the file is damaged or not fully visible yet; run `weightcast channel verify`",
+        )
 
 
 def _opened(target: Path, spare: Path) -> BufferedWriter:
@@ -337,8 +317,7 @@ class Prefetch:
 
     def __init__(self, paths: LocalPaths, find: Callable[[], Delta | None], fetcher: Fetcher) -> None:
         self._stop = threading.Event()
-        self._paths, self._find = paths, find
-        self._fetcher = replace(fetcher, patience=Patience(), advance=lambda nbytes: self._check())
+        self._paths, self._find, self._fetcher = paths, find, fetcher
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
@@ -347,9 +326,9 @@ class Prefetch:
             delta = self._find()
             if delta is not None:
                 check_space(self._paths, [delta.index])
-                self._fetcher.fetch(delta, Incoming())
+                self._fetcher.fetch(delta, Incoming(), Patience(), self._check)
 
-    def _check(self) -> None:
+    def _check(self, nbytes: int) -> None:
         if self._stop.is_set():
             raise RetryLater("fetching ahead was stopped")
 

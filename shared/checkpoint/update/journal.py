@@ -230,10 +230,9 @@ class JournalReader:
         `begin` is called with the stretch of `words` that the record covers, and how many of it will change.
         Returns the first word that is none of those expected (`again`: or already written); some before it
         are written then. Raises DamagedFile with nothing of the record written. Safe in any thread."""
-        kind = self._table[record.tensor].kind
         payload, back = self._payload(record), way is Direction.BACK
         try:
-            return compare_and_swap(record, payload, kind, words, begin, back=back, again=again)
+            return compare_and_swap(record, payload, words, begin, back=back, again=again)
         except BadRecordError as error:
             raise self._bad(str(error)) from error
 

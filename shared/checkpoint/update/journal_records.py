@@ -250,25 +250,17 @@ def _of_form(more: int) -> tuple[int, int, int]:
     return (0, more - _WHOLE, 0) if more >= _WHOLE else (more, 0, 0)
 
 
-def _words(record: PackedRecord, payload: ByteArray, kind: WordKind) -> tuple[Words, Words]:
-    """Old and new ones."""
-    starts = (record.places, record.places + record.width * record.words)
-    old, new = (np.frombuffer(payload, kind.numpy, record.words, start) for start in starts)
-    return old, new
-
-
-def _gaps(record: PackedRecord, payload: ByteArray) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-    """And escapes, of a list."""
-    return payload[: record.changes], np.frombuffer(payload, "<u4", record.escapes, record.changes)
-
-
-def _masks(record: PackedRecord, payload: ByteArray) -> NDArray[np.uint64]:
-    return np.frombuffer(payload, "<u8", record.places >> 3)
+def _split(record: PackedRecord, payload: ByteArray) -> tuple[ByteArray, ByteArray, ByteArray, ByteArray]:
+    """Gaps or masks, escapes, old words, new words."""
+    listed, places = record.changes if record.listed else record.places, record.places
+    words = places + record.width * record.words
+    return payload[:listed], payload[listed:places], payload[places:words], payload[words:]
 
 
 def unpacked(record: PackedRecord, payload: ByteArray, kind: WordKind) -> Record:
     """In memory of its own. Raises BadRecordError."""
-    old, new = _words(record, payload, kind)
+    where, escapes, *both = _split(record, payload)
+    old, new = (one.view(kind.numpy) for one in both)
     if record.whole:
         index = np.flatnonzero(old != new)
         if len(index) != record.changes:
@@ -276,14 +268,14 @@ def unpacked(record: PackedRecord, payload: ByteArray, kind: WordKind) -> Record
         places = index.astype(np.uint64) + np.uint64(record.first)
         return Record(record.tensor, places, old[index], new[index])
     if record.masked:
-        masks = _masks(record, payload)
+        masks = where.view("<u8")
         try:
             check_masks(record.masked, masks, record.changes)
         except ValueError as error:
             raise BadRecordError(f"record with {error}") from error
         places = places_under(masks).astype(np.uint64) + np.uint64(record.first)
         return Record(record.tensor, places, old.copy(), new.copy())
-    reached = unpack_gaps(record.first, *_gaps(record, payload))
+    reached = unpack_gaps(record.first, where, escapes.view("<u4"))
     if reached is None:
         raise BadRecordError("record out of order, or past the end of its tensor")
     return Record(record.tensor, reached.astype(np.uint64), old.copy(), new.copy())
@@ -292,7 +284,6 @@ def unpacked(record: PackedRecord, payload: ByteArray, kind: WordKind) -> Record
 def compare_and_swap(
     record: PackedRecord,
     payload: ByteArray,
-    kind: WordKind,
     words: Words,
     begin: Begin,
     *,
@@ -300,8 +291,8 @@ def compare_and_swap(
     again: bool,
 ) -> int | None:
     """As `JournalReader.compare_and_swap`. Raises BadRecordError with nothing written."""
-    old, new = _words(record, payload, kind)
-    before, after = _ways(old, new, back)
+    where, escapes, old, new = _split(record, payload)
+    before, after = _ways(old, new, words.dtype, back)
     if record.whole:
         stretch = words[record.first : record.first + record.whole]
         begin(stretch, record.changes)
@@ -311,23 +302,22 @@ def compare_and_swap(
     try:
         failed: int | None
         if record.masked:
-            masks = _masks(record, payload)
+            masks = where.view("<u8")
             failed = kernels().exchange_masked(
                 words, record.first, record.masked, masks, before, after, again=again, begin=begin
             )
         else:
-            gaps, escapes = _gaps(record, payload)
             failed = kernels().exchange_packed(
-                words, record.first, gaps, escapes, before, after, again=again, begin=begin
+                words, record.first, where, escapes.view("<u4"), before, after, again=again, begin=begin
             )
     except ValueError as error:
         raise BadRecordError(f"record with {error}") from error
     return failed
 
 
-def _ways(old: Words, new: Words, back: bool) -> tuple[Words, Words]:
+def _ways(old: ByteArray, new: ByteArray, kind: np.dtype[Any], back: bool) -> tuple[Words, Words]:
     """What is expected, and what is written."""
-    return (new, old) if back else (old, new)
+    return (new.view(kind), old.view(kind)) if back else (old.view(kind), new.view(kind))
 
 
 def compare_and_swap_many(
@@ -343,7 +333,7 @@ def compare_and_swap_many(
     """As `compare_and_swap`, of many short lists at once: a model may have several 100,000 small tensors.
     `places`: where each record's tensor begins in `words`, and how many words it has. Nothing is written
     where a word is unexpected; returns its record and its number."""
-    pieces = zip(*map(_pieces, records, payloads), strict=True)
+    pieces = zip(*map(_split, records, payloads), strict=True)
     gaps, escapes, old, new = map(np.concatenate, pieces)
     facts = ((one.changes, one.escapes, one.first) for one in records)
     rows = ((*one, *place) for one, place in zip(facts, places, strict=True))
@@ -354,22 +344,11 @@ def compare_and_swap_many(
         raise BadRecordError("record with changes out of order, or past the end")
     index += np.repeat(homes, counts)
     begin(words[index.min() : index.max() + 1], len(index))
-    wrong = exchange_at(words, index, *_ways(old.view(words.dtype), new.view(words.dtype), back), again=again)
+    wrong = exchange_at(words, index, *_ways(old, new, words.dtype, back), again=again)
     if wrong is None:
         return None
     number = int(np.searchsorted(np.cumsum(counts), wrong, side="right"))
     return records[number], int(index[wrong] - homes[number])
-
-
-def _pieces(record: PackedRecord, payload: ByteArray) -> tuple[ByteArray, ByteArray, ByteArray, ByteArray]:
-    """Gaps, escapes, old and new words of a list."""
-    places, words = record.places, record.width * record.changes
-    return (
-        payload[: record.changes],
-        payload[record.changes : places],
-        payload[places : places + words],
-        payload[places + words :],
-    )
 
 
 def _exchange_again(words: Words, before: Words, after: Words) -> int | None:

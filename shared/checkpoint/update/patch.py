@@ -24,7 +24,6 @@ from weightcast.shared.checkpoint.verify.hashing import (
     differing,
     full_hash,
     hash_tensors,
-    nearest,
 )
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
@@ -189,20 +188,19 @@ def _replay(local: LocalCheckpoint, advance: Advance | None) -> None:
 
 def _after_reboot(local: LocalCheckpoint, advance: Advance | None) -> None:
     """Unsynced pages and journals may be gone: only the bytes themselves say where the checkpoint is."""
-    positions = known_positions(local.state)
     report = full_hash(local, advance=advance)
-    for position in positions:
+    for position in known_positions(local.state):
         if report.root == position.root:
             local.save(_arrived(local, position, ()).but(last_full_hash=report.began))
             return
     # no way back leads over a journal that was not synced, once this boot counts as the state's
     local.save(local.state.but(phase=Phase.DIRTY, undo=()))
-    position = nearest(local.table, report.lanes, repairable(local.state))
-    names = differing(local.table, report.lanes, position.lanes)
+    near = report.nearest(repairable(local.state))
     raise Differs(
-        f"{local.directory}: other bytes in {counted(len(names), 'tensor')} after a restart of the machine",
-        position,
-        names,
+        f"{local.directory}: other bytes in {counted(len(near.differing), 'tensor')} "
+        "after a restart of the machine",
+        near.position,
+        near.differing,
     )
 
 
@@ -221,8 +219,8 @@ def repairable(state: LocalState) -> tuple[Position, ...]:
 
 def _require_bytes(local: LocalCheckpoint, position: Position, advance: Advance | None) -> float:
     """Returns the unix time at which it began to read."""
-    report = full_hash(local, advance=advance, expected=position.lanes)
-    if report.root != position.root:
+    report = full_hash(local, position, advance=advance)
+    if not report.intact:
         local.save(local.state.but(phase=Phase.DIRTY))
         names = report.differing
         raise Differs(
@@ -251,7 +249,7 @@ def prove(local: LocalCheckpoint, seconds: float, *, advance: Advance | None = N
         return
     found = hash_tensors(local.table, local, only=stale.tolist(), threads=local.threads, advance=advance)
     position = local.state.position
-    wrong = differing(local.table, found, position.lanes, only=stale)
+    wrong = differing(local.table, found, position.lanes, only=stale.tolist())
     # the path may lead to another file by now
     require_files(local)
     if wrong:

@@ -13,28 +13,26 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from weightcast.shared.base.elements import Chunk, Part, TensorTable, Words, grid, whole_part
+from weightcast.shared.base.elements import Chunk, TensorTable, Words, grid
 from weightcast.shared.base.errors import MEND_CHANNEL, DamagedFile, Forked
-from weightcast.shared.channel.delta_reader import DeltaReader, open_delta, place_of
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.delta_reader import open_delta, place_of
 from weightcast.shared.channel.delta_writer import ChunkStep
-from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
-from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, Step, pack_lanes, unpack_lanes
-from weightcast.shared.checkpoint.update.fetch import Delta, Fetcher, Incoming, check_space
+from weightcast.shared.checkpoint.update.fetch import Delta, Fetcher, Patience, check_space
 from weightcast.shared.checkpoint.update.journal import JournalHeader, JournalWriter
 from weightcast.shared.checkpoint.update.journal_records import Packed, pack_changes, pack_whole
 from weightcast.shared.checkpoint.update.patch import drop_journal
 from weightcast.shared.codec.changes import Changes
-from weightcast.shared.digest.checksums import LanesArray
+from weightcast.shared.digest.checksums import LanesArray, StepSums
 from weightcast.shared.digest.root import root
-from weightcast.shared.digest.sums import StepSums
-from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.files.disk_errors import disk_errors
 from weightcast.shared.kernels.parallel import ordered
 
 
@@ -55,20 +53,6 @@ def files_of(version: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """A delta whose shards are in `files`, verified, or arrive there (`incoming`)."""
-
-    index: Index | ForeignIndex
-    files: Store
-    incoming: Incoming = field(default_factory=lambda: Incoming(complete=True))
-
-    @property
-    def parts(self) -> tuple[Part, ...] | None:
-        """None: a foreign version, whose grid is that of one whole part."""
-        return None if isinstance(self.index, ForeignIndex) else self.index.parts
-
-
-@dataclass(frozen=True)
 class Staged:
     """A complete journal and what it leads to. `changes` counts words."""
 
@@ -86,52 +70,50 @@ class _Folded:
     steps: tuple[ChunkStep | None, ...]
 
 
-def stage(
-    local: LocalCheckpoint,
-    versions: Sequence[Fetched],
-    *,
-    advance: Callable[[int], None] | None = None,
-) -> Staged:
-    """Folds `versions` (consecutive, one grid) into a journal from the local position.
+class _Version:
+    """One of the versions that are folded."""
+
+    def __init__(self, local: LocalCheckpoint, delta: Delta) -> None:
+        self.index, self.sums = delta.index, StepSums(len(local.table))
+        with self.named():
+            self.reader = open_delta(delta.index, local.table, delta.files, delta.incoming.wait)
+
+    def named(self) -> contextlib.AbstractContextManager[None]:
+        return files_of(self.index.version)
+
+
+def stage(local: LocalCheckpoint, deltas: Sequence[Delta], *, advance: Advance | None = None) -> Staged:
+    """Folds `deltas` (consecutive, one grid) into a journal from the local position.
 
     Raises Forked when they do not start at the local position, BadDelta when anything does not add up; then
     no journal is left.
     """
     base = local.state.position
-    _check_start(base, versions[0].index)
-    journal = secrets.token_hex(8)
-    writer = JournalWriter(local.paths.journal(journal), _header(local, versions, journal), local.paths.spare)
+    _check_start(base, deltas[0].index)
+    header = _header(local, deltas[-1].index)
+    path = local.paths.journal(header.journal)
+    writer = JournalWriter(path, header, local.paths.spare)
     try:
-        sums = [StepSums(len(local.table)) for _ in versions]
-        readers = [_reader(local, version) for version in versions]
-        numbers = [version.index.version for version in versions]
-        for folded in _walk(local, readers, numbers, versions[0].parts):
-            writer.write(folded.packed)
-            for one, step in zip(sums, folded.steps, strict=True):
-                if step is not None:
-                    one.add(step.sums)
-            if advance is not None:
-                advance(folded.chunk.words * folded.chunk.kind.width)
-        for reader, number in zip(readers, numbers, strict=True):
-            with files_of(number):
-                reader.finish()
-        target = _settle(local, base, versions, sums)
-        for version in versions:
-            version.incoming.wait("", None)
-        writer.close()
-    except OSError as error:
-        writer.abandon()
-        raise disk_error(error, local.paths.room) from error
+        with disk_errors(local.paths.room):
+            versions = [_Version(local, delta) for delta in deltas]
+            for folded in _walk(local, versions):
+                writer.write(folded.packed)
+                for version, step in zip(versions, folded.steps, strict=True):
+                    if step is not None:
+                        version.sums.add(step.sums)
+                if advance is not None:
+                    advance(folded.chunk.words * folded.chunk.kind.width)
+            for version in versions:
+                with version.named():
+                    version.reader.finish()
+            target = _settle(local, versions)
+            for delta in deltas:
+                delta.incoming.wait("", None)
+            writer.close()
     except BaseException:
         writer.abandon()
         raise
-    size = local.paths.journal(journal).stat().st_size
-    return Staged(Step(journal, base, target), writer.changes, size)
-
-
-def _reader(local: LocalCheckpoint, version: Fetched) -> DeltaReader:
-    with files_of(version.index.version):
-        return open_delta(version.index, local.table, version.files, version.incoming.wait)
+    return Staged(Step(header.journal, base, target), writer.changes, path.stat().st_size)
 
 
 def _check_start(base: Position, first: Index | ForeignIndex) -> None:
@@ -144,11 +126,11 @@ def _check_start(base: Position, first: Index | ForeignIndex) -> None:
         )
 
 
-def _header(local: LocalCheckpoint, versions: Sequence[Fetched], journal: str) -> JournalHeader:
-    base, last = local.state.position, versions[-1].index
+def _header(local: LocalCheckpoint, last: Index | ForeignIndex) -> JournalHeader:
+    base = local.state.position
     return JournalHeader(
         run_id=local.state.run_id,
-        journal=journal,
+        journal=secrets.token_hex(8),
         base_version=base.version,
         base_root=base.root,
         generation=local.state.generation,
@@ -158,33 +140,27 @@ def _header(local: LocalCheckpoint, versions: Sequence[Fetched], journal: str) -
     )
 
 
-def _walk(
-    local: LocalCheckpoint,
-    readers: Sequence[DeltaReader],
-    numbers: Sequence[int],
-    parts: tuple[Part, ...] | None,
-) -> Iterator[_Folded]:
+def _walk(local: LocalCheckpoint, versions: Sequence[_Version]) -> Iterator[_Folded]:
+    first, table = versions[0].index, local.table
     chunks = (
         chunk
-        for part in (parts if parts is not None else (whole_part(local.table),))
-        for chunk in grid(local.table, part)
-        if any(reader.touches(chunk) for reader in readers)
+        for part in (first.parts if isinstance(first, Index) else (table.whole,))
+        for chunk in grid(table, part)
+        if any(version.reader.touches(chunk) for version in versions)
     )
-    threads = 1 if any(reader.sequential for reader in readers) else local.threads
-    return ordered(lambda chunk: _fold(local, readers, numbers, chunk), chunks, threads)
+    threads = 1 if any(version.reader.sequential for version in versions) else local.threads
+    return ordered(lambda chunk: _fold(local, versions, chunk), chunks, threads)
 
 
-def _fold(
-    local: LocalCheckpoint, readers: Sequence[DeltaReader], numbers: Sequence[int], chunk: Chunk
-) -> _Folded:
+def _fold(local: LocalCheckpoint, versions: Sequence[_Version], chunk: Chunk) -> _Folded:
     old = local.chunk_words(chunk)
     words = old
     steps: list[ChunkStep | None] = []
-    for reader, number in zip(readers, numbers, strict=True):
-        with files_of(number):
-            step = reader.step(chunk, words) if reader.touches(chunk) else None
+    for version in versions:
+        with version.named():
+            step = version.reader.step(chunk, words) if version.reader.touches(chunk) else None
         steps.append(step)
-        if step is not None and len(readers) > 1:
+        if step is not None and len(versions) > 1:
             words = words.copy() if words is old else words
             step.changes.apply(words)
     return _Folded(chunk, _packed(chunk, old, words, steps), tuple(steps))
@@ -209,17 +185,14 @@ def _net(old: Words, words: Words, taken: Sequence[Changes]) -> Changes:
     return Changes(index, old[index], words[index])
 
 
-def _settle(
-    local: LocalCheckpoint, base: Position, versions: Sequence[Fetched], sums: Sequence[StepSums]
-) -> Position:
-    lanes = unpack_lanes(base.lanes)
-    found = base.root
-    for version, one in zip(versions, sums, strict=True):
-        lanes = one.after(lanes)
+def _settle(local: LocalCheckpoint, versions: Sequence[_Version]) -> Position:
+    lanes, found = unpack_lanes(local.state.position.lanes), ""
+    for version in versions:
+        lanes = version.sums.after(lanes)
         found = root(local.table, lanes)
         if isinstance(version.index, Index):
-            with files_of(version.index.version):
-                _check_version(version.index, local.table, lanes, one, found)
+            with version.named():
+                _check_version(version.index, local.table, lanes, version.sums, found)
     last = versions[-1].index
     epoch = last.epoch if isinstance(last, Index) else 0
     return Position(last.version, last.version_digest, found, epoch, pack_lanes(lanes))
@@ -245,6 +218,8 @@ def prepare(
     local: LocalCheckpoint,
     deltas: Sequence[Delta],
     fetcher: Fetcher,
+    patience: Patience,
+    advance: Advance | None,
     *,
     on_phase: Callable[[str], None],
     on_misfit: Callable[[], None],
@@ -252,49 +227,41 @@ def prepare(
     """Fetches and stages consecutive versions into one journal. Nothing of the checkpoint is written; what
     was fetched is dropped. Raises what fetching or staging raise; `on_misfit` is called before, when verified
     shards do not fit the local words."""
-    indexes = [delta.index for delta in deltas]
-    check_space(local.paths, indexes)
+    check_space(local.paths, [delta.index for delta in deltas])
     on_phase("fetch")
-    fetched = [
-        Fetched(index, DirectoryStore(fetcher.spool.directory(index)), Incoming()) for index in indexes
-    ]
+    fetched = [fetcher.fetched(delta) for delta in deltas]
     try:
-        with _staging(local, fetched) as staging:
-            for delta, one in zip(deltas, fetched, strict=True):
-                with files_of(delta.index.version):
-                    fetcher.fetch(delta, one.incoming)
-            on_phase("stage")
+        with ThreadPoolExecutor(1, thread_name_prefix="stage") as pool:
+            staging = pool.submit(stage, local, fetched)
             try:
-                return _staged(local, fetched, staging)
-            except DamagedFile:
-                on_misfit()
+                for delta, one in zip(deltas, fetched, strict=True):
+                    with files_of(delta.index.version):
+                        fetcher.fetch(delta, one.incoming, patience, advance)
+                on_phase("stage")
+                try:
+                    return _staged(local, fetched, staging)
+                except DamagedFile:
+                    on_misfit()
+                    raise
+            except BaseException as failure:
+                for one in fetched:
+                    one.incoming.fail(failure)
                 raise
     finally:
-        for index in indexes:
-            fetcher.spool.drop(index)
+        for one in fetched:
+            fetcher.drop(one.index)
 
 
-@contextlib.contextmanager
-def _staging(local: LocalCheckpoint, fetched: Sequence[Fetched]) -> Iterator[Future[Staged]]:
-    """Stages in a thread of its own, which ends with the block."""
-    with ThreadPoolExecutor(1, thread_name_prefix="stage") as pool:
-        try:
-            yield pool.submit(stage, local, fetched)
-        except BaseException as failure:
-            for one in fetched:
-                one.incoming.fail(failure)
-            raise
-
-
-def _staged(local: LocalCheckpoint, fetched: Sequence[Fetched], staging: Future[Staged]) -> Staged:
+def _staged(local: LocalCheckpoint, fetched: Sequence[Delta], staging: Future[Staged]) -> Staged:
     """Stages again where a file had to be read twice, even when the result shows no fault: only the digests
     of the index tell forged words from published ones."""
+    restarted = any(one.incoming.restarted for one in fetched)
     try:
         staged = staging.result()
-        if not any(one.incoming.restarted for one in fetched):
+        if not restarted:
             return staged
         drop_journal(local, staged.step)
     except DamagedFile:
-        if not any(one.incoming.restarted for one in fetched):
+        if not restarted:
             raise
     return stage(local, fetched)

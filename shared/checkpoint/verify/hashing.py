@@ -1,22 +1,25 @@
-"""Reading every byte of a local checkpoint: full hashes, and what they say."""
+"""Reading every byte of a local checkpoint, at once or a little at a time, and what that says."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
-from weightcast.shared.base.elements import ByteArray, TensorSpec, TensorTable
-from weightcast.shared.base.errors import NeedsReseed
+from weightcast.shared.base.elements import ByteArray, TensorSpec, TensorTable, Words
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed, RetryLater
 from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.index_records import FileRecord
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, WordsIn
-from weightcast.shared.checkpoint.state.state import Position, unpack_lanes
-from weightcast.shared.digest.checksums import Lanes, LanesArray, hash_bytes, hash_pieces
+from weightcast.shared.checkpoint.state.state import LANES_BYTES, Phase, Position, unpack_lanes
+from weightcast.shared.digest.checksums import ZERO, Lanes, LanesArray, hash_bytes, hash_pieces
 from weightcast.shared.digest.root import root
 from weightcast.shared.files.hf_checkpoint import Place
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
@@ -26,11 +29,27 @@ _RUN = 16 << 20
 
 
 class Readable(Protocol):
-    """A checkpoint's files. `places` in table order."""
+    """Files with tensors. `places` in table order."""
 
     @property
     def places(self) -> Sequence[Place]: ...
     def bytes_at(self, place: Place) -> ByteArray: ...
+
+
+class TensorFiles:
+    """Files with the tensors of `table`, whose bytes a subclass reads. `places` in table order."""
+
+    def __init__(self, table: TensorTable, places: Sequence[Place]) -> None:
+        self.table, self.places = table, places
+
+    def bytes_at(self, place: Place) -> ByteArray:
+        raise NotImplementedError
+
+    def words_in(self, tensor: int, start: int, stop: int) -> Words:
+        """As `bytes_at`; maybe not aligned."""
+        kind, place = self.table[tensor].kind, self.places[tensor]
+        nbytes = (stop - start) * kind.width
+        return self.bytes_at(Place(place.file, place.offset + start * kind.width, nbytes)).view(kind.numpy)
 
 
 class _Run(NamedTuple):
@@ -108,36 +127,48 @@ def _runs_in(
         at += 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HashReport:
-    """What a full hash found. `differing`: names of tensors whose bytes are not the recorded version's."""
+    """Every byte was read. `lanes`: found, to be compared with those of `position`; `began`: unix time."""
 
-    version: int
-    root: str
-    expected_root: str
-    differing: tuple[str, ...]
-    began: float = field(compare=False)
-    """unix time"""
-    lanes: LanesArray = field(repr=False, compare=False)
-    """found"""
+    table: TensorTable
+    position: Position
+    lanes: LanesArray
+    began: float
+
+    @cached_property
+    def root(self) -> str:
+        return root(self.table, self.lanes)
+
+    @cached_property
+    def differing(self) -> tuple[str, ...]:
+        """Names of tensors whose bytes are not the position's."""
+        return tuple(differing(self.table, self.lanes, self.position.lanes))
 
     @property
     def intact(self) -> bool:
-        return not self.differing and self.root == self.expected_root
+        return self.root == self.position.root
+
+    def nearest(self, positions: Iterable[Position]) -> HashReport:
+        """Against the position from which the fewest bytes of tensors differ; the newest of equals."""
+
+        def distance(position: Position) -> tuple[int, int]:
+            return self.table.sizes[_differ(self.lanes, position.lanes)].sum(), -position.version
+
+        return replace(self, position=min(positions, key=distance))
 
 
 def full_hash(
-    local: LocalCheckpoint, *, advance: Advance | None = None, expected: bytes | None = None
+    local: LocalCheckpoint, position: Position | None = None, *, advance: Advance | None = None
 ) -> HashReport:
-    """Hashes all bytes and compares them with the recorded position (or with packed lanes `expected`)."""
-    position, began = local.state.position, time.time()
+    """Reads all bytes. `position`: to compare them with; None: the recorded one."""
+    began = time.time()
     found = hash_tensors(local.table, local, threads=local.threads, advance=advance)
-    names = differing(local.table, found, position.lanes if expected is None else expected)
-    return HashReport(position.version, root(local.table, found), position.root, tuple(names), began, found)
+    return HashReport(local.table, position or local.state.position, found, began)
 
 
 def differing(
-    table: TensorTable, found: LanesArray, expected: bytes, only: NDArray[np.int64] | None = None
+    table: TensorTable, found: LanesArray, expected: bytes, only: Sequence[int] | None = None
 ) -> list[str]:
     """Names of the tensors, or of `only` these, whose lanes are not those `expected` (packed)."""
     differ = np.flatnonzero(_differ(found, expected))
@@ -150,14 +181,23 @@ def _differ(found: LanesArray, expected: bytes) -> NDArray[np.bool_]:
     return differ
 
 
-def nearest(table: TensorTable, found: LanesArray, positions: Sequence[Position]) -> Position:
-    """The position from which the fewest bytes of tensors differ; the first of equals."""
-    return min(positions, key=lambda position: distance_from(table, found, position))
-
-
-def distance_from(table: TensorTable, found: LanesArray, position: Position) -> int:
-    """Bytes of the tensors whose lanes are not the position's."""
-    return int(table.sizes[_differ(found, position.lanes)].sum())
+def proven(
+    record: FileRecord | None, pieces: Iterable[bytes], place: Path | None = None, remedy: str = ""
+) -> Iterator[bytes]:
+    """The pieces of the file `place`; raises DamagedFile after the last one where they are not the record's
+    bytes. None: any bytes."""
+    hasher, size = blake3(), 0
+    for piece in pieces:
+        if record is not None:
+            hasher.update(piece)
+        size += len(piece)
+        yield piece
+    if record is not None and hasher.hexdigest() != record.blake3:
+        raise DamagedFile(
+            f"{place or record.name}: {size} bytes with BLAKE3 {hasher.hexdigest()[:16]}, "
+            f"its index lists {record.blake3[:16]}",
+            remedy=remedy,
+        )
 
 
 class Differs(NeedsReseed):
@@ -177,3 +217,175 @@ class Differs(NeedsReseed):
 
 class Damaged(Differs):
     """Found while engines were to load the bytes, before any of them did."""
+
+
+# -- in the background: a tensor is read in pieces, each under the shared patch lock, and compared at its end.
+# A version or repair that changes it meanwhile makes its reading start over, without pauses the second time
+
+_PIECE_BYTES = 8 << 20
+_MOST_SECONDS = 10.0
+"""of reading at the rate in one turn"""
+
+
+class Credit:
+    """Bytes that may be read: `rate` per second, saved up for some seconds at most. `left`: what its owner
+    has not spent; below 0 after a piece larger than that. Used by one thread."""
+
+    def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.left = 0.0
+        self._rate, self._clock, self._earned = rate, clock, clock()
+
+    def earn(self) -> None:
+        """For the time since the last call."""
+        now = self._clock()
+        self.left = min(self.left + (now - self._earned) * self._rate, _MOST_SECONDS * self._rate)
+        self._earned = now
+
+    def spend(self, nbytes: float) -> None:
+        self.left -= nbytes
+
+
+@dataclass(frozen=True)
+class ScrubStatus:
+    """`done_bytes` of `total_bytes` were read in this pass; `full_pass`: unix time at which the last whole
+    pass began, since when every byte was read; `last_fault`: what it found last."""
+
+    rate: int
+    done_bytes: int = 0
+    total_bytes: int = 0
+    passes: int = 0
+    faults: int = 0
+    full_pass: float | None = None
+    last_fault: str = ""
+    last_fault_at: float | None = None
+
+
+@dataclass
+class _Reading:
+    """Of one tensor: `expected` are its lanes at the position where the reading began, `generation` the
+    state's then; `hurried`: without pauses, as it was started over."""
+
+    tensor: int
+    expected: Lanes
+    generation: int
+    began: float
+    word: int = 0
+    found: Lanes = ZERO
+    hurried: bool = False
+
+
+class Scrub:
+    """Used by the thread that owns the checkpoint. `rate`: bytes per second, at most; 0 reads nothing."""
+
+    def __init__(
+        self,
+        rate: int,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.status = ScrubStatus(rate)
+        self._rate, self._stop, self._now = rate, stop, now
+        self._credit = Credit(rate, clock)
+        self._reading: _Reading | None = None
+        self._next = 0
+        self._began = 0.0
+        self._done = 0
+
+    def turn(self, local: LocalCheckpoint) -> None:
+        """Reads as much as the rate allows since the last turn. Raises Differs, naming the tensor, when one
+        is not what the state says, and NeedsReseed when a file was replaced. Nothing is written but the
+        state's `last_full_hash`, after a whole pass."""
+        self._credit.earn()
+        if self._rate == 0 or local.state.phase is not Phase.CLEAN:
+            return
+        local.check_files()
+        try:
+            while self._may_read() and not self._stop():
+                with local.reading(seconds=0.0):
+                    self._pieces(local)
+        except RetryLater:
+            # somebody patches; the next turn goes on
+            return
+        finally:
+            self.status = replace(self.status, done_bytes=self._done, total_bytes=local.table.nbytes)
+
+    def _may_read(self) -> bool:
+        return self._credit.left > 0 or (self._reading is not None and self._reading.hurried)
+
+    def _pieces(self, local: LocalCheckpoint) -> None:
+        """Small tensors share one taking of the lock."""
+        before = self._credit.left
+        while self._may_read() and before - self._credit.left < _PIECE_BYTES:
+            self._piece(local)
+            if self._next == 0:
+                return
+
+    def _piece(self, local: LocalCheckpoint) -> None:
+        reading = self._current(local)
+        if reading is None:
+            return self._end_pass(local)
+        spec = local.table[reading.tensor]
+        stop = min(reading.word + _PIECE_BYTES // spec.kind.width, spec.words)
+        words = local.words_in(reading.tensor, reading.word, stop)
+        first = reading.word * spec.kind.width // 8
+        reading.found = reading.found.plus(hash_bytes(words.view(np.uint8), first))
+        nbytes = (stop - reading.word) * spec.kind.width
+        reading.word = stop
+        self._credit.spend(nbytes)
+        self._done += nbytes
+        if stop == spec.words:
+            self._end_tensor(local, reading)
+
+    def _current(self, local: LocalCheckpoint) -> _Reading | None:
+        """What is read next; anew where a version changed the tensor meanwhile. None at the end of a pass."""
+        if self._next == 0 and self._reading is None:
+            self._began, self._done = self._now(), 0
+        if self._next >= len(local.table):
+            return None
+        reading = self._reading
+        if reading is None or reading.expected != _lanes_of(local.state.position, self._next):
+            reading = self._begin(local)
+        return reading
+
+    def _begin(self, local: LocalCheckpoint) -> _Reading:
+        """Or over again what was begun."""
+        old = self._reading
+        if old is not None:
+            self._done -= old.word * local.table[old.tensor].kind.width
+        self._reading = _Reading(
+            self._next,
+            _lanes_of(local.state.position, self._next),
+            local.state.generation,
+            local.proofs.clock(),
+            hurried=old is not None,
+        )
+        return self._reading
+
+    def _end_tensor(self, local: LocalCheckpoint, reading: _Reading) -> None:
+        if reading.found != reading.expected and reading.generation != local.state.generation:
+            # a piece that was read may have been repaired since
+            self._begin(local)
+            return
+        self._reading, self._next = None, self._next + 1
+        if reading.found == reading.expected:
+            local.proofs.add(reading.tensor, reading.began)
+            return
+        name, position = local.table[reading.tensor].name, local.state.position
+        message = f"{local.directory}: {name} is no longer that of version {position.version}"
+        faults = self.status.faults + 1
+        self.status = replace(self.status, faults=faults, last_fault=message, last_fault_at=self._now())
+        raise Differs(message, position, (name,), whole=False)
+
+    def _end_pass(self, local: LocalCheckpoint) -> None:
+        self._next = 0
+        self.status = replace(self.status, passes=self.status.passes + 1, full_pass=self._began)
+        # a small checkpoint is read often: once per turn is enough
+        self._credit.left = min(self._credit.left, 0.0)
+        local.save(local.state.but(last_full_hash=self._began))
+
+
+def _lanes_of(position: Position, tensor: int) -> Lanes:
+    (lanes,) = unpack_lanes(position.lanes[tensor * LANES_BYTES : (tensor + 1) * LANES_BYTES]).tolist()
+    return Lanes._make(lanes)

@@ -7,40 +7,43 @@ the chunks that they lie in, and proven by their lanes before the first word is 
 
 from __future__ import annotations
 
-import os
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 
-from weightcast.shared.base.elements import Chunk, Part, Segment, Span, TensorTable, Words, grid
-from weightcast.shared.base.errors import DamagedFile, Stopped, WeightcastError, counted
+from weightcast.shared.base.elements import ByteArray, Chunk, Part, Segment, Span, TensorTable, Words, grid
+from weightcast.shared.base.errors import Stopped, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.delta_reader import open_delta
 from weightcast.shared.channel.index import STEP_ENCODINGS, ForeignIndex, Index
-from weightcast.shared.channel.run_files import BASE_LIMIT, Base, parse_base, write_base
-from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, gather
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.checkpoint.state.state import (
-    EngineState,
     Mark,
     Phase,
     Position,
     Step,
-    lanes_list,
-    read_state,
 )
 from weightcast.shared.checkpoint.update.buffer_reuse import make_room
 from weightcast.shared.checkpoint.update.fetch import Delta
 from weightcast.shared.checkpoint.update.patch import repairable, require_files
-from weightcast.shared.checkpoint.verify.hashing import Differs, differing, full_hash, hash_tensor, nearest
+from weightcast.shared.checkpoint.verify.hashing import (
+    Differs,
+    TensorFiles,
+    differing,
+    full_hash,
+    hash_tensors,
+)
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint, check_table
 from weightcast.shared.files import durable
-from weightcast.shared.files.disk_errors import disk_error, error_text
-from weightcast.shared.files.hf_checkpoint import open_checkpoint
+from weightcast.shared.files.disk_errors import disk_errors, error_text
+from weightcast.shared.files.hf_checkpoint import Place, open_checkpoint
 
 _PIECE = 4 << 20
 """words compared and written at a time; a multiple of 8"""
@@ -94,11 +97,8 @@ class _Cover:
         self._runs[tensor] = joined
 
     def meets(self, span: Span) -> bool:
-        runs = self._runs.get(span.tensor)
-        if runs is None:
-            return False
-        at = bisect_right(runs, (span.stop - 1, span.stop)) - 1
-        return any(start < span.stop and span.start < stop for start, stop in runs[max(at, 0) : at + 2])
+        runs = self._runs.get(span.tensor, ())
+        return any(start < span.stop and span.start < stop for start, stop in runs)
 
     @property
     def tensors(self) -> list[int]:
@@ -116,10 +116,12 @@ def plan_repair(table: TensorTable, way: RepairSource, tensors: Iterable[int]) -
     for tensor in tensors:
         cover.add(tensor, 0, table[tensor].words)
     walks: list[tuple[Chunk, ...]] = []
-    nbytes, grids = 0, _Grids(table)
+    nbytes = 0
+    # neighbouring versions mostly share their split
+    chunks_of = lru_cache(1)(lambda parts: tuple(chunk for part in parts for chunk in grid(table, part)))
     for delta in reversed(way.deltas):
         if isinstance(delta.index, Index) and delta.index.encoding in STEP_ENCODINGS:
-            chunks, size = _step_chunks(grids, delta.index, cover)
+            chunks, size = _step_chunks(chunks_of(delta.index.parts), delta.index, cover)
         else:
             chunks, size = _payload_chunks(table, delta.index, cover)
         for chunk in chunks:
@@ -128,40 +130,19 @@ def plan_repair(table: TensorTable, way: RepairSource, tensors: Iterable[int]) -
         walks.append(chunks)
         nbytes += size
     words = tuple(cover.segments())
-    nbytes += sum((run.stop - run.start) * table[run.tensor].kind.width for run in words)
-    return RepairPlan(way, words, tuple(reversed(walks)), nbytes)
+    return RepairPlan(way, words, tuple(reversed(walks)), nbytes + _words_bytes(table, words))
 
 
-class _Grids:
-    """The grid of the split last asked for: neighbouring versions mostly share theirs."""
-
-    def __init__(self, table: TensorTable) -> None:
-        self._table = table
-        self._parts: tuple[Part, ...] = ()
-        self._chunks: tuple[Chunk, ...] = ()
-
-    def of(self, parts: tuple[Part, ...]) -> tuple[Chunk, ...]:
-        if parts != self._parts:
-            self._chunks = tuple(chunk for part in parts for chunk in grid(self._table, part))
-            self._parts = parts
-        return self._chunks
-
-
-_Share = tuple[tuple[Chunk, ...], int]
-"""chunks, and the bytes of their changes"""
-
-
-def _step_chunks(grids: _Grids, index: Index, cover: _Cover) -> _Share:
+def _step_chunks(chunks: tuple[Chunk, ...], index: Index, cover: _Cover) -> tuple[tuple[Chunk, ...], int]:
+    """And the bytes of their changes. `chunks`: the version's grid."""
     lengths = {record.key: record.length for record in index.chunks}
     found = tuple(
-        chunk
-        for chunk in grids.of(index.parts)
-        if chunk.key in lengths and any(cover.meets(span) for span in chunk.spans)
+        chunk for chunk in chunks if chunk.key in lengths and any(cover.meets(span) for span in chunk.spans)
     )
     return found, sum(lengths[chunk.key] for chunk in found)
 
 
-def _payload_chunks(table: TensorTable, index: AnyDelta, cover: _Cover) -> _Share:
+def _payload_chunks(table: TensorTable, index: AnyDelta, cover: _Cover) -> tuple[tuple[Chunk, ...], int]:
     """Payloads are one per tensor and depend on nothing else: a grid of these tensors alone reads them."""
     named = [tensor for tensor in cover.tensors if table[tensor].name in index.weight_map]
     part = Part(0, tuple(Segment(tensor, 0, table[tensor].words) for tensor in named))
@@ -169,49 +150,30 @@ def _payload_chunks(table: TensorTable, index: AnyDelta, cover: _Cover) -> _Shar
     return tuple(grid(table, part)), size
 
 
-def cheapest(walks: Iterable[RepairPlan]) -> list[RepairPlan]:
-    """Fewest bytes first."""
-    return sorted(walks, key=lambda walk: walk.nbytes)
+class _Scratch(TensorFiles):
+    """Words of some tensors in a sparse file without a name, each tensor at a place of its own. Not mapped: a
+    store into it on a full disk must be an error, not a signal."""
 
+    def __init__(self, directory: Path, table: TensorTable) -> None:
+        offsets = accumulate((-(-spec.nbytes // 8) * 8 for spec in table), initial=0)
+        places = [
+            Place(directory / "repair", at, spec.nbytes) for at, spec in zip(offsets, table, strict=False)
+        ]
+        super().__init__(table, places)
+        self.file = TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
 
-class _Scratch:
-    """Words of some tensors in a sparse file, each tensor at a place of its own. Not mapped: a store into it
-    on a full disk must be an error, not a signal."""
-
-    def __init__(self, path: Path, table: TensorTable) -> None:
-        self._table = table
-        sizes = [-(-spec.nbytes // 8) * 8 for spec in table]
-        self._places = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-        self._path = path
-        path.unlink(missing_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(path, flags, 0o600)
-        # it lives as long as it is open
-        path.unlink()
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def words_in(self, tensor: int, start: int, stop: int) -> Words:
-        kind = self._table[tensor].kind
-        words = np.empty(stop - start, kind.numpy)
-        view = memoryview(words.view(np.uint8))  # type: ignore[arg-type]
-        at = self._places[tensor] + start * kind.width
-        while view:
-            with durable.named(self._path):
-                got = os.preadv(self._fd, [view], at)
-            if not got:
-                raise DamagedFile(f"{self._table[tensor].name} was not built to its end")
-            view, at = view[got:], at + got
-        return words
+    def bytes_at(self, place: Place) -> ByteArray:
+        """Zeros where nothing was put."""
+        data = np.zeros(place.nbytes, np.uint8)
+        with durable.named(place.file):
+            durable.read_at(self.file.fileno(), data.data, place.offset)
+        return data
 
     def put(self, tensor: int, start: int, words: Words) -> None:
-        view = memoryview(np.ascontiguousarray(words).view(np.uint8))  # type: ignore[arg-type]
-        at = self._places[tensor] + start * self._table[tensor].kind.width
-        while view:
-            with durable.named(self._path):
-                done = os.pwrite(self._fd, view, at)
-            view, at = view[done:], at + done
+        place = self.places[tensor]
+        with durable.named(place.file):
+            self.file.seek(place.offset + start * words.itemsize)
+            durable.write_all(self.file.fileno(), np.ascontiguousarray(words).view(np.uint8).data)
 
 
 def repair(
@@ -229,52 +191,52 @@ def repair(
     way leads there."""
     require_files(local)
     began = time.time()
-    damage = _damage(local, advance) if found is None else found
+    damage = found
     if damage is None:
-        return Repaired(local.state.position, (), 0, "")
+        report = full_hash(local, advance=advance).nearest(repairable(local.state))
+        if report.intact:
+            _arrive(local, report.position, hashed=report.began)
+            return Repaired(report.position, (), 0, "")
+        message = f"{local.directory}: other bytes in {counted(len(report.differing), 'tensor')}"
+        damage = Differs(message, report.position, report.differing)
     _note(local, damage)
     failpoint("repair.noted", local.directory)
     tensors = [local.table.numbers[name] for name in damage.tensors]
-    try:
-        scratch = _Scratch(local.paths.spool / "repair", local.table)
-    except OSError as error:
-        raise disk_error(error, local.paths.spool) from error
-    try:
+    with disk_errors(local.paths.spool):
+        scratch = _Scratch(local.paths.spool, local.table)
+    with scratch.file:
         walk = _build(local, scratch, damage, ways(damage.position), tensors, advance)
         failpoint("repair.built", local.directory)
-        words = sum(_put(local, scratch, tensor) for tensor in tensors)
-    finally:
-        scratch.close()
+        words = 0
+        for tensor in tensors:
+            for start, stop in _pieces(0, local.table[tensor].words):
+                right = scratch.words_in(tensor, start, stop)
+                here = local.words_in(tensor, start, stop)
+                wrong = np.flatnonzero(right != here)
+                here[wrong] = right[wrong]
+                words += len(wrong)
     failpoint("repair.written", local.directory)
-    _settle(local, damage, tensors, began)
+    names = _wrong(local, tensors, damage.position)
+    if names:
+        raise Differs(f"{local.directory}: {', '.join(names[:3])} cannot be written", damage.position, names)
+    require_files(local)
+    _arrive(local, damage.position, hashed=began if damage.whole else None)
     return Repaired(damage.position, damage.tensors, words, str(walk.way.directory), walk.nbytes)
-
-
-def _damage(local: LocalCheckpoint, advance: Advance | None) -> Differs | None:
-    """None, and state `clean`, when the bytes are a version that the state knows."""
-    report = full_hash(local, advance=advance)
-    position = nearest(local.table, report.lanes, repairable(local.state))
-    names = differing(local.table, report.lanes, position.lanes)
-    if names or report.root != position.root:
-        return Differs(f"{local.directory}: other bytes in {counted(len(names), 'tensor')}", position, names)
-    _arrive(local, position, hashed=report.began)
-    return None
 
 
 def _note(local: LocalCheckpoint, damage: Differs) -> None:
     """Before a word is written: the position meant is durable, and no engine counts as serving it."""
     reason = f"the local checkpoint was damaged in {counted(len(damage.tensors), 'tensor')} when it was read"
-    engines = {name: _doubted(engine, reason) for name, engine in local.state.engines.items()}
+    engines = {
+        name: replace(engine, mark=Mark.SUSPECT, reason=reason) if engine.mark is Mark.SERVED else engine
+        for name, engine in local.state.engines.items()
+    }
     local.save(local.state.but(phase=Phase.DIRTY, engines=engines, undo=_way_back(local)))
 
 
 def _way_back(local: LocalCheckpoint) -> tuple[Step, ...]:
     """No journal counts in another boot than that of the state that names it."""
     return local.state.undo if local.state.host.same_boot(local.host) else ()
-
-
-def _doubted(engine: EngineState, reason: str) -> EngineState:
-    return replace(engine, mark=Mark.SUSPECT, reason=reason) if engine.mark is Mark.SERVED else engine
 
 
 def _arrive(local: LocalCheckpoint, position: Position, *, hashed: float | None) -> None:
@@ -304,13 +266,13 @@ def _build(
     advance: Advance | None,
 ) -> RepairPlan:
     """What led there. What a way brought is proven before it counts."""
-    lanes = lanes_list(damage.position.lanes)
     reasons = []
-    for walk in cheapest([plan_repair(local.table, way, tensors) for way in ways]):
+    walks = [plan_repair(local.table, way, tensors) for way in ways]
+    for walk in sorted(walks, key=lambda walk: walk.nbytes):
         try:
-            _check_room(local, walk)
+            make_room(local.paths, _words_bytes(local.table, walk.words), "repairing")
             _follow(local.table, scratch, walk, advance)
-            wrong = [t for t in tensors if hash_tensor(local.table[t], t, scratch.words_in) != lanes[t]]
+            wrong = _wrong(scratch, tensors, damage.position)
         except Stopped:
             raise
         except (WeightcastError, OSError) as error:
@@ -318,7 +280,7 @@ def _build(
             continue
         if not wrong:
             return walk
-        reasons.append(f"{walk.way.directory} gives other bytes of {local.table[wrong[0]].name}")
+        reasons.append(f"{walk.way.directory} gives other bytes of {wrong[0]}")
     raise Differs(
         f"{local.directory}: {counted(len(tensors), 'tensor')} cannot be repaired: "
         f"{'; '.join(reasons) or 'no base or anchor leads to this version'}",
@@ -327,9 +289,13 @@ def _build(
     )
 
 
-def _check_room(local: LocalCheckpoint, walk: RepairPlan) -> None:
-    wanted = sum((run.stop - run.start) * local.table[run.tensor].kind.width for run in walk.words)
-    make_room(local.paths, wanted, "repairing")
+def _wrong(read: LocalCheckpoint | _Scratch, tensors: Sequence[int], position: Position) -> list[str]:
+    """Names of those tensors that are not the position's."""
+    return differing(read.table, hash_tensors(read.table, read, only=tensors), position.lanes, only=tensors)
+
+
+def _words_bytes(table: TensorTable, runs: Iterable[Segment]) -> int:
+    return sum((run.stop - run.start) * table[run.tensor].kind.width for run in runs)
 
 
 def _follow(table: TensorTable, scratch: _Scratch, walk: RepairPlan, advance: Advance | None) -> None:
@@ -344,19 +310,14 @@ def _follow(table: TensorTable, scratch: _Scratch, walk: RepairPlan, advance: Ad
                 scratch.put(run.tensor, start, full.words_in(run.tensor, start, stop))
                 if advance is not None:
                     advance((stop - start) * table[run.tensor].kind.width)
+    # shards are read where they are: every chunk has a checksum and sums, and lanes prove the outcome
     for delta, chunks in zip(walk.way.deltas, walk.chunks, strict=True):
-        _step(table, scratch, delta, chunks)
-
-
-def _step(table: TensorTable, scratch: _Scratch, delta: Delta, chunks: Sequence[Chunk]) -> None:
-    """Shards are read where they lie: every chunk has a checksum and sums of its own, and the outcome is
-    proven by the tensors' lanes."""
-    reader = open_delta(_as_payloads(delta.index), table, delta.files)
-    for chunk in chunks:
-        words = gather(chunk, scratch.words_in)
-        reader.step(chunk, words).changes.apply(words)
-        for span in chunk.spans:
-            scratch.put(span.tensor, span.start, words[span.offset : span.offset + span.words])
+        reader = open_delta(_as_payloads(delta.index), table, delta.files)
+        for chunk in chunks:
+            words = gather(chunk, scratch.words_in)
+            reader.step(chunk, words).changes.apply(words)
+            for span in chunk.spans:
+                scratch.put(span.tensor, span.start, words[span.offset : span.offset + span.words])
 
 
 def _as_payloads(index: AnyDelta) -> AnyDelta:
@@ -368,39 +329,6 @@ def _as_payloads(index: AnyDelta) -> AnyDelta:
     )
 
 
-def _put(local: LocalCheckpoint, scratch: _Scratch, tensor: int) -> int:
-    """Writes the words of a tensor that differ; returns how many."""
-    written = 0
-    for start, stop in _pieces(0, local.table[tensor].words):
-        right, here = scratch.words_in(tensor, start, stop), local.words_in(tensor, start, stop)
-        wrong = np.flatnonzero(right != here)
-        here[wrong] = right[wrong]
-        written += len(wrong)
-    return written
-
-
 def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
     for at in range(start, stop, _PIECE):
         yield at, min(at + _PIECE, stop)
-
-
-def _settle(local: LocalCheckpoint, damage: Differs, tensors: Sequence[int], began: float) -> None:
-    """The repaired bytes are read once more before the state records them."""
-    lanes = lanes_list(damage.position.lanes)
-    wrong = [t for t in tensors if hash_tensor(local.table[t], t, local.words_in) != lanes[t]]
-    if wrong:
-        names = [local.table[tensor].name for tensor in wrong]
-        raise Differs(f"{local.directory}: {', '.join(names[:3])} cannot be written", damage.position, names)
-    require_files(local)
-    _arrive(local, damage.position, hashed=began if damage.whole else None)
-
-
-def restore_base(paths: LocalPaths, base: Base) -> None:
-    """Writes base.json of a local checkpoint of this run that lost its own. The caller owns it."""
-    state = read_state(paths.state)
-    if state is None or state.foreign or state.run_id != base.run_id:
-        return
-    try:
-        parse_base(durable.read_file(paths.base, BASE_LIMIT))
-    except (DamagedFile, FileNotFoundError):
-        durable.replace(paths.base, write_base(base))

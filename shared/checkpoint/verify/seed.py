@@ -11,14 +11,12 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from blake3 import blake3
-
-from weightcast.shared.base.elements import ByteArray, TensorTable, Words
+from weightcast.shared.base.elements import ByteArray, TensorTable
 from weightcast.shared.base.errors import (
     MEND_CHANNEL,
     DamagedFile,
@@ -41,10 +39,10 @@ from weightcast.shared.checkpoint.state.state import (
     write_state,
 )
 from weightcast.shared.checkpoint.update.buffer_reuse import make_room
-from weightcast.shared.checkpoint.verify.hashing import differing, hash_tensors
+from weightcast.shared.checkpoint.verify.hashing import TensorFiles, differing, hash_tensors, proven
 from weightcast.shared.digest.root import root
 from weightcast.shared.files import durable
-from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.files.disk_errors import disk_errors
 from weightcast.shared.files.hf_checkpoint import WEIGHT_INDEX, Checkpoint, Place, index_for_copy
 from weightcast.shared.files.mapping import LeasedFile, is_open_elsewhere
 from weightcast.shared.files.paths import exists, is_file, is_link
@@ -63,25 +61,34 @@ class SeedSource:
 
     checkpoint: Checkpoint
     position: Position
-    run_id: str
     base: Base
     foreign: bool = False
     anchor: Index | None = None
 
-    @property
-    def digests(self) -> Mapping[str, str] | None:
-        """BLAKE3 hex by name of the files that may be taken; None: all, as they are."""
+    @cached_property
+    def listed(self) -> Mapping[str, FileRecord] | None:
+        """Files that may be taken, by name; None: all, as they are."""
         if self.anchor is None:
             return None
-        listed = (*self.anchor.files, *self.anchor.side_files)
-        return {file.name: file.blake3 for file in listed} | {INDEX_NAME: self.anchor.digest}
+        index = FileRecord(INDEX_NAME, -1, self.anchor.digest)
+        return {file.name: file for file in (*self.anchor.files, *self.anchor.side_files, index)}
 
     @cached_property
     def beside(self) -> Mapping[str, Path]:
         """Side files that are copied, by name: config, tokenizer, code; not the index."""
-        digests = self.digests
         files = side_files(self.checkpoint).files
-        return {name: path for name, path in files.items() if digests is None or name in digests}
+        return {name: path for name, path in files.items() if self.listed is None or name in self.listed}
+
+    @property
+    def small_files(self) -> Mapping[str, Path]:
+        """Side files by name, the weights' index included."""
+        index = self.checkpoint.index_file
+        return self.beside if index is None else {**self.beside, index.name: index}
+
+    def pieces(self, name: str, path: Path) -> Iterator[bytes]:
+        """Of a file, proven by its record: lanes, compared before, do not protect against forgery."""
+        record = None if self.listed is None else self.listed[name]
+        return proven(record, durable.pieces_of(path, block_bytes=_BLOCK), path, MEND_CHANNEL)
 
     @property
     def local_base(self) -> Base:
@@ -108,11 +115,11 @@ def seed(
     Raises WrongRun when the source is not what the channel describes (nothing is written then), RetryLater
     when the disk is full.
     """
-    check_source(source, threads=threads, advance=advance)
+    _check_source(source, threads, advance)
     _check_room(paths, source)
     state = _seeding_state(source, keep)
     failpoint("seed.checked", paths.directory)
-    with _errors_of(paths):
+    with disk_errors(paths.directory):
         durable.replace(paths.base, write_base(source.local_base))
         write_state(paths.state, state)
         _copy_files(paths, source, advance)
@@ -133,51 +140,43 @@ def seed(
 
 
 def _seeding_state(source: SeedSource, keep: LocalState | None) -> LocalState:
-    state = LocalState(
-        run_id=source.run_id,
+    old = LocalState("", source.position, generation=-1) if keep is None else keep
+    return LocalState(
+        run_id=source.base.run_id,
         position=source.position,
         phase=Phase.SEEDING,
-        epoch=source.position.epoch,
+        generation=old.generation + 1,
+        epoch=old.followed(source.position),
         host=Boot.here(),
         foreign=source.foreign,
-    )
-    if keep is None:
-        return state
-    return state.but(
-        generation=keep.generation + 1,
-        epoch=keep.followed(source.position),
-        engines=keep.engines,
-        blocked=keep.blocked,
+        engines=old.engines,
+        blocked=old.blocked,
     )
 
 
-def check_source(source: SeedSource, *, threads: int = 1, advance: Advance | None = None) -> None:
+def _check_source(source: SeedSource, threads: int, advance: Advance | None) -> None:
     """Tensors, then config and tokenizer files, then all bytes against `source.position`. Raises WrongRun,
     and DamagedFile where an anchor is the source: nobody gave it."""
     try:
-        _check_source(source, threads, advance)
+        where = source.checkpoint.directory
+        check_table(where, source.checkpoint.table, source.base.table)
+        _check_listed(source)
+        # a release that did not know of side files may have written the anchor
+        expected = source.base.all_files if source.anchor is None else source.base.files
+        check_other_files(where, source.beside, expected)
+        with ReadCheckpoint(source.checkpoint) as read:
+            found = hash_tensors(source.base.table, read, threads=threads, advance=advance)
+        if root(source.base.table, found) != source.position.root:
+            names = differing(source.base.table, found, source.position.lanes)
+            raise WrongRun(
+                f"{where}: {counted(len(names), 'tensor')} with other bytes than version "
+                f"{source.position.version}: {', '.join(names[:3])}",
+                remedy="give the checkpoint that the channel was made from",
+            )
     except WrongRun as error:
         if source.anchor is None:
             raise
         raise DamagedFile(error.message, remedy=MEND_CHANNEL) from error
-
-
-def _check_source(source: SeedSource, threads: int, advance: Advance | None) -> None:
-    where = source.checkpoint.directory
-    check_table(where, source.checkpoint.table, source.base.table)
-    _check_listed(source)
-    # a release that did not know of side files may have written the anchor
-    expected = source.base.all_files if source.anchor is None else source.base.files
-    check_other_files(where, source.beside, expected)
-    with ReadCheckpoint(source.checkpoint) as read:
-        found = hash_tensors(source.base.table, read, threads=threads, advance=advance)
-    if root(source.base.table, found) != source.position.root:
-        names = differing(source.base.table, found, source.position.lanes)
-        raise WrongRun(
-            f"{where}: {counted(len(names), 'tensor')} with other bytes than version "
-            f"{source.position.version}: {', '.join(names[:3])}",
-            remedy="give the checkpoint that the channel was made from",
-        )
 
 
 def _check_listed(source: SeedSource) -> None:
@@ -185,12 +184,12 @@ def _check_listed(source: SeedSource) -> None:
         return
     listed = {file.name: file.size for file in source.anchor.files}
     for path in source.checkpoint.weight_files:
+        size = path.stat().st_size
         if path.name not in listed:
             raise DamagedFile(f"{path} is not listed in the anchor's index", remedy=MEND_CHANNEL)
-        if path.stat().st_size != listed[path.name]:
+        if size != listed[path.name]:
             raise DamagedFile(
-                f"{path} has {path.stat().st_size} bytes, its index lists {listed[path.name]}",
-                remedy=MEND_CHANNEL,
+                f"{path} has {size} bytes, its index lists {listed[path.name]}", remedy=MEND_CHANNEL
             )
 
 
@@ -237,11 +236,13 @@ def check_other_files(where: Path, found: Mapping[str, Path], expected: Sequence
             )
 
 
-class ReadCheckpoint:
-    """A checkpoint's files open for one pass. A concurrent writer is an error then, not a SIGBUS."""
+class ReadCheckpoint(TensorFiles):
+    """A checkpoint's files open for one pass. A concurrent writer is an error then, not a SIGBUS. What is
+    read is not to be kept for longer than a few seconds. RetryLater when a file has become shorter than its
+    header says."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+        super().__init__(checkpoint.table, checkpoint.places)
         self._files: dict[Path, LeasedFile] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -259,20 +260,7 @@ class ReadCheckpoint:
         while self._files:
             self._files.popitem()[1].close()
 
-    @property
-    def places(self) -> Sequence[Place]:
-        return self._checkpoint.places
-
-    def words_in(self, tensor: int, start: int, stop: int) -> Words:
-        """Not to be kept for longer than a few seconds, and maybe not aligned. Raises RetryLater when the
-        file has become shorter than its header says."""
-        spec, place = self._checkpoint.table[tensor], self._checkpoint.places[tensor]
-        width = spec.kind.width
-        there = Place(place.file, place.offset + start * width, (stop - start) * width)
-        return self.bytes_at(there).view(spec.kind.numpy)
-
     def bytes_at(self, place: Place) -> ByteArray:
-        """As `words_in`."""
         return self._files[place.file].view(place.offset, place.nbytes)
 
 
@@ -306,7 +294,7 @@ def _given_back(stray: Path, device: int) -> int:
 
 def _strays(paths: LocalPaths, source: SeedSource) -> list[Path]:
     """Of an earlier run, or of full weights in other files: engines would read them."""
-    wanted = {path.name for path in source.checkpoint.weight_files} | _small_files(source).keys()
+    wanted = {path.name for path in source.checkpoint.weight_files} | source.small_files.keys()
     return [
         path
         for path in paths.directory.iterdir()
@@ -314,106 +302,45 @@ def _strays(paths: LocalPaths, source: SeedSource) -> list[Path]:
     ]
 
 
-def _small_files(source: SeedSource) -> dict[str, Path]:
-    """Side files by name, the weights' index included."""
-    index = source.checkpoint.index_file
-    return dict(source.beside) if index is None else {**source.beside, index.name: index}
-
-
-@contextmanager
-def _errors_of(paths: LocalPaths) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise disk_error(error, paths.directory) from error
-
-
 def _copy_files(paths: LocalPaths, source: SeedSource, advance: Advance | None) -> None:
-    checkpoint, digests = source.checkpoint, source.digests
+    checkpoint = source.checkpoint
     for stray in _strays(paths, source):
         stray.unlink()
         failpoint("seed.stray", stray)
-    for name, path in _small_files(source).items():
-        durable.replace(durable.make_within(paths.directory, name), _proven(path, name, digests))
+    for name, path in source.small_files.items():
+        durable.replace(durable.make_within(paths.directory, name), source.pieces(name, path))
     index = index_for_copy(checkpoint)
     if index is not None:
         durable.replace(paths.directory / WEIGHT_INDEX, index)
     for path in checkpoint.weight_files:
         # the room that one file gives back may be what another one needs
-        _cut(paths.directory / path.name, path.stat().st_size)
+        target = paths.directory / path.name
+        if exists(target) and target.stat().st_size > path.stat().st_size:
+            os.truncate(target, path.stat().st_size)
     for path in checkpoint.weight_files:
-        hasher = None if digests is None else blake3()
-        _copy_into(path, paths.directory / path.name, hasher, advance)
-        _check_digest(path, path.name, hasher, digests)
+        _copy_into(paths.directory / path.name, path.stat().st_size, source.pieces(path.name, path), advance)
     durable.sync_directory(paths.directory)
 
 
-def _cut(target: Path, size: int) -> None:
-    """To at most `size` bytes, where there is such a file."""
-    if exists(target) and target.stat().st_size > size:
-        os.truncate(target, size)
-
-
-def _proven(path: Path, name: str, digests: Mapping[str, str] | None) -> Iterator[bytes]:
-    hasher = blake3()
-    for piece in durable.pieces_of(path):
-        hasher.update(piece)
-        yield piece
-    _check_digest(path, name, hasher, digests)
-
-
-def _check_digest(path: Path, name: str, read: blake3 | None, digests: Mapping[str, str] | None) -> None:
-    """Of the copied bytes: lanes, compared before, do not protect against forgery."""
-    if read is not None and digests is not None and read.hexdigest() != digests[name]:
-        raise DamagedFile(f"{path} is not the file that its index lists", remedy=MEND_CHANNEL)
-
-
-def _copy_into(source: Path, target: Path, hasher: blake3 | None, advance: Advance | None) -> None:
-    """Copies into the same inode if there is one, every byte written, so that a later store through a mapping
-    never needs a new block."""
-    read = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+def _copy_into(target: Path, size: int, pieces: Iterator[bytes], advance: Advance | None) -> None:
+    """Into the same inode if there is one, every byte written, so that a later store through a mapping never
+    needs a new block."""
+    fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        write = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            with durable.named(target):
-                _copy_all(read, source, write, target, hasher, advance)
-        finally:
-            os.close(write)
+        with durable.named(target):
+            os.ftruncate(fd, size)
+            if size:
+                os.posix_fallocate(fd, 0, size)
+            failpoint("seed.allocated", target)
+            for piece in pieces:
+                durable.write_all(fd, piece)
+                if advance is not None:
+                    advance(len(piece))
+            failpoint("seed.copied", target)
+            os.fsync(fd)
+        failpoint("seed.synced", target)
     finally:
-        os.close(read)
-
-
-def _copy_all(
-    read: int, source: Path, write: int, target: Path, hasher: blake3 | None, advance: Advance | None
-) -> None:
-    size = os.fstat(read).st_size
-    os.ftruncate(write, size)
-    if size:
-        os.posix_fallocate(write, 0, size)
-    failpoint("seed.allocated", target)
-    at = 0
-    while block := _read_block(read, source, at):
-        at += _write_block(write, block, at)
-        if hasher is not None:
-            hasher.update(block)
-        if advance is not None:
-            advance(len(block))
-    failpoint("seed.copied", target)
-    os.fsync(write)
-    failpoint("seed.synced", target)
-
-
-def _read_block(fd: int, source: Path, at: int) -> bytes:
-    with durable.named(source):
-        return os.pread(fd, _BLOCK, at)
-
-
-def _write_block(fd: int, block: bytes, at: int) -> int:
-    view = memoryview(block)
-    done = 0
-    while done < len(block):
-        done += os.pwrite(fd, view[done:], at + done)
-    return done
+        os.close(fd)
 
 
 def describe(
