@@ -13,7 +13,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,8 @@ from blake3 import blake3
 from weightcast.shared.base.elements import BLOCK_WORDS, ByteArray, Chunk, TensorTable, Words
 from weightcast.shared.base.errors import Linked, NeedsReseed, Refused, RetryLater
 from weightcast.shared.base.failpoints import failpoint
-from weightcast.shared.channel.run_files import BASE_LIMIT, Base, parse_base
+from weightcast.shared.channel.index_records import FileRecord
+from weightcast.shared.channel.run_files import BASE_LIMIT, Base, parse_base, write_base
 from weightcast.shared.checkpoint.state.locks import FileLock, Wait, holder, owner_text
 from weightcast.shared.checkpoint.state.state import (
     LANES_BYTES,
@@ -42,10 +43,9 @@ from weightcast.shared.files.hf_checkpoint import (
     file_identity,
     open_checkpoint,
     run_of,
-    surplus_weights,
 )
 from weightcast.shared.files.mapping import populate, ready_to_write, unshare_blocks
-from weightcast.shared.files.paths import exists, is_directory, is_file, is_link
+from weightcast.shared.files.paths import exists, is_directory, is_file, is_link, matching
 from weightcast.shared.files.probes import LOCAL_NEEDS, require
 from weightcast.shared.files.system import file_system, taken_bytes
 from weightcast.shared.kernels.parallel import scratch
@@ -242,6 +242,12 @@ class LocalCheckpoint:
         write_state(self.paths.state, state)
         self.state = state
 
+    def list_side_files(self, listed: tuple[FileRecord, ...] | None) -> None:
+        """In base.json, durable."""
+        if listed != self.base.side_files:
+            self.base = replace(self.base, side_files=listed)
+            durable.replace(self.paths.base, write_base(self.base))
+
     def check_files(self) -> None:
         """Raises NeedsReseed when a path no longer leads to the file that is mapped, or what says where its
         tensors lie is another than when it was opened."""
@@ -258,10 +264,13 @@ class LocalCheckpoint:
     def check_alone(self) -> None:
         """Raises RetryLater when weights lie here that are none of the checkpoint's: engines read every
         safetensors file that they find."""
-        for surplus in surplus_weights(self.checkpoint, [record.name for record in self.base.all_files]):
-            raise RetryLater(
-                f"{surplus} is not part of the checkpoint, but engines would load it", remedy="remove it"
-            )
+        known = {path.name for path in self.checkpoint.weight_files}
+        known |= {record.name for record in self.base.all_files}
+        for path in matching(self.directory, "[!.]*.safetensors"):
+            if path.name not in known:
+                raise RetryLater(
+                    f"{path} is not part of the checkpoint, but engines would load it", remedy="remove it"
+                )
 
     def file_identities(self) -> tuple[FileIdentity, ...]:
         """Of the weight files."""

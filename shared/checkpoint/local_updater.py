@@ -14,11 +14,11 @@ from pathlib import Path
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.directory_store import directory_of, open_store
-from weightcast.shared.channel.index import ForeignIndex, Index
+from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import BASE_JSON, CHANNEL_JSON, Pointer
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.channel.store import Address, Store
+from weightcast.shared.channel.store import Address
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, own
 from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.state.side_files import SideFiles
@@ -32,7 +32,6 @@ from weightcast.shared.checkpoint.update.fetch import (
     Patience,
     Prefetch,
     PreRead,
-    ignore,
 )
 from weightcast.shared.checkpoint.update.plan import Patch, Plan, Refuse, Relabel, Seed, Stay
 from weightcast.shared.checkpoint.update.sources import (
@@ -63,7 +62,7 @@ class UpdaterOptions:
     on_phase: OnPhase = lambda phase: None
     wait: Callable[[float], None] = time.sleep
     """between two looks for a file that is not visible yet; may raise to give up"""
-    on_wait: OnWait = ignore
+    on_wait: OnWait = lambda awaited: None
     carries: bool = True
     """put the config files that versions carry in place; a publisher keeps the base's"""
     before_replay: Callable[[LocalCheckpoint], None] = lambda local: None
@@ -97,11 +96,6 @@ class LocalUpdater:
         """the generation whose bytes were all read and matched"""
         self._damage: Differs | None = None
         """what the last reading of all bytes found, until it is repaired or seeded over"""
-
-    @property
-    def channel_dir(self) -> Path:
-        """Of a channel in a directory. Raises Refused for others."""
-        return directory_of(self.store)
 
     @property
     def state(self) -> LocalState | None:
@@ -165,10 +159,6 @@ class LocalUpdater:
             # the next load recovers what this one did not
             self.release()
             raise
-
-    def _note(self, index: Index | ForeignIndex, files: Store) -> None:
-        position = None if self.local is None else self.local.state.position
-        self.side_files.note(position, index, files, self.options.visible_seconds)
 
     def _settle(self, local: LocalCheckpoint) -> None:
         """Where this fails engines read nothing: the next load repeats it."""
@@ -325,7 +315,7 @@ class LocalUpdater:
     def seed(self, channel: Channel, route: Route, plan: Seed, advance: Advance | None = None) -> None:
         """Copies full weights. The caller does not hold the patch lock."""
         with self.damaged_sources.full_weights(plan.version):
-            directory = full_weights(route, plan.version, self.base_dir)
+            directory = full_weights(route, plan.version, self.base_dir, self.paths.spool)
         if plan.version > 0 and not channel.foreign and self.options.pre_read is not None:
             self.options.pre_read(plan.version, directory)
         with self.damaged_sources.full_weights(plan.version):
@@ -348,7 +338,8 @@ class LocalUpdater:
         with self.damaged_sources.delta(route.leads_from):
             deltas = [route.delta(version) for version in leg]
             self._fetcher.drop_others([delta.index for delta in deltas])
-            self._note(deltas[-1].index, route.files(leg[-1]))
+            position = None if self.local is None else self.local.state.position
+            self.side_files.note(position, deltas[-1].index, route.files(leg[-1]))
             return prepare(
                 self._require(),
                 deltas,
@@ -407,7 +398,7 @@ class LocalUpdater:
         if isinstance(index, Index):
             here = local.state.position
             position = replace(here, version=index.version, digest=index.digest, epoch=index.epoch)
-            self._note(index, route.files(index.version))
+            self.side_files.note(here, index, route.files(index.version))
             patching.relabel(local, position)
             self._settle(local)
 

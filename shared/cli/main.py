@@ -7,8 +7,10 @@ typer takes to start (`plain`).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +23,6 @@ from weightcast.shared.cli.output import Output, leave, steady_streams, unwritte
 from weightcast.shared.daemon.environment import unknown_variables
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import printable
-from weightcast.shared.files.system import raise_limit
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -37,6 +38,9 @@ _COLLECTED = (50_000, 20, 100)
 """objects made before the collector looks for cycles, and how often it looks further: several 100,000 tensors
 are millions of tuples, no cycles, and would be gone through many times per version"""
 
+_MOST_FILES = 1 << 20
+"""where the hard limit is higher or infinite: some programs close all files up to their limit"""
+
 
 class Interrupted(WeightcastError):
     """Ctrl-C."""
@@ -44,11 +48,20 @@ class Interrupted(WeightcastError):
     exit_code = 130
 
 
+def _raise_limit() -> None:
+    """Sets this process's soft limit of open files to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Console entry point. Exit codes: docs of `weightcast.shared.base.errors`, and 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     gc.set_threshold(*_COLLECTED)
-    raise_limit()
+    _raise_limit()
     if os.getpid() == 1:
         # the first process of a container gets no signal that it does not handle; some verbs will
         signal.signal(signal.SIGTERM, _terminated)

@@ -20,7 +20,7 @@ from weightcast.shared.channel.signing import Trust
 from weightcast.shared.daemon.environment import PREFIX, hide_queries, is_host, is_token
 from weightcast.shared.daemon.threads import MEMORY_BUDGET
 from weightcast.shared.files.disk_errors import disk_error
-from weightcast.shared.files.paths import at_home, is_utf8
+from weightcast.shared.files.paths import at_home
 
 PUBLISHER_PORT = 8340
 SUBSCRIBER_PORT = 8341
@@ -130,7 +130,8 @@ class ServiceSettings(BaseSettings):
     def _name_paths_in_utf8(cls, value: object) -> object:
         """Every path is shown in JSON, and some are passed to engines."""
         for path in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(path, Path) and not is_utf8(str(path.absolute())):
+            # bytes that are no text cannot be sent
+            if isinstance(path, Path) and any(0xD800 <= ord(c) < 0xE000 for c in str(path.absolute())):
                 raise ValueError(
                     "the path is not UTF-8: it cannot be passed to engines or shown in the status"
                 )

@@ -134,16 +134,6 @@ def read_at(fd: int, buffer: memoryview, offset: int) -> int:
     return done
 
 
-def sync_file(path: Path) -> None:
-    """Raises OSError when earlier writes to the file could not be made durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        with named(path, "fsync"):
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def sync_directory(path: Path) -> None:
     sync_directory_alone(path)
     failpoint("directory.synced", path)

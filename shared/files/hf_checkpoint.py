@@ -181,16 +181,6 @@ def index_for_copy(checkpoint: Checkpoint) -> bytes | None:
     return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode()
 
 
-def surplus_weights(checkpoint: Checkpoint, known: Iterable[str] = ()) -> Iterator[Path]:
-    """Safetensors files that lie in the directory now and are neither the checkpoint's nor `known`."""
-    own = {path.name for path in checkpoint.weight_files} | set(known)
-    with os.scandir(checkpoint.directory) as scan:
-        names = sorted(entry.name for entry in scan)
-    for name in names:
-        if name.endswith(".safetensors") and not name.startswith(".") and name not in own:
-            yield checkpoint.directory / name
-
-
 def _regular_files(directory: Path, follow_links: bool) -> list[str]:
     """Sorted names. Hidden files belong to tools, not to the checkpoint."""
     with os.scandir(directory) as scan:

@@ -49,11 +49,6 @@ def at_home(path: Path) -> Path:
     return Path(os.path.expanduser(text)) if text == "~" or text.startswith("~/") else path
 
 
-def is_utf8(path: str) -> bool:
-    """Whether a path of the operating system, whose bytes may be any, is text that can be sent."""
-    return not any(0xD800 <= ord(c) < 0xE000 for c in path)
-
-
 def printable(text: str) -> str:
     """`text` with control characters written as escapes: a file name may hold terminal sequences."""
     if text.isprintable():

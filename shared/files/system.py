@@ -1,16 +1,13 @@
-"""Facts of the system: boot, mounts, space, limits."""
+"""Facts of the system: boot, mounts, space."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcast.shared.files.disk_errors import NoRoom
 from weightcast.shared.files.paths import is_directory
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -105,26 +102,3 @@ def nearest_directory(path: Path) -> Path:
     while not is_directory(path):
         path = path.parent
     return path
-
-
-def require_free(directory: Path, nbytes: int, work: str) -> None:
-    """Before anything is written. Raises NoRoom when `work` needs more than there is, and OSError."""
-    free = space_of(directory).free_bytes
-    if free < nbytes:
-        raise NoRoom(
-            f"{directory}: {free / (1 << 20):.1f} MiB free, {work} needs {nbytes / (1 << 20):.1f} MiB",
-            remedy="free space on the local disk; nothing was changed",
-        )
-
-
-_MOST = 1 << 20
-"""where the hard limit is higher or infinite: some programs close all files up to their limit"""
-
-
-def raise_limit() -> None:
-    """Sets this process's soft limit to the hard one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -38,7 +38,7 @@ def host(tmp_path: Path) -> Iterator[LocalUpdater]:
 
 
 def staged(updater: LocalUpdater) -> tuple[LocalCheckpoint, Staged]:
-    channel = Channel.open(updater.channel_dir)
+    channel = Channel.open(updater.store)
     updater.own()
     updater.load(channel)
     pointer = channel.pointer()

@@ -120,14 +120,6 @@ def test_read_file_takes_regular_files_only(tmp_path: Path) -> None:
     assert durable.read_file(tmp_path / "link", 10, follow_links=True) == b"abc"
 
 
-def test_sync_of_files_and_directories(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"abc")
-    durable.sync_file(tmp_path / "f")
-    durable.sync_directory(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        durable.sync_file(tmp_path / "absent")
-
-
 def test_a_file_of_another_size_than_it_says_is_read_again_and_refused() -> None:
     """As on a network file system with stale attributes; /proc says 0 bytes of all its files."""
     with pytest.raises(RetryLater, match="changes while it is read"):

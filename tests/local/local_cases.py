@@ -84,7 +84,7 @@ def following(
 
 def step_to(updater: LocalUpdater, version: int) -> None:
     """One attempt to bring the local checkpoint to a version of its channel."""
-    channel = Channel.open(updater.channel_dir)
+    channel = Channel.open(updater.store)
     updater.load(channel)
     pointer = channel.pointer()
     assert pointer is not None
@@ -108,7 +108,7 @@ def apply(updater: LocalUpdater, channel: Channel, route: Route, legs: tuple[tup
 
 def staged(updater: LocalUpdater, version: int) -> Staged:
     """The first leg from where it lies to `version`. Nothing of it is written."""
-    channel = Channel.open(updater.channel_dir)
+    channel = Channel.open(updater.store)
     pointer = channel.pointer()
     assert pointer is not None
     route = updater.route(channel, pointer, version, exact=True)
@@ -117,11 +117,11 @@ def staged(updater: LocalUpdater, version: int) -> Staged:
 
 
 def catch_up(updater: LocalUpdater) -> None:
-    updater.update_to(Channel.open(updater.channel_dir))
+    updater.update_to(Channel.open(updater.store))
 
 
 def patch_keeping_undo(updater: LocalUpdater, version: int) -> None:
-    channel = Channel.open(updater.channel_dir)
+    channel = Channel.open(updater.store)
     updater.load(channel)
     pointer = channel.pointer()
     assert pointer is not None and updater.local is not None

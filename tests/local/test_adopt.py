@@ -45,7 +45,7 @@ def garble(run: Run, data: bytes = b"{") -> None:
 
 
 def adopt(updater: LocalUpdater) -> bool:
-    return updater.recover_state(Channel.open(updater.channel_dir))
+    return updater.recover_state(Channel.open(updater.store))
 
 
 @pytest.mark.parametrize("data", GARBLED)

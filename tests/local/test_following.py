@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from errno import EIO
 from pathlib import Path
@@ -33,7 +34,9 @@ from local_cases import (
 
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.memory_store import MemoryStore
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 
@@ -458,3 +461,18 @@ def test_the_field_s_state_is_taken_away_and_its_lock_held(run: Run, local: Path
     with FileLock(room / "lock").holding(), pytest.raises(RetryLater), opened.patching(seconds=0.05):
         pass
     opened.close()
+
+
+# a channel that is not in a directory
+
+
+def test_an_anchor_that_cannot_be_mapped_is_streamed(tmp_path: Path) -> None:
+    run, store, local = make_run(tmp_path / "run", 3, anchor_every=2), MemoryStore(), tmp_path / "local"
+    for path in run.channel.rglob("*"):
+        if path.is_file():
+            store.create(path.relative_to(run.channel).as_posix(), path.read_bytes())
+    with contextlib.closing(LocalUpdater(store, local, None)) as updater:
+        updater.update_to(Channel.open(store))
+        assert updater.local is not None and full_hash(updater.local).intact
+    assert read_checkpoint(local) == bytes_of(run.models[3])
+    assert list((local / ".weightcast/spool").iterdir()) == []

@@ -137,7 +137,7 @@ def test_what_was_fetched_ahead_is_not_read_again(run: Run, tmp_path: Path) -> N
     try:
         step_to(updater, 1)
         updater.fetch_ahead(1)
-        updater._finish_prefetch()
+        updater._stop_prefetch(finish=True)
         shutil.rmtree(channel / "weight_v000003")
         shard_of_2 = channel / shard(run, 2).relative_to(run.channel)
         shard_of_2.unlink()

@@ -90,7 +90,7 @@ def test_a_host_seeded_from_the_base_has_all_files(run: Run, local: Path) -> Non
         assert (updater.side_files.missing, updater.side_files.left_behind) == ((), LEFT)
     assert there(local) == SIDE
     assert not (local / LEFT[0]).exists()
-    assert inspect(local).faults == ()
+    assert inspect(local).faults == []
 
 
 def test_a_host_that_joins_by_an_anchor_has_all_files(run: Run, local: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_local_checkpoint_of_an_older_release_is_completed(run: Run, local: Pa
         catch_up(updater)
         assert updater.side_files.missing == ()
     assert there(local) == SIDE
-    assert inspect(local).faults == ()
+    assert inspect(local).faults == []
 
 
 def test_a_channel_of_an_older_release_still_gives_whole_hosts(older: Run, local: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_channel_of_an_older_release_still_gives_whole_hosts(older: Run, local
         assert updater.side_files.missing == () and not updater.side_files.lists_too_few
     assert there(local) == SIDE
     assert read_checkpoint(local) == bytes_of(older.latest)
-    assert inspect(local).faults == ()
+    assert inspect(local).faults == []
 
 
 def test_an_older_release_on_both_sides_is_completed_from_the_base_alone(older: Run, local: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_kill_between_two_files_is_finished_by_the_next_start(run: Run, local:
         assert updater.side_files.missing == ()
     assert there(local) == SIDE
     assert read_checkpoint(local) == bytes_of(run.latest)
-    assert inspect(local).faults == ()
+    assert inspect(local).faults == []
 
 
 def _die_at_rename(number: int) -> None:

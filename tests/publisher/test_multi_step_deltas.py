@@ -65,7 +65,7 @@ def host_at(place: Place, version: int) -> Iterator[LocalUpdater]:
 
 
 def move(updater: LocalUpdater, version: int) -> Route:
-    channel = Channel.open(updater.channel_dir)
+    channel = Channel.open(updater.store)
     updater.load(channel)
     pointer = channel.pointer() or Pointer(0)
     route = updater.route(channel, pointer, version, exact=True)

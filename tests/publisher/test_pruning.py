@@ -75,7 +75,7 @@ def host(place: Place, name: str, version: int, base: bool = True) -> Iterator[L
 
 
 def catches_up(updater: LocalUpdater, model: Model) -> None:
-    updater.update_to(Channel.open(updater.channel_dir))
+    updater.update_to(Channel.open(updater.store))
     assert read_checkpoint(updater.paths.directory) == bytes_of(model)
 
 

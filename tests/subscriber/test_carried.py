@@ -93,7 +93,7 @@ def run(site: Site) -> Carrying:
 def settled(run: Carrying, host: Host, version: int) -> None:
     assert host.at(run, version)
     assert files_of(host.local) == run.expected[version]
-    assert inspect(host.local).faults == ()
+    assert inspect(host.local).faults == []
     require_loadable(host.local)
 
 

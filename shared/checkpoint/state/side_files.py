@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import CARRIED, ForeignIndex, Index, file_record
 from weightcast.shared.channel.index_records import FileRecord, carried_records, write_file_records
-from weightcast.shared.channel.run_files import Base, write_base
+from weightcast.shared.channel.run_files import Base
 from weightcast.shared.channel.store import Store, pieces_of
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.state import Position
@@ -178,9 +177,9 @@ class SideFiles:
         known = local.base.side_files
         if channel is not None and channel.base is not None and channel.base.side_files is not None:
             listed = _by_name(known or ()) | _by_name(channel.base.side_files)
-            _list(local, tuple(listed.values()))
+            local.list_side_files(tuple(listed.values()))
         elif known is None and base is not None:
-            _list(local, _found(local.base, base))
+            local.list_side_files(_found(local.base, base))
         wanted = [record for record in local.base.all_files if not is_file(local.directory / record.name)]
         self.missing = tuple(
             record.name
@@ -203,22 +202,24 @@ class SideFiles:
             pointer = channel.pointer()
             index = pointer and channel.index(pointer, position.version, channel.base.table)
             if pointer is not None and isinstance(index, Index) and index.version_digest == position.digest:
-                self.note(position, index, channel.version(pointer, index.version), 0.0)
+                self.note(position, index, channel.version(pointer, index.version), waits=False)
 
-    def note(self, here: Position | None, index: Index | ForeignIndex, files: Store, seconds: float) -> None:
+    def note(
+        self, here: Position | None, index: Index | ForeignIndex, files: Store, *, waits: bool = True
+    ) -> None:
         """Fetches and remembers what a version carries, before the local checkpoint moves there from `here`.
-        Raises NotThere or DamagedFile for what is missing or damaged after `seconds`."""
+        Raises NotThere or DamagedFile for what is missing or damaged, and does not appear or heal in time."""
         sets = self.sets()
         if not isinstance(index, Index) or not self._carries:
             return
         digest, records = index.version_digest, index.carried
         if sets.get(digest) == records or not (sets or records):
             return
-        deadline = replace(self._patience, seconds=seconds).begin()
+        patience = self._patience.begin() if waits else Patience()
         for record in records:
             if not exists(self._paths.carried / record.blake3):
                 place = files.place(f"{CARRIED}/{record.name}")
-                deadline.retry(index.version, place, partial(self._fetch, index.version, files, record))
+                patience.retry(index.version, place, partial(self._fetch, index.version, files, record))
         if here is not None:
             sets.setdefault(here.digest, ())
         sets.pop(digest, None)
@@ -253,12 +254,6 @@ def _found(run: Base, base: Checkpoint) -> tuple[FileRecord, ...] | None:
             files = side_files(base).files
             return tuple(file_record(path, name) for name, path in files.items() if name not in known)
     return None
-
-
-def _list(local: LocalCheckpoint, listed: tuple[FileRecord, ...] | None) -> None:
-    if listed != local.base.side_files:
-        local.base = replace(local.base, side_files=listed)
-        durable.replace(local.paths.base, write_base(local.base))
 
 
 def _let_read(path: Path, local: LocalCheckpoint) -> None:

@@ -17,8 +17,9 @@ from io import BufferedWriter
 from pathlib import Path
 
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
+from weightcast.shared.files.disk_errors import NoRoom
 from weightcast.shared.files.paths import exists, is_directory, matching
-from weightcast.shared.files.system import file_system, require_free, space_of, taken_bytes
+from weightcast.shared.files.system import file_system, space_of, taken_bytes
 
 _LOOKS = 16
 """places at which a file is asked for, to see whether it is in memory"""
@@ -143,7 +144,13 @@ def begin(path: Path, spare: Path, end: int = 0) -> BufferedWriter:
 
 
 def make_room(paths: LocalPaths, nbytes: int, work: str) -> None:
-    """As `require_free`; spares go first."""
+    """Before anything is written. Spares go first. Raises NoRoom when `work` needs more than there is, and
+    OSError."""
     if space_of(paths.room).free_bytes < nbytes:
         drop(paths)
-    require_free(paths.room, nbytes, work)
+    free = space_of(paths.room).free_bytes
+    if free < nbytes:
+        raise NoRoom(
+            f"{paths.room}: {free / (1 << 20):.1f} MiB free, {work} needs {nbytes / (1 << 20):.1f} MiB",
+            remedy="free space on the local disk; nothing was changed",
+        )

@@ -53,10 +53,6 @@ PreRead = Callable[[int, Path], None]
 """Called with version and channel directory before the version's files are read."""
 
 
-def ignore(awaited: Awaited | None) -> None:
-    pass
-
-
 class NotThere(RetryLater):
     """A file that an index names did not appear in time, or is gone."""
 
@@ -76,7 +72,7 @@ class Patience:
 
     seconds: float = 0.0
     wait: Callable[[float], None] = time.sleep
-    on_wait: OnWait = ignore
+    on_wait: OnWait = lambda awaited: None
     began: float = 0.0
 
     def begin(self) -> Patience:

@@ -15,29 +15,38 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, TensorTable, Words
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.checkpoint.update import buffer_reuse as spares
 from weightcast.shared.checkpoint.update.journal_records import (
+    FACTS,
     HEAD,
-    BadRecordError,
+    MASKED,
+    WHOLE,
     Packed,
     PackedRecord,
     Record,
-    compare_and_swap,
-    compare_and_swap_many,
     pack_record,
-    parse_head,
-    unpacked,
 )
 from weightcast.shared.files.durable import named, open_regular
 from weightcast.shared.files.strict_json import Members, parse_object
-from weightcast.shared.kernels.constants import Begin, at_once
+from weightcast.shared.kernels.constants import (
+    Begin,
+    at_once,
+    check_masks,
+    exchange_at,
+    places_under,
+    unpack_gaps,
+    unpack_many_gaps,
+)
+from weightcast.shared.kernels.load import kernels
 from weightcast.shared.kernels.parallel import scratch
 
 _MAGIC = b"wcjrnl1\n"
@@ -46,6 +55,8 @@ _HEADER_LIMIT = 64 << 10
 _FOOTER_TENSOR = 0xFFFFFFFF
 _HEADS = 16 << 10
 """bytes that are read for a head: those of the next short records lie in them"""
+_PIECE = 256 << 10
+"""bytes of a stretch that are compared, written and read back while a core's cache holds them"""
 
 
 @dataclass(frozen=True)
@@ -215,10 +226,21 @@ class JournalReader:
     def _head(self, head: bytes, offset: int, end: int) -> PackedRecord:
         if len(head) != HEAD.size:
             raise self._bad("ends early")
-        try:
-            record = parse_head(head, self._table, offset + HEAD.size)
-        except BadRecordError as error:
-            raise self._bad(str(error)) from error
+        tensor, width, first, changes, more, checksum = HEAD.unpack(head)
+        own_width, words = self._table.forms[tensor] if tensor < len(self._table) else (0, 0)
+        if width != own_width or changes == 0:
+            raise self._bad("record of no tensor")
+        masked = more - MASKED if more >= MASKED else 0
+        whole = more - WHOLE if MASKED > more >= WHOLE else 0
+        escapes = more if more < WHOLE else 0
+        stretch = whole or masked
+        if first >= words or stretch > words - first:
+            raise self._bad("record past the end of its tensor")
+        if changes > (stretch if more >= WHOLE else words) or escapes > changes:
+            raise self._bad("record longer than its tensor")
+        checksum ^= xxhash.xxh3_64_intdigest(head[: FACTS.size])
+        at = offset + HEAD.size
+        record = PackedRecord(tensor, width, first, changes, escapes, whole, masked, checksum, at)
         if record.offset + record.size > end:
             raise self._bad("ends early")
         return record
@@ -230,11 +252,25 @@ class JournalReader:
         `begin` is called with the stretch of `words` that the record covers, and how many of it will change.
         Returns the first word that is none of those expected (`again`: or already written); some before it
         are written then. Raises DamagedFile with nothing of the record written. Safe in any thread."""
-        payload, back = self._payload(record), way is Direction.BACK
-        try:
-            return compare_and_swap(record, payload, words, begin, back=back, again=again)
-        except BadRecordError as error:
-            raise self._bad(str(error)) from error
+        places = self._split(record, self._bytes(record.offset, record.size))
+        before, after = places.ways(words.dtype, way)
+        if record.whole:
+            stretch = words[record.first : record.first + record.whole]
+            begin(stretch, record.changes)
+            change = _exchange_again if again else kernels().exchange_all
+            place = change(stretch, before, after)
+            return None if place is None else record.first + place
+        failed: int | None
+        with self._named():
+            if record.masked:
+                failed = kernels().exchange_masked(
+                    words, record.first, record.masked, places.masks, before, after, again=again, begin=begin
+                )
+            else:
+                failed = kernels().exchange_packed(
+                    words, record.first, places.gaps, places.escapes, before, after, again=again, begin=begin
+                )
+        return failed
 
     def compare_and_swap_many(
         self,
@@ -246,25 +282,38 @@ class JournalReader:
         again: bool,
         begin: Begin = at_once,
     ) -> tuple[PackedRecord, int] | None:
-        """As `compare_and_swap`, of lists near each other, in the order of the journal; `places` as in
-        `journal_records.compare_and_swap_many`. Returns the record and the unexpected word; then nothing is
-        written."""
+        """As `compare_and_swap`, of short lists near each other, in the order of the journal, at once: a
+        model may have several 100,000 small tensors. `places`: where each record's tensor begins in `words`,
+        and how many words it has. Nothing is written where a word is unexpected; returns its record and its
+        number."""
         start, stop = records[0].offset, records[-1].offset + records[-1].size
         room = self._bytes(start, stop - start)
-        payloads = [room[one.offset - start : one.offset - start + one.size] for one in records]
-        for record, payload in zip(records, payloads, strict=True):
-            self._check(record, payload)
-        try:
-            return compare_and_swap_many(
-                records, payloads, words, places, begin, back=way is Direction.BACK, again=again
-            )
-        except BadRecordError as error:
-            raise self._bad(str(error)) from error
+        found = [
+            self._split(one, room[one.offset - start : one.offset - start + one.size]) for one in records
+        ]
+        joined = _Payload(*map(np.concatenate, zip(*found, strict=True)))
+        facts = ((one.changes, one.escapes, one.first) for one in records)
+        rows = ((*one, *place) for one, place in zip(facts, places, strict=True))
+        columns = zip(*rows, strict=True)
+        counts, escaped, firsts, homes, limits = (np.array(column, np.int64) for column in columns)
+        index = unpack_many_gaps(firsts, counts, joined.gaps, escaped, joined.escapes)
+        if index is None or (index[np.cumsum(counts) - 1] >= limits).any():
+            raise self._bad("record with changes out of order, or past the end")
+        index += np.repeat(homes, counts)
+        begin(words[index.min() : index.max() + 1], len(index))
+        wrong = exchange_at(words, index, *joined.ways(words.dtype, way), again=again)
+        if wrong is None:
+            return None
+        number = int(np.searchsorted(np.cumsum(counts), wrong, side="right"))
+        return records[number], int(index[wrong] - homes[number])
 
-    def _payload(self, record: PackedRecord) -> ByteArray:
-        room = self._bytes(record.offset, record.size)
-        self._check(record, room)
-        return room
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """For kernels, which say what is wrong with a record."""
+        try:
+            yield
+        except ValueError as error:
+            raise self._bad(f"record with {error}") from error
 
     def _bytes(self, offset: int, size: int) -> ByteArray:
         """In this thread's scratch."""
@@ -273,9 +322,12 @@ class JournalReader:
             raise self._bad("ends early")
         return room
 
-    def _check(self, record: PackedRecord, payload: ByteArray) -> None:
+    def _split(self, record: PackedRecord, payload: ByteArray) -> _Payload:
         if xxhash.xxh3_64_intdigest(payload.data) != record.checksum:
             raise self._bad("record damaged")
+        listed, places = record.changes if record.listed else record.places, record.places
+        words = places + record.width * record.words
+        return _Payload(payload[:listed], payload[listed:places], payload[places:words], payload[words:])
 
     def records(self) -> Iterator[Record]:
         return map(self.at, self.packed())
@@ -283,10 +335,62 @@ class JournalReader:
     def at(self, record: PackedRecord) -> Record:
         """Safe in any thread."""
         spec = self._table[record.tensor]
-        try:
-            found = unpacked(record, self._payload(record), spec.kind)
-        except BadRecordError as error:
-            raise self._bad(str(error)) from error
-        if found.index[-1] >= spec.words:
+        places = self._split(record, self._bytes(record.offset, record.size))
+        old, new = places.ways(spec.kind.numpy, Direction.FORWARD)
+        if record.whole:
+            changed = np.flatnonzero(old != new)
+            if len(changed) != record.changes:
+                raise self._bad(f"record with {len(changed)} changes where {record.changes} should be")
+            index = changed.astype(np.uint64) + np.uint64(record.first)
+            return Record(record.tensor, index, old[changed], new[changed])
+        if record.masked:
+            with self._named():
+                check_masks(record.masked, places.masks, record.changes)
+            index = places_under(places.masks).astype(np.uint64) + np.uint64(record.first)
+        else:
+            reached = unpack_gaps(record.first, places.gaps, places.escapes)
+            if reached is None:
+                raise self._bad("record out of order, or past the end of its tensor")
+            index = reached.astype(np.uint64)
+        if index[-1] >= spec.words:
             raise self._bad("record out of order, or past the end of its tensor")
-        return found
+        return Record(record.tensor, index, old.copy(), new.copy())
+
+
+class _Payload(NamedTuple):
+    """Bytes of a record: what says where its words are, then its words."""
+
+    gaps: ByteArray
+    """of a list"""
+    escape_bytes: ByteArray
+    old: ByteArray
+    new: ByteArray
+
+    @property
+    def escapes(self) -> NDArray[np.uint32]:
+        return self.escape_bytes.view("<u4")
+
+    @property
+    def masks(self) -> NDArray[np.uint64]:
+        """In place of gaps."""
+        return self.gaps.view("<u8")
+
+    def ways(self, kind: np.dtype[Any], way: Direction) -> tuple[Words, Words]:
+        """What is expected, and what is written."""
+        old, new = self.old.view(kind), self.new.view(kind)
+        return (new, old) if way is Direction.BACK else (old, new)
+
+
+def _exchange_again(words: Words, before: Words, after: Words) -> int | None:
+    """The first word that is not the expected one. By bytes: a copy that was killed may have ended within a
+    word, so that any byte may be from either side; all words are hashed after it."""
+    target, expected, wanted = (array.view(np.uint8) for array in (words, before, after))
+    for start in range(0, len(target), _PIECE):
+        here, old, new = (each[start : start + _PIECE] for each in (target, expected, wanted))
+        wrong = (here != old) & (here != new)
+        if not wrong.any():
+            here[:] = new
+            wrong = here != new
+        if wrong.any():
+            return (start + int(wrong.argmax())) // words.itemsize
+    return None

@@ -13,33 +13,23 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from weightcast.shared.base.elements import ByteArray, Chunk, TensorTable, WordKind, Words
+from weightcast.shared.base.elements import Chunk, Words
 from weightcast.shared.codec.changes import Changes, worth_masks
-from weightcast.shared.kernels.constants import (
-    Begin,
-    check_masks,
-    exchange_at,
-    places_under,
-    unpack_gaps,
-    unpack_many_gaps,
-)
 from weightcast.shared.kernels.load import kernels
 
 Pieces = Sequence[bytes | memoryview]
 
 HEAD = struct.Struct("<IIQIIQ")
-"""tensor, word width, first word, changes, escapes or `_WHOLE` or `_MASKED` and a length, checksum"""
-_FACTS = struct.Struct("<IIQII")
+"""tensor, word width, first word, changes, escapes or `WHOLE` or `MASKED` and a length, checksum"""
+FACTS = struct.Struct("<IIQII")
 """a head without its checksum: xxh3-64 of the payload, xor that of these bytes"""
-_WHOLE = 1 << 31
-_MASKED = 3 << 30
+WHOLE = 1 << 31
+MASKED = 3 << 30
 _WORTH_MASKS = 1 << 12
 """words per span, on the average of a chunk, from which its changes stay under masks: short lists are
 exchanged many at once"""
 _FEW = 16
 """records whose buffers are written as they are; more are joined first"""
-_PIECE = 256 << 10
-"""bytes of a stretch that are compared, written and read back while a core's cache holds them"""
 
 
 @dataclass(frozen=True)
@@ -102,13 +92,6 @@ def _mask_bytes(words: int) -> int:
     return -(-words // 64) * 8
 
 
-class BadRecordError(ValueError):
-    """A record is none of this table's, or its payload is damaged."""
-
-
-# -- packing
-
-
 def pack_record(record: Record) -> Packed:
     near = (record.index - record.index[0]).astype(np.uint32)
     bounds = [0, len(near)]
@@ -147,7 +130,7 @@ def _pack_masked(chunk: Chunk, masks: NDArray[np.uint64], changes: Changes) -> P
             yield count, (_bytes_of(bits), _bytes_of(changes.old[here]), _bytes_of(changes.new[here]))
             found += count
 
-    return _stretches(chunk, _MASKED, pieces())
+    return _stretches(chunk, MASKED, pieces())
 
 
 def pack_whole(chunk: Chunk, old: Words, new: Words, counts: Sequence[int] | None = None) -> Packed:
@@ -157,7 +140,7 @@ def pack_whole(chunk: Chunk, old: Words, new: Words, counts: Sequence[int] | Non
     if counts is None:
         counts = [int(np.count_nonzero(old[here] != new[here])) for here in heres]
     pieces = [(_bytes_of(old[here]), _bytes_of(new[here])) for here in heres]
-    return _stretches(chunk, _WHOLE, zip(counts, pieces, strict=True))
+    return _stretches(chunk, WHOLE, zip(counts, pieces, strict=True))
 
 
 def _stretches(chunk: Chunk, form: int, spans: Iterable[tuple[int, Pieces]]) -> Packed:
@@ -208,7 +191,7 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
 
 
 def _head(tensor: int, width: int, first: int, changes: int, more: int, payload: Pieces) -> bytes:
-    facts = _FACTS.pack(tensor, width, first, changes, more)
+    facts = FACTS.pack(tensor, width, first, changes, more)
     checksum = _checksum(payload) ^ xxhash.xxh3_64_intdigest(facts)
     return facts + checksum.to_bytes(8, "little")
 
@@ -220,147 +203,3 @@ def _checksum(pieces: Pieces) -> int:
     for piece in pieces:
         state.update(piece)
     return int(state.intdigest())
-
-
-# -- reading
-
-
-def parse_head(head: bytes, table: TensorTable, offset: int) -> PackedRecord:
-    """`offset`: of the payload. Raises BadRecordError."""
-    tensor, width, first, changes, more, checksum = HEAD.unpack(head)
-    if tensor >= len(table):
-        raise BadRecordError("record of no tensor")
-    own_width, words = table.forms[tensor]
-    if width != own_width or changes == 0:
-        raise BadRecordError("record of no tensor")
-    escapes, whole, masked = _of_form(more)
-    stretch = whole or masked
-    if first >= words or stretch > words - first:
-        raise BadRecordError("record past the end of its tensor")
-    if changes > (stretch if more >= _WHOLE else words) or escapes > changes:
-        raise BadRecordError("record longer than its tensor")
-    checksum ^= xxhash.xxh3_64_intdigest(head[: _FACTS.size])
-    return PackedRecord(tensor, width, first, changes, escapes, whole, masked, checksum, offset)
-
-
-def _of_form(more: int) -> tuple[int, int, int]:
-    """Escapes; words that are all there; words under a mask."""
-    if more >= _MASKED:
-        return 0, 0, more - _MASKED
-    return (0, more - _WHOLE, 0) if more >= _WHOLE else (more, 0, 0)
-
-
-def _split(record: PackedRecord, payload: ByteArray) -> tuple[ByteArray, ByteArray, ByteArray, ByteArray]:
-    """Gaps or masks, escapes, old words, new words."""
-    listed, places = record.changes if record.listed else record.places, record.places
-    words = places + record.width * record.words
-    return payload[:listed], payload[listed:places], payload[places:words], payload[words:]
-
-
-def unpacked(record: PackedRecord, payload: ByteArray, kind: WordKind) -> Record:
-    """In memory of its own. Raises BadRecordError."""
-    where, escapes, *both = _split(record, payload)
-    old, new = (one.view(kind.numpy) for one in both)
-    if record.whole:
-        index = np.flatnonzero(old != new)
-        if len(index) != record.changes:
-            raise BadRecordError(f"record with {len(index)} changes where {record.changes} should be")
-        places = index.astype(np.uint64) + np.uint64(record.first)
-        return Record(record.tensor, places, old[index], new[index])
-    if record.masked:
-        masks = where.view("<u8")
-        try:
-            check_masks(record.masked, masks, record.changes)
-        except ValueError as error:
-            raise BadRecordError(f"record with {error}") from error
-        places = places_under(masks).astype(np.uint64) + np.uint64(record.first)
-        return Record(record.tensor, places, old.copy(), new.copy())
-    reached = unpack_gaps(record.first, where, escapes.view("<u4"))
-    if reached is None:
-        raise BadRecordError("record out of order, or past the end of its tensor")
-    return Record(record.tensor, reached.astype(np.uint64), old.copy(), new.copy())
-
-
-def compare_and_swap(
-    record: PackedRecord,
-    payload: ByteArray,
-    words: Words,
-    begin: Begin,
-    *,
-    back: bool,
-    again: bool,
-) -> int | None:
-    """As `JournalReader.compare_and_swap`. Raises BadRecordError with nothing written."""
-    where, escapes, old, new = _split(record, payload)
-    before, after = _ways(old, new, words.dtype, back)
-    if record.whole:
-        stretch = words[record.first : record.first + record.whole]
-        begin(stretch, record.changes)
-        change = _exchange_again if again else kernels().exchange_all
-        place = change(stretch, before, after)
-        return None if place is None else record.first + place
-    try:
-        failed: int | None
-        if record.masked:
-            masks = where.view("<u8")
-            failed = kernels().exchange_masked(
-                words, record.first, record.masked, masks, before, after, again=again, begin=begin
-            )
-        else:
-            failed = kernels().exchange_packed(
-                words, record.first, where, escapes.view("<u4"), before, after, again=again, begin=begin
-            )
-    except ValueError as error:
-        raise BadRecordError(f"record with {error}") from error
-    return failed
-
-
-def _ways(old: ByteArray, new: ByteArray, kind: np.dtype[Any], back: bool) -> tuple[Words, Words]:
-    """What is expected, and what is written."""
-    return (new.view(kind), old.view(kind)) if back else (old.view(kind), new.view(kind))
-
-
-def compare_and_swap_many(
-    records: Sequence[PackedRecord],
-    payloads: Sequence[ByteArray],
-    words: Words,
-    places: Sequence[tuple[int, int]],
-    begin: Begin,
-    *,
-    back: bool,
-    again: bool,
-) -> tuple[PackedRecord, int] | None:
-    """As `compare_and_swap`, of many short lists at once: a model may have several 100,000 small tensors.
-    `places`: where each record's tensor begins in `words`, and how many words it has. Nothing is written
-    where a word is unexpected; returns its record and its number."""
-    pieces = zip(*map(_split, records, payloads), strict=True)
-    gaps, escapes, old, new = map(np.concatenate, pieces)
-    facts = ((one.changes, one.escapes, one.first) for one in records)
-    rows = ((*one, *place) for one, place in zip(facts, places, strict=True))
-    columns = zip(*rows, strict=True)
-    counts, escaped, firsts, homes, limits = (np.array(column, np.int64) for column in columns)
-    index = unpack_many_gaps(firsts, counts, gaps, escaped, escapes.view("<u4"))
-    if index is None or (index[np.cumsum(counts) - 1] >= limits).any():
-        raise BadRecordError("record with changes out of order, or past the end")
-    index += np.repeat(homes, counts)
-    begin(words[index.min() : index.max() + 1], len(index))
-    wrong = exchange_at(words, index, *_ways(old, new, words.dtype, back), again=again)
-    if wrong is None:
-        return None
-    number = int(np.searchsorted(np.cumsum(counts), wrong, side="right"))
-    return records[number], int(index[wrong] - homes[number])
-
-
-def _exchange_again(words: Words, before: Words, after: Words) -> int | None:
-    """The first word that is not the expected one. By bytes: a copy that was killed may have ended within a
-    word, so that any byte may be from either side; all words are hashed after it."""
-    target, expected, wanted = (array.view(np.uint8) for array in (words, before, after))
-    for start in range(0, len(target), _PIECE):
-        here, old, new = (each[start : start + _PIECE] for each in (target, expected, wanted))
-        wrong = (here != old) & (here != new)
-        if not wrong.any():
-            here[:] = new
-            wrong = here != new
-        if wrong.any():
-            return (start + int(wrong.argmax())) // words.itemsize
-    return None

@@ -23,10 +23,10 @@ from weightcast.shared.base.errors import (
 )
 from weightcast.shared.channel.chain import AnyIndex
 from weightcast.shared.channel.channel import Channel, FullVersion
-from weightcast.shared.channel.directory_store import directory_of
+from weightcast.shared.channel.directory_store import directory_of, mounted
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.channel.layout import Pointer
-from weightcast.shared.channel.store import Store
+from weightcast.shared.channel.store import Store, joined, pieces_of
 from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position, pack_lanes
 from weightcast.shared.checkpoint.update.fetch import Delta, NotThere, Patience
 from weightcast.shared.checkpoint.update.plan import (
@@ -46,6 +46,7 @@ from weightcast.shared.checkpoint.update.plan import (
 from weightcast.shared.checkpoint.update.stage import BadDelta
 from weightcast.shared.checkpoint.verify.repair import RepairSource
 from weightcast.shared.checkpoint.verify.seed import SeedSource, describe, start_of
+from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.files.hf_checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.files.side_files import check_pointers
@@ -254,17 +255,29 @@ def base_digest(channel: Channel, base: Path | None) -> str | None:
     return "" if channel.base is None else channel.base.digest
 
 
-def full_weights(route: Route, version: int, base: Path | None) -> Path:
-    """The directory with the full weights of a version that the plan of `route` seeds from. Raises Refused
-    for a channel that is not in a directory: its files cannot be mapped."""
+def full_weights(route: Route, version: int, base: Path | None, spool: Path | None = None) -> Path:
+    """The directory with the full weights of a version that the plan of `route` seeds from: its files are
+    mapped. From a channel that is not in a directory they are streamed into `spool`; None: Refused."""
     if version == 0:
         if base is None:
             raise Refused("the base checkpoint is unknown", remedy="give --base")
         return base
     index = _main_index(route, version)
-    if isinstance(index, FullVersion) or (isinstance(index, Index) and index.kind == "anchor"):
-        return directory_of(route.files(version))
-    return directory_of(route.channel.anchor_files(version))
+    is_full = isinstance(index, FullVersion) or (isinstance(index, Index) and index.kind == "anchor")
+    files = route.files(version) if is_full else route.channel.anchor_files(version)
+    if spool is None or mounted(files) is not None:
+        return directory_of(files)
+    return _streamed(files, spool / f"full-{version}")
+
+
+def _streamed(files: Store, target: Path, prefix: str = "") -> Path:
+    for entry in files.list(prefix):
+        key = joined(prefix, entry.name)
+        if entry.kind == "directory":
+            _streamed(files, target, key)
+        else:
+            durable.replace(durable.make_within(target, key), pieces_of(files, key), sync=False)
+    return target
 
 
 def _main_index(route: Route, version: int) -> AnyIndex | None:
