@@ -22,8 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'from weightcast.shared.codec.warm_up import warm_up; warm_up()'
 	@touch $(STAMP)
 
+# More workers than two cores have work for: many tests wait for time-outs.
 test: install
-	$(BIN)/python -m pytest -q -n 2 --dist loadscope
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal
 
 # Real engines, in environments of their own (3.4 GB each). Full: more of its starts, and with both releases.
 ENGINES := .venv-vllm

@@ -22,8 +22,8 @@ from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import ChunkKey, Part
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel import pins
+from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import parse_index, write_index
-from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.signing import (
     Statement,
     Trust,
@@ -102,19 +102,19 @@ def _queue(data: bytes) -> object:
 
 def _attempt(data: bytes) -> object:
     placed("meeting/weight_v000002.parts/1-aa/open.json", data)
-    return find_attempt(Layout(ROOT / "meeting"), 5, Rank(1, 2), 1, time.monotonic(), set())
+    return find_attempt(DirectoryStore(ROOT / "meeting"), 5, Rank(1, 2), 1, time.monotonic(), set())
 
 
 def _draft(data: bytes) -> object:
     path = placed("drafts/part-00001.json", data)
     placed("drafts/sums-00001.json", _SUMS)
     placed("drafts/sent-00001.json", _SENT)
-    return collect_parts(path.parent, ATTEMPT, DIVISION, TABLE, time.monotonic())
+    return collect_parts(DirectoryStore(path.parent), ATTEMPT, DIVISION, TABLE, time.monotonic())
 
 
 def _failure(data: bytes) -> object:
     path = placed("failures/part-00001.failed.json", data)
-    return collect_parts(path.parent, ATTEMPT, DIVISION, TABLE, time.monotonic())
+    return collect_parts(DirectoryStore(path.parent), ATTEMPT, DIVISION, TABLE, time.monotonic())
 
 
 def _checkpoint(data: bytes) -> object:
@@ -125,7 +125,7 @@ def _checkpoint(data: bytes) -> object:
 
 def _failure_example() -> bytes:
     directory = placed("example/.keep", b"").parent
-    leave_failure(directory, 1, Refused("no room"), True)
+    leave_failure(DirectoryStore(directory), 1, Refused("no room"), True)
     return next(directory.glob("*.failed.json")).read_bytes()
 
 

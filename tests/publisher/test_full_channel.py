@@ -173,6 +173,7 @@ def test_a_publication_that_failed_has_the_trash_emptied(place: Place, disk: Dis
         new = place.new(changed(place.model, 1))
         with pytest.raises(RetryLater):
             publisher.publish_checkpoint(new, watching=lambda now: disk.shrink(4) if now == "diff" else None)
+        disk.grow()
         wait_until(lambda: not due.exists())
 
 
