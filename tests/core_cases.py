@@ -8,12 +8,14 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from forked import Forked
 from numpy.typing import NDArray
+
+Buffer = bytes | NDArray[np.uint8]
 
 ITEM_SIZES = {
     "BOOL": 1,
@@ -31,8 +33,7 @@ ITEM_SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """`data`: uint8, little-endian elements."""
 
     dtype: str
@@ -100,22 +101,36 @@ def much_changed(model: Model, rng: np.random.Generator, shares: Sequence[float]
     return {name: one.flipped(rng, share) for (name, one), share in turns}
 
 
-def write_file(path: Path, model: Mapping[str, Tensor], *, aligned: bool = False) -> None:
-    """`aligned`: to 8 bytes, as libraries do."""
-    header: dict[str, object] = {}
-    end = 0
-    for name, one in model.items():
-        header[name] = {
-            "dtype": one.dtype,
-            "shape": one.shape,
-            "data_offsets": [end, end + len(one.data)],
-        }
-        end += len(one.data)
+def pack(
+    tensors: Mapping[str, tuple[str, tuple[int, ...], Buffer]],
+    *,
+    aligned: bool = True,
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """A safetensors file of dtypes, shapes and bytes. `aligned`: to 8 bytes, as libraries do."""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    pieces, end = [], 0
+    for name, (dtype, shape, data) in tensors.items():
+        pieces.append(bytes(data))
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(pieces[-1])]}
+        end += len(pieces[-1])
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8 if aligned else 0)
-    path.write_bytes(
-        len(text).to_bytes(8, "little") + text + b"".join(one.data.tobytes() for one in model.values())
-    )
+    return b"".join([len(text).to_bytes(8, "little"), text, *pieces])
+
+
+def header_of(data: bytes) -> tuple[dict[str, Any], int]:
+    """A file's header, and where the bytes of its tensors begin."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:start]), start
+
+
+def unpack(data: bytes) -> dict[str, bytes]:
+    """Tensor bytes of a safetensors file."""
+    header, start = header_of(data)
+    header.pop("__metadata__", None)
+    places = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: data[start + begin : start + end] for name, (begin, end) in places.items()}
 
 
 def write_checkpoint(
@@ -126,14 +141,14 @@ def write_checkpoint(
     (directory / "config.json").write_text(config)
     (directory / "tokenizer.json").write_text('{"version": "1.0"}')
     if files == 1:
-        write_file(directory / "model.safetensors", model, aligned=aligned)
+        (directory / "model.safetensors").write_bytes(pack(model, aligned=aligned))
         return directory
     names = list(model)
     weight_map = {}
     for number in range(files):
         shard = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
         own = {name: model[name] for name in names[number::files]}
-        write_file(directory / shard, own, aligned=aligned)
+        (directory / shard).write_bytes(pack(own, aligned=aligned))
         weight_map.update(dict.fromkeys(own, shard))
     total = sum(len(one.data) for one in model.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -145,12 +160,7 @@ def read_checkpoint(directory: Path) -> dict[str, bytes]:
     """Tensor bytes of all safetensors files."""
     found: dict[str, bytes] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        data = path.read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        for name, entry in json.loads(data[8 : 8 + length]).items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                found[name] = data[8 + length + begin : 8 + length + end]
+        found |= unpack(path.read_bytes())
     return found
 
 
@@ -161,11 +171,9 @@ def bytes_of(model: Model) -> dict[str, bytes]:
 def place_of(directory: Path, name: str) -> tuple[Path, int]:
     """File and offset of a tensor's first byte."""
     for path in sorted(directory.glob("*.safetensors")):
-        data = path.read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])
+        header, start = header_of(path.read_bytes())
         if name in header:
-            return path, 8 + length + header[name]["data_offsets"][0]
+            return path, start + header[name]["data_offsets"][0]
     raise LookupError(name)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 import zstandard
-from core_cases import read_checkpoint, tensor, write_checkpoint
+from core_cases import header_of, read_checkpoint, tensor, write_checkpoint
 
 from benchmarks.field_path import (
     INDEX,
@@ -117,8 +117,7 @@ def test_files_are_those_of_the_format(site: Site) -> None:
     assert (site.channel / "latest").read_bytes() == b"000001"
     for name, file in weight_map.items():
         data = (directory / file).read_bytes()
-        start = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:start])
+        header, start = header_of(data)
         begin, end = header[name]["data_offsets"]
         assert header[name] == {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
         frame = data[start + begin : start + end]

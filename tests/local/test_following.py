@@ -290,6 +290,32 @@ def test_files_replaced_before_an_undo_are_not_written(run: Run, local: Path) ->
     holds(run, local, 3)
 
 
+@pytest.mark.parametrize("moment", ["patch.begun", "undo.begun"])
+def test_files_replaced_while_they_are_written_make_it_dirty(run: Run, local: Path, moment: str) -> None:
+    """The words go into the file that is mapped, and which nobody finds any more."""
+    at_version(run, local, 1)
+
+    def replace_it(name: str, path: Path | None) -> None:
+        if name == moment:
+            (local / "new").write_bytes((local / "model.safetensors").read_bytes())
+            (local / "new").rename(local / "model.safetensors")
+
+    with following(run, local) as updater:
+        step_to(updater, 1)
+        if moment == "undo.begun":
+            patch_keeping_undo(updater, 2)
+        with watched(replace_it), pytest.raises(NeedsReseed, match="replaced"):
+            if moment == "patch.begun":
+                patch_keeping_undo(updater, 2)
+            assert updater.local is not None
+            with updater.local.patching():
+                updater.undo()
+        assert phase_of(local) == "dirty"
+        updater.release()
+        catch_up(updater)
+    holds(run, local, 3)
+
+
 def test_after_a_reboot_intact_bytes_are_kept(run: Run, local: Path) -> None:
     at_version(run, local, 2)
     edit_state(local, boot_id="another boot", last_full_hash=None)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,71 +15,52 @@ from typing import Any
 
 import httpx
 import numpy as np
+from core_cases import Model, pack, tensor
 from forked import weightcast
-from numpy.typing import NDArray
 from waiting import wait_until
-
-Tensors = dict[str, tuple[str, tuple[int, ...], NDArray[np.uint8]]]
-"""name to dtype, shape, bytes"""
 
 _NOBODY = 65534
 
 INDEX = "model.safetensors.index.json"
 
 
-def base_tensors(seed: int = 0) -> Tensors:
-    random = np.random.default_rng(seed)
-
-    def of(dtype: str, width: int, *shape: int) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:
-        return dtype, shape, random.integers(0, 256, int(np.prod(shape)) * width, dtype=np.uint8)
-
+def base_tensors(seed: int = 0) -> Model:
+    rng = np.random.default_rng(seed)
     return {
-        "embed.weight": of("BF16", 2, 33, 17),
-        "layer.0.up": of("BF16", 2, 64, 40),
-        "layer.0.quantised": of("F8_E4M3", 1, 31),
-        "layer.0.scale": of("F32", 4),
-        "layer.1.empty": of("BF16", 2, 0, 4),
-        "layer.1.up": of("BF16", 2, 64, 40),
+        "embed.weight": tensor(rng, "BF16", 33, 17),
+        "layer.0.up": tensor(rng, "BF16", 64, 40),
+        "layer.0.quantised": tensor(rng, "F8_E4M3", 31),
+        "layer.0.scale": tensor(rng, "F32", 4),
+        "layer.1.empty": tensor(rng, "BF16", 0, 4),
+        "layer.1.up": tensor(rng, "BF16", 64, 40),
     }
 
 
-def changed(tensors: Tensors, seed: int, share: float = 0.02) -> Tensors:
-    random = np.random.default_rng(seed)
-    new = {}
-    for name, (dtype, shape, data) in tensors.items():
-        data = data.copy()
-        flips = random.random(len(data)) < share
-        data[flips] ^= 1
-        new[name] = (dtype, shape, data)
+def changed(tensors: Model, seed: int, share: float = 0.02) -> Model:
+    """Such a share of all bytes."""
+    rng, new = np.random.default_rng(seed), {}
+    for name, one in tensors.items():
+        data = one.data.copy()
+        data[rng.random(len(data)) < share] ^= 1
+        new[name] = one._replace(data=data)
     return new
 
 
-def shard(tensors: Mapping[str, tuple[str, tuple[int, ...], NDArray[np.uint8]]]) -> bytes:
-    header, at = {}, 0
-    for name, (dtype, shape, data) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
-        at += len(data)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    payload = b"".join(data.tobytes() for _, _, data in tensors.values())
-    return len(text).to_bytes(8, "little") + text + payload
-
-
-def files_of(tensors: Tensors, shards: int = 2) -> dict[str, bytes]:
+def files_of(tensors: Model, shards: int = 2) -> dict[str, bytes]:
     """File name to content, in the order in which a trainer writes them."""
     if shards == 1:
-        return {"config.json": b"{}", "model.safetensors": shard(tensors)}
+        return {"config.json": b"{}", "model.safetensors": pack(tensors)}
     names = [f"model-{at + 1:05}-of-{shards:05}.safetensors" for at in range(shards)]
     shared = {name: dict(list(tensors.items())[at::shards]) for at, name in enumerate(names)}
     weight_map = {tensor: name for name, some in shared.items() for tensor in some}
     return {
         "config.json": b"{}",
-        **{name: shard(some) for name, some in shared.items()},
+        **{name: pack(some) for name, some in shared.items()},
         INDEX: json.dumps({"metadata": {}, "weight_map": weight_map}).encode(),
     }
 
 
-def write(directory: Path, tensors: Tensors, shards: int = 2) -> Path:
+def write(directory: Path, tensors: Model, shards: int = 2) -> Path:
     """In its place, file by file."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in files_of(tensors, shards).items():
@@ -87,7 +68,7 @@ def write(directory: Path, tensors: Tensors, shards: int = 2) -> Path:
     return directory
 
 
-def rename_in(directory: Path, tensors: Tensors, shards: int = 2) -> Path:
+def rename_in(directory: Path, tensors: Model, shards: int = 2) -> Path:
     unfinished = directory.with_name(f".{directory.name}.unfinished")
     write(unfinished, tensors, shards)
     # The rename must be later than the writes even where the file system's clock ticks slowly.
@@ -125,32 +106,6 @@ def unprivileged() -> Iterator[Path]:
             yield Path(directory)
         finally:
             os.seteuid(user)
-
-
-def snapshot(directory: Path) -> dict[str, bytes]:
-    """Every file below, without the claims, which tell the time."""
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.parent.name != "publishers"
-    }
-
-
-def local_bytes(local: Path, tensors: Tensors) -> dict[str, bytes]:
-    """The tensors' bytes as they lie in a local checkpoint."""
-    found: dict[str, bytes] = {}
-    for path in local.glob("*.safetensors"):
-        data = path.read_bytes()
-        start = 8 + int.from_bytes(data[:8], "little")
-        for name, entry in json.loads(data[8:start]).items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                found[name] = data[start + begin : start + end]
-    return {name: found[name] for name in tensors}
-
-
-def plain(tensors: Tensors) -> dict[str, bytes]:
-    return {name: data.tobytes() for name, (_, _, data) in tensors.items()}
 
 
 @dataclass

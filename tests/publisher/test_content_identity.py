@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemonkit import INDEX, Daemon, Places, base_tensors, files_of, local_bytes, plain, rename_in, write
+from core_cases import bytes_of, read_checkpoint
+from daemonkit import INDEX, Daemon, Places, base_tensors, files_of, rename_in, write
 from disk_errors import watched
 from structlog.testing import capture_logs
 from test_publish_loop import Office, Opening, opened, weights
@@ -103,14 +104,14 @@ def test_a_key_over_rewritten_bytes_is_a_new_publication(
     assert (second.id, version_of(first), version_of(second)) == (first.id, 1, 2)
     assert second.earlier == first.report and "content changed since version 1" in second.note
     found = read(checkpoint)
-    assert places.latest() == "000002" and local_bytes(places.local, weights(1)) == found
+    assert places.latest() == "000002" and read_checkpoint(places.local) == found
     again = ask(office, checkpoint)
     assert (again.state, again.report) == ("done", second.report) and "unchanged" in again.note
     assert places.latest() == "000002"
 
 
 def read(checkpoint: Path) -> dict[str, bytes]:
-    return local_bytes(checkpoint, weights(1))
+    return read_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -185,7 +186,7 @@ def test_rewritten_and_asked_for_again_while_it_is_published(
     with watched(rewrite_once):
         ended = ask(office, checkpoint)
     assert asked and version_of(ended) == (2 if moment == "pointer.moved" else 1)
-    assert local_bytes(places.local, weights(5)) == plain(weights(5))
+    assert read_checkpoint(places.local) == bytes_of(weights(5))
 
 
 def test_a_checkpoint_that_is_gone_is_answered_from_memory_by_name(
@@ -315,7 +316,7 @@ def test_what_was_never_published_stays_so_when_its_stat_changes(
     assert settled(office) == [] and list(skipped(office)) == ["step_1"]
     one_byte(places.watch / "step_1")
     assert settled(office) == [(2, 1)]
-    assert local_bytes(places.local, weights(1)) == read(places.watch / "step_1")
+    assert read_checkpoint(places.local) == read(places.watch / "step_1")
 
 
 @pytest.mark.parametrize(("change", "restart"), REWRITTEN)
@@ -332,7 +333,7 @@ def test_other_content_under_the_same_name_and_stat_is_a_version(
         office = opened()
     settled(office)
     assert places.latest() == "000002" and skipped(office) == {}
-    assert local_bytes(places.local, weights(1)) == read(places.watch / "step_1")
+    assert read_checkpoint(places.local) == read(places.watch / "step_1")
 
 
 def test_a_name_that_holds_earlier_content_again_is_a_version(places: Places, opened: Opening) -> None:
@@ -343,7 +344,7 @@ def test_a_name_that_holds_earlier_content_again_is_a_version(places: Places, op
         rename_in(places.watch / "policy", weights(step))
         office.settle()
     assert [version for version, _ in office.published()] == [1, 2, 3]
-    assert local_bytes(places.local, weights(1)) == plain(weights(1))
+    assert read_checkpoint(places.local) == bytes_of(weights(1))
 
 
 def test_a_copy_of_an_older_checkpoint_under_a_new_name_is_named_as_going_back(
@@ -403,7 +404,7 @@ def test_files_with_the_inodes_and_times_of_consumed_ones_are_new(places: Places
         unfinished.rename(places.watch / "policy")
         settled(office)
         assert places.latest() == f"{version:06}" and not (places.watch / "policy").exists()
-        assert local_bytes(places.local, weights(step)) == plain(weights(step))
+        assert read_checkpoint(places.local) == bytes_of(weights(step))
 
 
 @pytest.mark.parametrize("existing", [False, True])
@@ -447,7 +448,7 @@ def test_hard_links_to_a_checkpoint_are_the_same_checkpoint(places: Places, open
     assert settled(office, 6) == [(1, 1), (2, 2)]
     rewritten_in_place(places.watch / "step_1")
     assert settled(office, 6)[-1][0] == 3
-    assert local_bytes(places.local, weights(5)) == plain(weights(5))
+    assert read_checkpoint(places.local) == bytes_of(weights(5))
 
 
 def test_a_stat_that_changes_before_it_is_read_costs_no_memory(places: Places, opened: Opening) -> None:

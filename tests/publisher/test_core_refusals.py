@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_cases import Model, Tensor, all_changed, snapshot, some_changed, tensor, write_checkpoint
+from core_cases import Model, Tensor, all_changed, header_of, snapshot, some_changed, tensor, write_checkpoint
 from publisher_cases import ENCODINGS, Place, make_place
 
 from weightcast.publisher import Publisher, RawTensor, init_channel
@@ -106,11 +106,10 @@ def longer_header(path: Path) -> None:
 
 def overlap(path: Path) -> None:
     data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
+    header, start = header_of(data)
     header["f32.matrix"]["data_offsets"] = header["i32.matrix"]["data_offsets"]
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[start:])
 
 
 def other_shape(path: Path) -> None:

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from daemonkit import Daemon, Places, base_tensors, changed, local_bytes, plain, rename_in, write
+from core_cases import bytes_of, read_checkpoint
+from daemonkit import Daemon, Places, base_tensors, changed, rename_in, write
 from in_process import Command
 
 from weightcast.shared.checkpoint.state import known_bases
@@ -33,7 +34,7 @@ def test_publish_finds_the_base(places: Places, weightcast: Command) -> None:
     code, out, err = weightcast(*publish(places, 1))
     assert (code, json.loads(out)["kind"]) == (0, "delta"), err
     new = changed(base_tensors(), 1)
-    assert local_bytes(places.local, new) == plain(new)
+    assert read_checkpoint(places.local) == bytes_of(new)
     shutil.rmtree(places.base)
     assert weightcast(*publish(places, 2))[0] == 0
 

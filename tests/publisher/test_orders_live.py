@@ -9,16 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import forked
-from daemonkit import (
-    Daemon,
-    Places,
-    Tensors,
-    base_tensors,
-    changed,
-    local_bytes,
-    plain,
-    rename_in,
-)
+from core_cases import Model, bytes_of, read_checkpoint
+from daemonkit import Daemon, Places, base_tensors, changed, rename_in
 from waiting import wait_until
 
 from weightcast.shared.cli.main import run as weightcast
@@ -34,7 +26,7 @@ class Trainer:
     def __init__(self, places: Places) -> None:
         self.places, self.models = places, [base_tensors()]
 
-    def leave(self) -> Tensors:
+    def leave(self) -> Model:
         self.models.append(changed(self.models[-1], len(self.models)))
         rename_in(self.places.watch / f"step-{len(self.models) - 1}", self.models[-1])
         return self.models[-1]
@@ -66,9 +58,9 @@ def version_at(local: Path) -> int | None:
     return None
 
 
-def holds(local: Path, version: int, tensors: Tensors) -> None:
+def holds(local: Path, version: int, tensors: Model) -> None:
     wait_until(lambda: version_at(local) == version)
-    assert local_bytes(local, tensors) == plain(tensors)
+    assert read_checkpoint(local) == bytes_of(tensors)
 
 
 def verb(places: Places, *arguments: object) -> int:
@@ -90,7 +82,7 @@ def test_a_fleet_is_rolled_back_held_and_let_go(places: Places) -> None:
             daemon.kill()
             daemon = Daemon.start(places, "--every")
             assert wait_until(lambda: daemon.status()["held"]), "the order outlives its publisher"
-            assert places.latest() == "000004" and local_bytes(local, newest) == plain(trainer.models[1])
+            assert places.latest() == "000004" and read_checkpoint(local) == bytes_of(trainer.models[1])
             assert verb(places, "resume") == 0
             arrives(daemon, 5)
             assert daemon.status()["held"] is None

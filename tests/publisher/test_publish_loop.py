@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from core_cases import Model, bytes_of, pack, read_checkpoint, snapshot
 from daemonkit import (
     INDEX,
     Places,
-    Tensors,
     base_tensors,
     changed,
     files_of,
-    local_bytes,
-    plain,
     rename_in,
-    shard,
-    snapshot,
     unprivileged,
     write,
     write_after,
@@ -111,7 +107,7 @@ def interrupted_at(failpoint: str) -> Iterator[None]:
         yield
 
 
-def weights(step: int) -> Tensors:
+def weights(step: int) -> Model:
     return changed(base_tensors(), step)
 
 
@@ -125,7 +121,7 @@ def test_a_renamed_checkpoint_is_a_version_and_the_local_checkpoint_follows(
         rename_in(places.watch / f"step_{step}", weights(step), shards=step)
         office.step()
         assert places.latest() == f"00000{step}"
-        wait_until(lambda step=step: local_bytes(places.local, weights(step)) == plain(weights(step)))
+        wait_until(lambda step=step: read_checkpoint(places.local) == bytes_of(weights(step)))
     assert office.published() == [(1, 1), (2, 2)]
 
 
@@ -170,7 +166,7 @@ def test_written_in_place_with_pauses_it_is_never_torn(places: Places, opened: O
                 assert places.latest() == ""
     office.settle()
     assert places.latest() == "000001"
-    assert local_bytes(places.local, weights(1)) == plain(weights(1))
+    assert read_checkpoint(places.local) == bytes_of(weights(1))
 
 
 def test_the_marker_alone_decides(places: Places, opened: Opening) -> None:
@@ -198,7 +194,7 @@ def test_saved_over_shard_by_shard_beside_an_old_marker_it_is_never_torn(
     marker.touch()
     office.step()
     assert places.latest() == "000002"
-    assert local_bytes(places.local, weights(2)) == plain(weights(2))
+    assert read_checkpoint(places.local) == bytes_of(weights(2))
 
 
 def test_saved_over_between_the_look_and_the_reading_it_is_looked_at_again(
@@ -219,7 +215,7 @@ def test_saved_over_between_the_look_and_the_reading_it_is_looked_at_again(
     (directory / second).write_bytes(new[second])
     office.settle()
     assert places.latest() == "000001"
-    assert local_bytes(places.local, weights(2)) == plain(weights(2))
+    assert read_checkpoint(places.local) == bytes_of(weights(2))
 
 
 def test_what_cannot_be_read_waits_and_the_others_are_published(places: Places, opened: Opening) -> None:
@@ -238,7 +234,7 @@ def test_newest_only(places: Places, opened: Opening) -> None:
         rename_in(places.watch / f"step_{step}", weights(step))
     office.settle()
     assert office.published() == [(1, 3)]
-    assert local_bytes(places.local, weights(3)) == plain(weights(3))
+    assert read_checkpoint(places.local) == bytes_of(weights(3))
 
 
 def test_every_one_in_order_of_completion(places: Places, opened: Opening) -> None:
@@ -311,7 +307,7 @@ def test_the_same_name_with_new_content_is_a_new_checkpoint(places: Places, open
     rename_in(places.watch / "step_1", weights(5))
     office.settle()
     assert office.published() == [(1, 1), (2, 1)]
-    assert local_bytes(places.local, weights(5)) == plain(weights(5))
+    assert read_checkpoint(places.local) == bytes_of(weights(5))
 
 
 def test_renamed_after_publishing_it_is_the_same(places: Places, opened: Opening) -> None:
@@ -379,7 +375,7 @@ def test_a_checkpoint_that_takes_the_name_of_one_being_deleted_is_published(
         office.settle()
     office.settle()
     assert places.latest() == "000002"
-    assert local_bytes(places.local, weights(2)) == plain(weights(2))
+    assert read_checkpoint(places.local) == bytes_of(weights(2))
     assert [path.name for path in places.watch.iterdir() if path.name != ".probe"] == []
 
 
@@ -489,7 +485,7 @@ def test_a_kill_between_version_and_memory_publishes_nothing_twice(places: Place
     assert later.published() == [] and places.latest() == "000001"
 
 
-def odd(name: str) -> Tensors:
+def odd(name: str) -> Model:
     tensors = base_tensors()
     match name:
         case "missing and extra":
@@ -516,14 +512,14 @@ def test_tensors_that_do_not_fit_are_all_listed_and_change_nothing(
 ) -> None:
     office = opened()
     office.settle()
-    channel, local = snapshot(places.channel), local_bytes(places.local, base_tensors())
+    channel, local = snapshot(places.channel), read_checkpoint(places.local)
     rename_in(places.watch / "step_1", odd(kind))
     office.settle()
     refused = office.publish_loop.status().inbox.refused  # type: ignore[union-attr]
     assert [each.name for each in refused] == ["step_1"]
     assert all(name in refused[0].error.message for name in names)
     assert snapshot(places.channel) == channel
-    assert local_bytes(places.local, base_tensors()) == local
+    assert read_checkpoint(places.local) == local
     assert office.publish_loop.status().totals.failures == 1
     shutil.rmtree(places.watch / "step_1")
     rename_in(places.watch / "step_1", weights(1))
@@ -574,7 +570,7 @@ def test_a_checkpoint_rewritten_while_it_is_read_is_tried_again(places: Places, 
     assert office.publish_loop.status().inbox.refused == ()  # type: ignore[union-attr]
     office.settle()
     assert places.latest() == "000001"
-    assert local_bytes(places.local, weights(2)) == plain(weights(2))
+    assert read_checkpoint(places.local) == bytes_of(weights(2))
 
 
 def _write_later(path: Path, data: bytes) -> None:
@@ -685,7 +681,7 @@ def test_what_somebody_else_published_is_not_this_checkpoint(places: Places, ope
     assert left.is_dir() and later.published() == []
     later.settle()
     assert later.published() == [(2, 1)] and not left.exists()
-    assert local_bytes(places.local, weights(1)) == plain(weights(1))
+    assert read_checkpoint(places.local) == bytes_of(weights(1))
 
 
 def test_a_publisher_that_lost_the_channel_says_so_and_keeps_what_it_did_not_publish(
@@ -834,7 +830,8 @@ def test_another_base_is_refused(places: Places, opened: Opening) -> None:
     with pytest.raises(WrongRun, match="base"):
         opened()
     assert snapshot(places.channel) == channel
-    assert list(snapshot(places.local)) == [".weightcast/inbox.json"], "nothing is seeded"
+    files = [name for name, what in snapshot(places.local).items() if what != "directory"]
+    assert files == [".weightcast/inbox.json"], "nothing is seeded"
 
 
 def test_another_table_is_refused_without_reading_weights(places: Places, opened: Opening) -> None:
@@ -931,5 +928,5 @@ def test_shards_of_another_split_are_the_same_weights(places: Places, opened: Op
     office = opened()
     rename_in(places.watch / "step_1", weights(1), shards=3)
     office.settle()
-    assert local_bytes(places.local, weights(1)) == plain(weights(1))
-    assert len(shard({})) == 16
+    assert read_checkpoint(places.local) == bytes_of(weights(1))
+    assert len(pack({})) == 16

@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from daemonkit import INDEX, Places, Tensors, base_tensors, changed, local_bytes, plain, rename_in
+from core_cases import Model, bytes_of, read_checkpoint
+from daemonkit import INDEX, Places, base_tensors, changed, rename_in
 from disk_errors import Disk, watched
 
 from weightcast.publisher.daemon.publish_loop import PublishLoop
@@ -54,14 +55,14 @@ def publish_loop(places: Places) -> Iterator[PublishLoop]:
 
 
 def stepped_until_done(
-    publish_loop: PublishLoop, places: Places, disk: Disk, tensors: Tensors, version: int
+    publish_loop: PublishLoop, places: Places, disk: Disk, tensors: Model, version: int
 ) -> None:
     """As the daemon does, whatever a step raises: the version is out, and nothing is left to do."""
     with watched(disk):
         for _ in range(MOST_STEPS):
             with suppress(WeightcastError, OSError):
                 publish_loop.step(Stop())
-                follows = local_bytes(places.local, tensors) == plain(tensors)
+                follows = read_checkpoint(places.local) == bytes_of(tensors)
                 if follows and places.latest() == f"{version:06d}" and _has_consumed(places):
                     return
     pytest.fail(f"not done after errors at {disk.failed_at}")
@@ -96,5 +97,5 @@ def test_at_every_failpoint_of_a_publication(publish_loop: PublishLoop, places: 
     host = LocalUpdater(places.channel, places.local.parent / "host", places.base)
     host.update_to(Channel.open(places.channel))
     host.close()
-    assert local_bytes(places.local.parent / "host", tensors) == plain(tensors)
+    assert read_checkpoint(places.local.parent / "host") == bytes_of(tensors)
     assert not list(places.channel.glob("*.parts"))

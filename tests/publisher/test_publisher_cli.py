@@ -7,7 +7,8 @@ import resource
 from pathlib import Path
 
 import pytest
-from daemonkit import Places, base_tensors, changed, files_of, local_bytes, plain, snapshot, write
+from core_cases import bytes_of, read_checkpoint, snapshot
+from daemonkit import Places, base_tensors, changed, files_of, write
 from in_process import Command
 
 from weightcast.publisher import Publisher
@@ -29,7 +30,7 @@ def test_init_is_idempotent_and_describes_the_channel(places: Places, weightcast
     facts = json.loads(out)
     assert code == 0 and facts["tensors"] == 6 and facts["aliases"] == {"lm_head.weight": "embed.weight"}
     assert facts["frozen"] == ["layer.0.*"] and facts["full_bytes"] == sum(
-        map(len, plain(base_tensors()).values())
+        map(len, bytes_of(base_tensors()).values())
     )
     before = snapshot(places.channel)
     code, out, _ = weightcast(*init(places))
@@ -156,7 +157,7 @@ def test_publish_one_checkpoint(places: Places, weightcast: Command, encoding: s
     shown = dict(line.split(None, 1) for line in out.splitlines())
     assert code == 0 and shown["version"].strip() == "2" and "bits per change" in out and "ratio" in out
     assert places.latest() == "000002"
-    assert local_bytes(places.local, base_tensors()) == plain(changed(base_tensors(), 2))
+    assert read_checkpoint(places.local) == bytes_of(changed(base_tensors(), 2))
 
 
 def test_an_anchor_that_does_not_fit_is_told_beside_the_version(places: Places, weightcast: Command) -> None:
@@ -166,7 +167,7 @@ def test_an_anchor_that_does_not_fit_is_told_beside_the_version(places: Places, 
     )
     new = write(places.root / "two", changed(base_tensors(), 2, share=0.001))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (sum(map(len, plain(base_tensors()).values())), hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sum(map(len, bytes_of(base_tensors()).values())), hard))
     try:
         code, out, err = weightcast(*publish(places, new, "--skip-span", 0, "--anchor", "--json"))
     finally:

@@ -6,18 +6,8 @@ import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
-from daemonkit import (
-    Daemon,
-    Places,
-    base_tensors,
-    changed,
-    files_of,
-    local_bytes,
-    plain,
-    rename_in,
-    snapshot,
-    write,
-)
+from core_cases import bytes_of, read_checkpoint, snapshot
+from daemonkit import Daemon, Places, base_tensors, changed, files_of, rename_in, write
 from waiting import wait_until
 
 from weightcast.publisher.channel_init import init_channel
@@ -48,7 +38,7 @@ def test_publishes_what_comes_in_and_ends_on_sigterm(places: Places, started: St
     assert status["ready"] and status["publications"][0]["step"] == 1 and status["epoch"] == 1
     assert status["publications"][0]["delta_bytes"] > 0 and status["publications"][0]["full_bytes"] > 0
     assert status["inbox"]["refused"] == [] and status["last_error"] is None and status["hosts"] == []
-    wait_until(lambda: local_bytes(places.local, base_tensors()) == plain(changed(base_tensors(), 1)))
+    wait_until(lambda: read_checkpoint(places.local) == bytes_of(changed(base_tensors(), 1)))
 
     before = snapshot(places.channel)
     bad = base_tensors()
@@ -101,7 +91,7 @@ def test_slow_writing_and_kills_around_the_pointer(places: Places, started: Star
         assert daemon.wait_for_version(step)["epoch"] == step + 1
         wait_until(lambda one=daemon: one.status()["loop"]["steps"] > 5)
         assert places.latest() == f"{step:06}"
-        assert local_bytes(places.local, tensors) == plain(tensors)
+        assert read_checkpoint(places.local) == bytes_of(tensors)
 
 
 def test_a_wrong_base_ends_the_daemon(places: Places) -> None:

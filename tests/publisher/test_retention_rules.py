@@ -94,6 +94,7 @@ def test_hosts_hold_back_up_to_a_bound() -> None:
     assert window(Situation(100, many, 0.0, hosts=[3, 60]), bound) == 61
     assert window(Situation(100, many, 0.0, hosts=[3]), bound) == 96
     assert window(Situation(100, many, 0.0, hosts=[10**9]), bound) == 96
+    assert [window(Situation(100, many, 0.0, hosts=[host]), bound) for host in (44, 45)] == [96, 46]
 
 
 def test_what_is_wanted_stays_reachable() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_cases import some_changed
-from daemonkit import Daemon, Places, base_tensors, changed, rename_in, snapshot
+from core_cases import snapshot, some_changed
+from daemonkit import Daemon, Places, base_tensors, changed, rename_in
 from forked import run_weightcast
 from test_remake import DAMAGES, KEEPS, made, models_of
 from waiting import wait_until

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 
 import pytest
-from core_cases import some_changed, write_checkpoint
+from core_cases import header_of, some_changed, write_checkpoint
 from in_process import Command
 from numpy import zeros
 from numpy.random import default_rng
@@ -22,10 +21,10 @@ INDEX = "model.safetensors.index.json"
 
 def null_metadata(path: Path) -> None:
     data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.dumps({"__metadata__": None, **json.loads(data[8 : 8 + length])}).encode()
-    header += b" " * (-len(header) % 8)
-    path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + length :])
+    header, start = header_of(data)
+    text = json.dumps({"__metadata__": None, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[start:])
 
 
 def test_a_host_of_a_base_with_small_faults(tmp_path: Path, weightcast: Command) -> None:

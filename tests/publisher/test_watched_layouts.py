@@ -10,18 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemonkit import (
-    INDEX,
-    Places,
-    Tensors,
-    base_tensors,
-    changed,
-    local_bytes,
-    plain,
-    rename_in,
-    shard,
-    write,
-)
+from core_cases import Model, bytes_of, pack, read_checkpoint
+from daemonkit import INDEX, Places, base_tensors, changed, rename_in, write
 from test_publish_loop import Office, interrupted_at
 from waiting import wait_until
 
@@ -45,11 +35,11 @@ def opened(places: Places) -> Iterator[Opening]:
         office.publish_loop.close()
 
 
-def weights(step: int) -> Tensors:
+def weights(step: int) -> Model:
     return changed(base_tensors(), step)
 
 
-def critic() -> Tensors:
+def critic() -> Model:
     """Another head than the base's."""
     tensors = base_tensors()
     tensors["value_head"] = ("BF16", (1, 8), np.zeros(16, np.uint8))
@@ -89,7 +79,7 @@ def test_checkpoints_at_any_depth_are_published(
         write(places.watch / name, weights(step))
         pickles(places.watch / name.split("/")[0], "optimizer.pt", "rng_state_0.pth")
         office.settle()
-        assert local_bytes(places.local, weights(step)) == plain(weights(step))
+        assert read_checkpoint(places.local) == bytes_of(weights(step))
     assert office.published() == [(1, 20), (2, 40)] and sources(office) == [first, second]
     office.publish_loop.close()
     later = opened(every=True)
@@ -111,7 +101,7 @@ def test_a_save_into_the_watched_directory_itself_is_published_each_time(
     write(places.watch, weights(3))
     office.settle()
     assert sources(office) == ["checkpoint-100", ".", "."]
-    assert local_bytes(places.local, weights(3)) == plain(weights(3))
+    assert read_checkpoint(places.local) == bytes_of(weights(3))
 
 
 def test_one_that_is_renamed_with_the_directory_around_it_needs_no_second_look(
@@ -409,7 +399,7 @@ def test_other_safetensors_in_the_watched_directory_are_no_checkpoint(
     office = opened()
     for size in range(4):
         shard_of = {"replay": ("U8", (size,), np.zeros(size, np.uint8))}
-        (places.watch / "replay_buffer.safetensors").write_bytes(shard(shard_of))
+        (places.watch / "replay_buffer.safetensors").write_bytes(pack(shard_of))
         office.step()
         office.step()
     rename_in(places.watch / "step_1", weights(1))

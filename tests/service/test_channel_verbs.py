@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from core_cases import pack
 from in_process import Command
 
 from weightcast.publisher.api import Publisher, PublisherOptions
@@ -20,13 +21,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def write_checkpoint(directory: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
-    header, at, body = {}, 0, b""
-    for name, array in tensors.items():
-        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
-        at, body = at + array.nbytes, body + array.tobytes()
-    text = json.dumps(header).encode()
     directory.mkdir()
-    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + body)
+    packed = pack({name: ("F32", array.shape, array.tobytes()) for name, array in tensors.items()})
+    (directory / "model.safetensors").write_bytes(packed)
     (directory / "config.json").write_text("{}")
 
 

@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from core_cases import Tensor, write_checkpoint
 from in_process import Command
 from waiting import wait_until
 
 from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import init_channel
+from weightcast.shared.checkpoint.update.fetch import JOURNAL_BYTES
 from weightcast.shared.cli.main import run
 from weightcast.shared.doctor.findings import Finding, Level, exit_code, size_text
 from weightcast.shared.doctor.observe import (
@@ -72,11 +74,7 @@ def doctor(weightcast: Command, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doc
 @pytest.fixture
 def channel(tmp_path: Path) -> Path:
     """With one version."""
-    base = tmp_path / "base"
-    base.mkdir()
-    header = json.dumps({"w": {"dtype": "F32", "shape": [4, 5], "data_offsets": [0, 80]}}).encode()
-    (base / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(80))
-    (base / "config.json").write_text("{}")
+    base = write_checkpoint(tmp_path / "base", {"w": Tensor("F32", (4, 5), np.zeros(80, np.uint8))})
     init_channel(tmp_path / "channel", base)
     with Publisher.open(tmp_path / "channel", local=tmp_path / "publisher", base=base) as publisher:
         publisher.publish({"w": np.full((4, 5), 2.5, np.float32)})
@@ -352,7 +350,9 @@ def test_a_spare_counts_as_free(tmp_path: Path) -> None:
 
 def test_space_of_a_local_checkpoint() -> None:
     step = step_bytes(RUN)
-    assert 2 * (RUN.delta_bytes or 0) < step < 3 * GB
+    assert RUN.delta_bytes is not None and RUN.changed is not None
+    twice_as_large = 2 * (RUN.delta_bytes + JOURNAL_BYTES * RUN.changed)
+    assert step == step_bytes(replace(RUN, delta_bytes=0, changed=0)) + twice_as_large
     seeded = replace(NEW, seeded=True, files=9)
     for inside, wanted in ((NEW, 20 * GB + step), (seeded, step)):
         assert levels(judge_local(free(wanted), inside, RUN, MACHINE)) == {}

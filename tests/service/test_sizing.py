@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from core_cases import pack
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,14 +64,10 @@ def tensors(layers: list[Masters]) -> dict[str, RawTensor]:
 
 
 def write(directory: Path, named: dict[str, RawTensor]) -> None:
-    header, at, body = {}, 0, []
-    for name, tensor in named.items():
-        data = np.ascontiguousarray(tensor.data).tobytes()
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [at, at + len(data)]}
-        at, body = at + len(data), [*body, data]
-    text = json.dumps(header).encode()
     directory.mkdir()
-    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(body))
+    raw = {name: np.ascontiguousarray(one.data).tobytes() for name, one in named.items()}
+    packed = pack({name: ("BF16", one.shape, raw[name]) for name, one in named.items()})
+    (directory / "model.safetensors").write_bytes(packed)
     (directory / "config.json").write_text("{}")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from core_cases import pack, unpack
 from doubles import Answer, Double, SGLangDouble, VLLMDouble, WebhookDouble, serve
 
 from weightcast.publisher import PublisherOptions
@@ -83,28 +84,12 @@ class Weights:
         (directory / "config.json").write_bytes(CONFIG)
         return directory
 
+    @property
+    def data(self) -> dict[str, bytes]:
+        return {name: data for name, (_, _, data) in self.tensors.items()}
+
     def digest(self) -> str:
-        return digest({name: data for name, (_, _, data) in self.tensors.items()})
-
-
-def pack(tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]) -> bytes:
-    """A safetensors file, written from its documentation."""
-    header: dict[str, Any] = {}
-    at = 0
-    for name, (dtype, shape, data) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
-        at += len(data)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data in tensors.values())
-
-
-def unpack(data: bytes) -> dict[str, bytes]:
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    header.pop("__metadata__", None)
-    body = data[8 + length :]
-    return {name: body[slice(*entry["data_offsets"])] for name, entry in header.items()}
+        return digest(self.data)
 
 
 def digest(tensors: Mapping[str, bytes]) -> str:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from core_cases import ITEM_SIZES
+from core_cases import ITEM_SIZES, unpack
 from doubles import Answer, Call, Double
-from hosts import digest, unpack
+from hosts import digest
 
 from weightcast.shared.digest.checksums import hash_bytes
 

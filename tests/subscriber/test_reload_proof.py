@@ -6,9 +6,9 @@ import json
 import os
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
+from core_cases import header_of
 from doubles import Double
 from hosts import VLLM, Host, Mapping_, SGLang, Site, on_disk
 from in_process import Command
@@ -25,9 +25,9 @@ UNTOUCHED = "model.steps"
 def flip(local: Path, rng: random.Random, tensor: str | None = None) -> None:
     """One bit of the weights, or of one tensor's, with the file's times as before."""
     files = sorted(local.glob("model*.safetensors"))
-    path = rng.choice([file for file in files if tensor is None or tensor in header(file)])
-    body = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    begin, end = (0, path.stat().st_size - body) if tensor is None else header(path)[tensor]["data_offsets"]
+    path = rng.choice([file for file in files if tensor is None or tensor in header_of(file.read_bytes())[0]])
+    header, body = header_of(path.read_bytes())
+    begin, end = (0, path.stat().st_size - body) if tensor is None else header[tensor]["data_offsets"]
     at, before = body + rng.randrange(begin, end), path.stat()
     with path.open("r+b") as file:
         file.seek(at)
@@ -35,12 +35,6 @@ def flip(local: Path, rng: random.Random, tensor: str | None = None) -> None:
         file.seek(at)
         file.write(bytes([byte ^ (1 << rng.randrange(8))]))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def header(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
-    found: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return found
 
 
 class Loads:

@@ -7,9 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from core_cases import pack
 from disk_errors import watched
 from doubles import Answer
-from hosts import VLLM, Mapping_, Run, SGLang, Site, on_disk, pack
+from hosts import VLLM, Mapping_, Run, SGLang, Site, on_disk
 
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base import failpoints

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from field_channel import Dialect, Encoding, FieldChannel, payload
+from field_channel import Dialect, Encoding, FieldChannel
+from field_writer import payload
 from hosts import Host, SGLang, Site, Weights, on_disk
 
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
@@ -73,8 +74,8 @@ def test_versions_are_folded(site: Site, dialect: Dialect) -> None:
 def test_the_golden_vector() -> None:
     a = bytes.fromhex("".join(f"{n:02x}00" for n in range(16)))
     new_a = a[:2] + bytes.fromhex("3412") + a[4:]
-    assert payload(a, new_a, "xor").hex() == "00003512" + "00" * 28
-    assert payload(a, new_a, "overwrite").hex() == "02000000" + "0200000003000000" + "3412"
+    assert payload("xor", a, new_a).hex() == "00003512" + "00" * 28
+    assert payload("overwrite", a, new_a).hex() == "02000000" + "0200000003000000" + "3412"
 
 
 def test_nothing_changed(site: Site) -> None:

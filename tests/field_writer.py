@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 import zstandard
+from core_cases import pack
 from field_reader import INDEX, digest
 
 
@@ -23,7 +24,7 @@ def write_version(
     shards: int = 1,
 ) -> None:
     """`shards`: source ranks, each with every n-th changed tensor."""
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     changed = [name for name in new if new[name] != old[name]]
     files = min(shards, len(changed))
     weight_map = {}
@@ -31,8 +32,10 @@ def write_version(
         name = f"model-{number:05d}-of-{files:05d}.safetensors"
         mine = changed[number::files]
         weight_map.update(dict.fromkeys(mine, name))
-        frames = {tensor: frame(payload(encoding, old[tensor], new[tensor])) for tensor in mine}
-        write_shard(directory / name, frames, {tensor: digest(checksum, new[tensor]) for tensor in mine})
+        framed = {tensor: frame(payload(encoding, old[tensor], new[tensor])) for tensor in mine}
+        frames = {tensor: ("U8", (len(data),), data) for tensor, data in framed.items()}
+        checksums = {tensor: digest(checksum, new[tensor]) for tensor in mine}
+        (directory / name).write_bytes(pack(frames, aligned=False, metadata=checksums))
     metadata = {
         "version": f"{version:06d}",
         "base_version": f"{version - 1:06d}",
@@ -57,16 +60,6 @@ def payload(encoding: str, old: bytes, new: bytes) -> bytes:
 
 def frame(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=1, write_content_size=True).compress(data)
-
-
-def write_shard(path: Path, frames: dict[str, bytes], checksums: dict[str, str]) -> None:
-    header: dict[str, object] = {"__metadata__": checksums}
-    end = 0
-    for name, data in frames.items():
-        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [end, end + len(data)]}
-        end += len(data)
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(frames.values()))
 
 
 def write_pointer(channel: Path, version: int, run: str | None = None) -> None:
