@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.publish.diff import check_ties
 from weightcast.publisher.publish.report import InputFacts, PublishReport
@@ -23,8 +25,7 @@ from weightcast.shared.channel.index import Encoding, Index
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.signing import PrivateKey, Trust
 from weightcast.shared.checkpoint.state.state import Position, Step, unpack_lanes
-from weightcast.shared.checkpoint.verify.hashing import hash_tensor
-from weightcast.shared.digest.checksums import Lanes
+from weightcast.shared.digest.checksums import Lanes, hash_bytes
 from weightcast.shared.digest.root import root
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
@@ -32,6 +33,8 @@ Until = Literal["patched", "out"]
 """when a publication returns: its local checkpoint is at the version, or the pointer is"""
 Watching = Callable[[str], None]
 """Called with the name of each phase as it begins."""
+_HASHED_BYTES = 16 << 20
+"""of a tensor that are hashed at a time; a multiple of 8"""
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,12 @@ def has_root(
     expected = None if at_wanted is None else unpack_lanes(at_wanted.lanes)
 
     def digest(tensor: int) -> tuple[int, Lanes]:
-        return tensor, hash_tensor(base.table[tensor], tensor, given.words_in)
+        spec, found = base.table[tensor], Lanes()
+        step = _HASHED_BYTES // spec.kind.width
+        for start in range(0, spec.words, step):
+            words = given.words_in(tensor, start, min(start + step, spec.words))
+            found = found.plus(hash_bytes(words.view(np.uint8), start * spec.kind.width // 8))
+        return tensor, found
 
     for tensor, found in ordered(digest, given.matched.sources, threads, each=SMALL_RESULTS):
         if expected is not None and found != Lanes(*expected[tensor].tolist()):

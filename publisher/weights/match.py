@@ -17,7 +17,7 @@ from weightcast.publisher.weights.precision import rounds
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.checkpoint.verify.seed import listing
-from weightcast.shared.files.hf_checkpoint import adapter_refused, is_adapter_tensor
+from weightcast.shared.files.hf_checkpoint import MERGE_ADAPTER, is_adapter_tensor
 
 _MISSING, _SURPLUS = " is missing", " is not part of the run"
 _FEW = 3
@@ -95,7 +95,8 @@ def _matched(
 def _refuse_adapter(given: TensorTable, names: Resolved, table: TensorTable) -> None:
     for spec in given:
         if is_adapter_tensor(spec.name) and names.run_names[spec.name] not in table.numbers:
-            raise adapter_refused(f"the weights hold an unmerged LoRA adapter: {spec.name}")
+            message = f"the weights hold an unmerged LoRA adapter: {spec.name}"
+            raise Refused(message, remedy=MERGE_ADAPTER)
 
 
 def _grouped(

@@ -6,6 +6,7 @@ The order of writes, and the failpoints between them, are part of docs/FORMAT.md
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import secrets
@@ -33,10 +34,14 @@ from weightcast.shared.channel.store import (
     unavailable,
 )
 from weightcast.shared.files import durable
-from weightcast.shared.files.mapping import begin_write_back
 from weightcast.shared.files.paths import exists, is_directory, is_own_directory, require_directory
 
 _SEND_BYTES = 4 << 20
+_WRITE = 2
+"""SYNC_FILE_RANGE_WRITE of sync_file_range(2)"""
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _COMPARING = threading.Lock()
 """held from a comparison to its rename: no rename compares by itself"""
 
@@ -339,7 +344,9 @@ class _FileWriter:
         self._put(data, self._end)
         self._end += len(data)
         if self._sync and self._end - self._sent >= _SEND_BYTES:
-            begin_write_back(self._fd, self._sent, self._end - self._sent)
+            # goes to the disk meanwhile: the fsync at the end has less to wait for
+            if _sync_file_range is not None:
+                _sync_file_range(self._fd, self._sent, self._end - self._sent, _WRITE)
             self._sent = self._end
 
     def write_head(self, head: bytes) -> None:

@@ -165,12 +165,29 @@ def own(paths: LocalPaths) -> FileLock:
     return lock
 
 
-class LocalCheckpoint:
+class TensorFiles:
+    """Files with the tensors of `table`, whose bytes a subclass reads. `places` in table order."""
+
+    def __init__(self, table: TensorTable, places: Sequence[Place]) -> None:
+        self.table, self.places = table, places
+
+    def bytes_at(self, place: Place) -> ByteArray:
+        raise NotImplementedError
+
+    def words_in(self, tensor: int, start: int, stop: int) -> Words:
+        """As `bytes_at`; maybe not aligned."""
+        kind, place = self.table[tensor].kind, self.places[tensor]
+        nbytes = (stop - start) * kind.width
+        return self.bytes_at(Place(place.file, place.offset + start * kind.width, nbytes)).view(kind.numpy)
+
+
+class LocalCheckpoint(TensorFiles):
     """Open, mapped and described by a state. Only the holder of the owner lock may call what writes."""
 
     def __init__(
         self, paths: LocalPaths, base: Base, state: LocalState, checkpoint: Checkpoint, *, threads: int = 1
     ) -> None:
+        super().__init__(base.table, checkpoint.places)
         self.paths = paths
         self.base = base
         self.state = state
@@ -210,10 +227,6 @@ class LocalCheckpoint:
     @property
     def directory(self) -> Path:
         return self.paths.directory
-
-    @property
-    def table(self) -> TensorTable:
-        return self.base.table
 
     @property
     def side_files(self) -> dict[str, Path]:
@@ -295,10 +308,6 @@ class LocalCheckpoint:
                 self._homes[place.file, kind, rest] = home
             known = self._home_of[tensor] = home, place.offset // kind.itemsize
         return known
-
-    @property
-    def places(self) -> Sequence[Place]:
-        return self.checkpoint.places
 
     def bytes_at(self, place: Place) -> ByteArray:
         found = np.frombuffer(self._maps[place.file].map, np.uint8, place.nbytes, place.offset)

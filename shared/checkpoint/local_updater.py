@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WrongRun
@@ -28,10 +29,12 @@ from weightcast.shared.checkpoint.update import patch as patching
 from weightcast.shared.checkpoint.update.fetch import (
     Delta,
     Fetcher,
+    Incoming,
     OnWait,
     Patience,
     Prefetch,
     PreRead,
+    check_space,
 )
 from weightcast.shared.checkpoint.update.plan import Patch, Plan, Refuse, Relabel, Seed, Stay
 from weightcast.shared.checkpoint.update.sources import (
@@ -354,17 +357,18 @@ class LocalUpdater:
         """Begins to fetch the version after `after` in a thread, if it is published and not above `most`."""
         self._stop_prefetch()
         if most is None or after < most:
-            self._prefetch = Prefetch(self.paths, lambda: self._next(after), self._fetcher)
+            self._prefetch = Prefetch(partial(self._fetch_after, after))
 
-    def _next(self, after: int) -> Delta | None:
+    def _fetch_after(self, after: int, advance: Advance) -> None:
         channel = Channel.open(self.store, self._trust)
         pointer = channel.pointer()
         if pointer is None or pointer.version <= after or channel.base is None:
-            return None
+            return
         index = channel.index(pointer, after + 1, channel.base.table)
-        if not isinstance(index, Index) or index.base_version != after:
-            return None
-        return Delta(index, channel.version(pointer, index.version))
+        if isinstance(index, Index) and index.base_version == after:
+            check_space(self.paths, [index])
+            delta = Delta(index, channel.version(pointer, index.version))
+            self._fetcher.fetch(delta, Incoming(), Patience(), advance)
 
     def _stop_prefetch(self, *, finish: bool = False) -> None:
         """`finish`: what it has begun is fetched first."""

@@ -76,7 +76,7 @@ def _temporary(
     failpoint("file.begun", target)
     path = target.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     # Not mkstemp: its 0600 would hide channel files from hosts that run as other users.
-    with standing_for(target):
+    with named(target, temporary=True):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         try:
@@ -97,25 +97,16 @@ def _temporary(
 
 
 @contextmanager
-def named(path: Path, call: str = "") -> Iterator[None]:
-    """Calls by a descriptor raise errors that name no file: here they name `path`, and the call."""
+def named(path: Path, call: str = "", *, temporary: bool = False) -> Iterator[None]:
+    """Calls by a descriptor raise errors that name no file: here they name `path`, and the call. `temporary`:
+    they name a file that nobody knows."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None or temporary:
             error.filename = str(path)
             if call:
                 error.add_note(call)
-        raise
-
-
-@contextmanager
-def standing_for(path: Path) -> Iterator[None]:
-    """Calls on a temporary name raise errors that name `path`, which a person knows."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(path)
         raise
 
 

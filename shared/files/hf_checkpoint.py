@@ -30,7 +30,7 @@ _OTHER_WEIGHTS = re.compile(r"\.(bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz|safete
 
 _ADAPTER = re.compile(r"[._](lora_|hada_w|lokr_w|oft_r|ia3_l|vera_lambda)")
 _IS_ADAPTER = "{} is a LoRA adapter, not full weights: it holds {}"
-_MERGE = "merge it into its base (peft: `merge_and_unload`) and export the full weights"
+MERGE_ADAPTER = "merge it into its base (peft: `merge_and_unload`) and export the full weights"
 _SAVE_AGAIN = "safetensors refuses it too: compare it with its source, or save the checkpoint again"
 _Spot = tuple[int, int, int]
 """of a tensor: number of its shard, offset, bytes"""
@@ -126,7 +126,7 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool, need_inde
     # some bases hold an adapter of peft next to their own weights
     adapters = [name for name in names if name.startswith("adapter_model.") or name == "adapter_config.json"]
     if adapters and _SINGLE not in names and WEIGHT_INDEX not in names:
-        raise adapter_refused(_IS_ADAPTER.format(directory, adapters[0]))
+        raise Refused(_IS_ADAPTER.format(directory, adapters[0]), remedy=MERGE_ADAPTER)
     index = _weight_index(directory, names, follow_links)
     unindexed = [] if index is not None or need_index else _numbered(names)
     named = [] if index is None else sorted(set(index.weight_map.values()))
@@ -145,7 +145,7 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool, need_inde
     _check_doubles(directory, headers)
     table, spots = _laid_out(tuple(headers.values()))
     if len(table) and all(is_adapter_tensor(spec.name) for spec in table):
-        raise adapter_refused(_IS_ADAPTER.format(directory, table[0].name))
+        raise Refused(_IS_ADAPTER.format(directory, table[0].name), remedy=MERGE_ADAPTER)
     files = [directory / name for name in headers]
     return Checkpoint(
         directory,
@@ -165,10 +165,6 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool, need_inde
 
 def is_adapter_tensor(name: str) -> bool:
     return _ADAPTER.search(name) is not None
-
-
-def adapter_refused(message: str) -> Refused:
-    return Refused(message, remedy=_MERGE)
 
 
 def index_for_copy(checkpoint: Checkpoint) -> bytes | None:

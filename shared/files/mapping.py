@@ -14,11 +14,11 @@ import errno
 import fcntl
 import mmap
 import os
-import resource
 import signal
 import threading
 import time
 from pathlib import Path
+from resource import RUSAGE_THREAD, getrusage
 from typing import Any
 
 import numpy as np
@@ -127,18 +127,6 @@ _FEW = 8
 
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_WRITE = 2
-"""SYNC_FILE_RANGE_WRITE of sync_file_range(2)"""
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-if _sync_file_range is not None:
-    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-
-
-def begin_write_back(fd: int, offset: int, nbytes: int) -> None:
-    """Pages of a file that is still being written go to the disk meanwhile: the fsync at its end has less to
-    wait for. Where the system cannot, the fsync writes all."""
-    if _sync_file_range is not None:
-        _sync_file_range(fd, offset, nbytes, _WRITE)
 
 
 def populate(mapped: NDArray[Any]) -> None:
@@ -159,15 +147,11 @@ def ready_to_write(mapped: NDArray[Any]) -> None:
     if mapped.nbytes >= _LEAST:
         address = mapped.ctypes.data
         begin = address & ~(mmap.PAGESIZE - 1)
-        nbytes, before = address + mapped.nbytes - begin, _faults()
-        if _madvise(begin, min(nbytes, _FEW * mmap.PAGESIZE), _POPULATE_WRITE) or _faults() > before:
+        nbytes, faults = address + mapped.nbytes - begin, getrusage(RUSAGE_THREAD).ru_minflt
+        failed = _madvise(begin, min(nbytes, _FEW * mmap.PAGESIZE), _POPULATE_WRITE)
+        if failed or getrusage(RUSAGE_THREAD).ru_minflt > faults:
             _madvise(begin, nbytes, _DONTNEED)
         populate(mapped)
-
-
-def _faults() -> int:
-    """Of this thread, until now."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
 _UNSHARE_RANGE = 0x40

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.files.disk_errors import call_text, disk_error, is_lasting
-from weightcast.shared.files.durable import TEMPORARY_PREFIX, named, standing_for, sync_directory_alone
+from weightcast.shared.files.durable import TEMPORARY_PREFIX, named, sync_directory_alone
 from weightcast.shared.files.paths import exists
 from weightcast.shared.files.system import taken_bytes
 
@@ -53,7 +53,7 @@ def scratch_in(directory: Path) -> Iterator[Scratch]:
     of killed processes too."""
     with _existing(directory):
         made = Scratch(directory / f"{_SCRATCH}{secrets.token_hex(8)}")
-        with standing_for(directory):
+        with named(directory, temporary=True):
             made.directory.mkdir(mode=0o700)
         try:
             with suppress(OSError):
@@ -272,19 +272,17 @@ def visible(room: Path) -> float:
         raise Unfit("a file exists that was never created")
     path.write_bytes(data)
     began = time.monotonic()
-    while not _shown(path, data):
+    while not (_is_whole(path, data) and path.name in os.listdir(room)):
         if time.monotonic() - began > SEEN_SECONDS:
             raise Unfit(f"a file that was written is not seen whole within {SEEN_SECONDS:g} s")
         time.sleep(LOOK_EVERY)
     return time.monotonic() - began
 
 
-def _shown(path: Path, data: bytes) -> bool:
-    try:
-        whole = path.stat().st_size == len(data) and path.read_bytes() == data
-    except FileNotFoundError:
-        return False
-    return whole and path.name in os.listdir(path.parent)
+def _is_whole(path: Path, data: bytes) -> bool:
+    with suppress(FileNotFoundError):
+        return path.stat().st_size == len(data) and path.read_bytes() == data
+    return False
 
 
 _SHARED = "keep the channel on NFS, a parallel file system or a local disk"

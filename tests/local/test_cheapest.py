@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.shared.channel.listing import Shown
+from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.update.plan import (
-    Here,
     Link,
     Look,
     Need,
@@ -73,7 +73,7 @@ def answer(start: PlanFacts, of: World) -> tuple[Plan, list[Need]]:
 
 
 def asking(here: int | None, target: int, base: str | None = "d0") -> PlanFacts:
-    at = None if here is None else Here(here, f"d{here}", f"r{here}", 1)
+    at = None if here is None else Position(here, f"d{here}", f"r{here}", 1)
     return PlanFacts(at, target, {}, base, looked=target)
 
 

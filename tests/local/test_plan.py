@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from weightcast.shared.channel.listing import Shown
+from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.update.plan import (
-    Here,
     Link,
     Need,
     Patch,
@@ -36,11 +36,11 @@ def anchor(version: int) -> Link:
     return Link(version, "anchor", -1, "", digest(version), f"r{version}", 1, "", 100)
 
 
-def here(version: int, **changes: object) -> Here:
-    return replace(Here(version, digest(version), f"r{version}", 1), **changes)  # type: ignore[arg-type]
+def here(version: int, **changes: object) -> Position:
+    return replace(Position(version, digest(version), f"r{version}", 1), **changes)  # type: ignore[arg-type]
 
 
-def facts(at: Here | None, target: int, *links: Link, **changes: object) -> PlanFacts:
+def facts(at: Position | None, target: int, *links: Link, **changes: object) -> PlanFacts:
     known = {link.version: link for link in links}
     return replace(PlanFacts(at, target, known, digest(0)), **changes)  # type: ignore[arg-type]
 

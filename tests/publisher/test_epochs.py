@@ -12,7 +12,8 @@ from publisher_cases import Place, make_place, numpy_model
 
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.checkpoint.update.plan import Here, Link, PlanFacts, Refuse, Seed, plan
+from weightcast.shared.checkpoint.state.state import Position
+from weightcast.shared.checkpoint.update.plan import Link, PlanFacts, Refuse, Seed, plan
 
 
 @pytest.fixture
@@ -77,16 +78,16 @@ def link(version: int, epoch: int) -> Link:
 @pytest.mark.parametrize(
     ("here", "target", "exact", "refused"),
     [
-        (Here(2, "d2", "r2", 3), 3, False, True),
-        (Here(2, "d2", "r2", 3), 3, True, True),
-        (Here(2, "d2", "r2", 3), 1, True, False),
-        (Here(2, "d2", "r2", 1), 3, False, True),
-        (Here(2, "d2", "r2", 1), 3, True, False),
+        (Position(2, "d2", "r2", 3), 3, False, True),
+        (Position(2, "d2", "r2", 3), 3, True, True),
+        (Position(2, "d2", "r2", 3), 1, True, False),
+        (Position(2, "d2", "r2", 1), 3, False, True),
+        (Position(2, "d2", "r2", 1), 3, True, False),
         (None, 3, False, True),
         (None, 3, True, False),
     ],
 )
-def test_whose_versions_are_followed(here: Here | None, target: int, exact: bool, refused: bool) -> None:
+def test_whose_versions_are_followed(here: Position | None, target: int, exact: bool, refused: bool) -> None:
     """All links are of epoch 2; epoch 3 was followed before."""
     links = {version: link(version, 2) for version in (1, 2, 3)}
     answer = plan(PlanFacts(here, target, links, base="d0", exact=exact, epoch=3))

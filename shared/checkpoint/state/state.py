@@ -68,7 +68,7 @@ class Position:
     digest: str
     root: str
     epoch: int
-    lanes: bytes = field(repr=False)
+    lanes: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)

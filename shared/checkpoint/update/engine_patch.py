@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Local
 from weightcast.shared.checkpoint.state.state import Step, unpack_lanes
 from weightcast.shared.checkpoint.update.journal import JournalReader
 from weightcast.shared.checkpoint.update.journal_records import PackedRecord, Record
+from weightcast.shared.files import durable
 from weightcast.shared.files.paths import is_directory, is_link
 
 MAGIC = b"wcpatch1"
@@ -164,9 +164,7 @@ def _changed(local: LocalCheckpoint, steps: Sequence[Step], stack: ExitStack) ->
     found: dict[int, _Tensor] = {}
     for step in steps:
         journal = stack.enter_context(JournalReader(local.paths.journal(step.journal), local.table))
-        named = (journal.header.run_id, journal.header.journal, journal.header.target_digest)
-        if named != (local.state.run_id, step.journal, step.target.digest):
-            raise DamagedFile(f"{journal.path}: belongs to another run or version")
+        journal.require(local.state.run_id, step)
         pending = step is steps[-1] and local.state.position.digest != step.target.digest
         packed = sorted(journal.packed(), key=lambda record: (record.tensor, record.first))
         for number, its in groupby(packed, key=lambda record: record.tensor):
@@ -211,42 +209,31 @@ def _head(
     return head + bytes(-len(head) % _ALIGN)
 
 
-def _content(local: LocalCheckpoint, head: bytes, changed: Sequence[_Tensor]) -> Iterator[bytes | memoryview]:
+def _content(local: LocalCheckpoint, head: bytes, changed: Sequence[_Tensor]) -> Iterator[bytes]:
     yield head
     for one in changed:
         index, words = one.changed(local.words(one.number))
         if len(index) != one.changes or not (index[:-1] < index[1:]).all():
             raise DamagedFile(f"{one.spec.name}: its journal names a word twice")
-        yield from _padded_bytes(index.astype(f"<u{one.index_width}"))
-        yield from _padded_bytes(words)
-
-
-def _padded_bytes(array: NDArray[np.unsignedinteger]) -> Iterator[bytes | memoryview]:
-    yield array.view(np.uint8).data
-    yield bytes(-array.nbytes % _PIECE_ALIGN)
+        columns = (index.astype(f"<u{one.index_width}").tobytes(), words.tobytes())
+        yield b"".join(column.ljust(_padded(len(column)), b"\0") for column in columns)
 
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // _PIECE_ALIGN) * _PIECE_ALIGN
 
 
-def _write(path: Path, content: Iterator[bytes | memoryview]) -> None:
+def _write(path: Path, content: Iterator[bytes]) -> None:
     """Not synced: a patch that is lost with its host is of no use to anybody."""
     if is_link(path.parent):
         raise _linked(path.parent)
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
     digest = hashlib.sha256()
-    try:
-        # the journals' mode: whoever may load the weights may read what changes in them
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        with os.fdopen(fd, "wb") as file:
-            for buffer in content:
-                digest.update(buffer)
-                file.write(buffer)
-            file.write(digest.digest())
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+
+    def signed() -> Iterator[bytes]:
+        for piece in content:
+            digest.update(piece)
+            yield piece
+        yield digest.digest()
+
+    durable.replace(path, signed(), sync=False)

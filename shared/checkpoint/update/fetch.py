@@ -308,21 +308,17 @@ _LOOK_EVERY = 0.05
 
 
 class Prefetch:
-    """Fetches one version ahead while another is patched and engines reload. Its failures are dropped: the
-    update that needs the version meets them again."""
+    """Fetches ahead while a version is patched and engines reload. Its failures are dropped: the update that
+    needs what it fetches meets them again."""
 
-    def __init__(self, paths: LocalPaths, find: Callable[[], Delta | None], fetcher: Fetcher) -> None:
+    def __init__(self, fetch: Callable[[Advance], None]) -> None:
         self._stop = threading.Event()
-        self._paths, self._find, self._fetcher = paths, find, fetcher
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(fetch,), name="prefetch", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, fetch: Callable[[Advance], None]) -> None:
         with contextlib.suppress(WeightcastError, OSError):
-            delta = self._find()
-            if delta is not None:
-                check_space(self._paths, [delta.index])
-                self._fetcher.fetch(delta, Incoming(), Patience(), self._check)
+            fetch(self._check)
 
     def _check(self, nbytes: int) -> None:
         if self._stop.is_set():

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from weightcast.shared.base.elements import ByteArray, TensorTable, Words
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.checkpoint.state.state import Step
 from weightcast.shared.checkpoint.update import buffer_reuse as spares
 from weightcast.shared.checkpoint.update.journal_records import (
     FACTS,
@@ -77,7 +78,7 @@ class Direction(Enum):
 
 
 class JournalWriter:
-    """`spare`: a file to be written over where there is one (spare.py). FileExistsError where `path` is."""
+    """`spare`: a file to be written over where there is one. FileExistsError where `path` is."""
 
     def __init__(self, path: Path, header: JournalHeader, spare: Path | None = None) -> None:
         self._path = path
@@ -163,8 +164,15 @@ class JournalReader:
     def close(self) -> None:
         self._file.close()
 
+    def require(self, run_id: str, step: Step) -> None:
+        """Raises DamagedFile unless it is the journal of that step."""
+        head, base, target = self.header, step.base, step.target
+        named = (head.run_id, head.journal, head.base_version, head.base_root, head.target_digest)
+        if named != (run_id, step.journal, base.version, base.root, target.digest):
+            raise DamagedFile(f"{self.path}: belongs to another run or version")
+
     def _lock(self) -> None:
-        """Against being written over (spare.py), which begins with another name."""
+        """Against being written over (buffer_reuse.py), which begins with another name."""
         fd = self._file.fileno()
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

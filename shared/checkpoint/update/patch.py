@@ -122,11 +122,7 @@ def _arrived(local: LocalCheckpoint, position: Position, undo_steps: tuple[Step,
 
 def _write_all(local: LocalCheckpoint, step: Step, way: Direction, *, replay: bool) -> None:
     with JournalReader(local.paths.journal(step.journal), local.table) as journal:
-        header = journal.header
-        named = (header.run_id, header.journal, header.base_version, header.base_root, header.target_digest)
-        base, target = step.base, step.target
-        if named != (local.state.run_id, step.journal, base.version, base.root, target.digest):
-            raise DamagedFile(f"{journal.path}: belongs to another run or version")
+        journal.require(local.state.run_id, step)
         try:
             compare_and_swap(local, journal, way, again=replay)
         except UnexpectedWordError as found:  # no thread writes any more

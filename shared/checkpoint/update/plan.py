@@ -16,6 +16,7 @@ from typing import Literal
 
 from weightcast.shared.base.errors import MEND_CHANNEL
 from weightcast.shared.channel.listing import Shown
+from weightcast.shared.checkpoint.state.state import Position
 
 FULL = -1
 """in place of the base version: full weights"""
@@ -42,16 +43,6 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Here:
-    """The local checkpoint's version."""
-
-    version: int
-    digest: str
-    root: str
-    epoch: int
-
-
-@dataclass(frozen=True)
 class PlanFacts:
     """`links`: main indexes read so far; a version mapped to None does not exist (pruned or never published).
     `multi_step`: indexes of multi-step deltas read so far, by version and base version. `shown`: what
@@ -59,7 +50,7 @@ class PlanFacts:
     version 0 when its full weights are at hand. `exact`: the target was asked for by number, going back is
     meant."""
 
-    here: Here | None
+    here: Position | None
     target: int
     links: Mapping[int, Link | None]
     base: str | None
@@ -210,7 +201,7 @@ def _lowest_epoch(facts: PlanFacts) -> int:
     return max(facts.epoch, here.epoch if here is not None else 0)
 
 
-def _same_version(facts: PlanFacts, here: Here) -> Plan:
+def _same_version(facts: PlanFacts, here: Position) -> Plan:
     if here.version == 0:
         if facts.base is not None and facts.base != here.digest:
             return _forked(facts, "the local base is another run's")
@@ -248,7 +239,7 @@ def _replayed(reason: str) -> Refuse:
     )
 
 
-def _patch(facts: PlanFacts, here: Here) -> Plan:
+def _patch(facts: PlanFacts, here: Position) -> Plan:
     if facts.looked > here.version:
         return Look(here.version)
     way = _search(facts, here)
@@ -297,7 +288,7 @@ def _legs(facts: PlanFacts, way: _Way) -> Patch:
     return Patch(tuple(tuple(leg) for leg in legs), sum(hop.nbytes for hop in way.hops), multi_step)
 
 
-def _search(facts: PlanFacts, here: Here | None) -> _Way | Need | None:
+def _search(facts: PlanFacts, here: Position | None) -> _Way | Need | None:
     """The way of the fewest bytes to the target, from `here` or full weights, its indexes all read; None
     without one."""
     reached: set[int] = set()
@@ -346,12 +337,12 @@ def _unrolled(trail: _Trail | None) -> tuple[_Hop, ...]:
     return tuple(hops)
 
 
-def _beyond(here: Here | None, version: int) -> bool:
+def _beyond(here: Position | None, version: int) -> bool:
     """Whether deltas to `version` may be part of a way."""
     return version > (0 if here is None else here.version)
 
 
-def _sources(facts: PlanFacts, here: Here | None, version: int) -> Iterator[tuple[_Source, int]]:
+def _sources(facts: PlanFacts, here: Position | None, version: int) -> Iterator[tuple[_Source, int]]:
     """Where a way may begin at `version`, and the bytes of that."""
     link, shown = facts.links.get(version), facts.shown.get(version)
     if here is not None and version == here.version:
@@ -370,7 +361,7 @@ def _sources(facts: PlanFacts, here: Here | None, version: int) -> Iterator[tupl
         yield "anchor", shown.anchor
 
 
-def _hops(facts: PlanFacts, here: Here | None, version: int) -> Iterator[_Hop]:
+def _hops(facts: PlanFacts, here: Position | None, version: int) -> Iterator[_Hop]:
     """Deltas that lead to `version`, as far as nothing that was read speaks against them."""
     shown, lowest = facts.shown.get(version), 0 if here is None else here.version
     known = version in facts.links
@@ -403,7 +394,7 @@ def _link(facts: PlanFacts, hop: _Hop) -> Link | None:
     return facts.links.get(hop.version)
 
 
-def _holds(facts: PlanFacts, here: Here | None, hop: _Hop) -> bool:
+def _holds(facts: PlanFacts, here: Position | None, hop: _Hop) -> bool:
     link, main = _link(facts, hop), facts.links.get(hop.version)
     if link is None:
         return not hop.beside or (hop.version, hop.base_version) not in facts.multi_step
@@ -412,7 +403,7 @@ def _holds(facts: PlanFacts, here: Here | None, hop: _Hop) -> bool:
     return _starts_from(facts, here, link)
 
 
-def _starts_from(facts: PlanFacts, here: Here | None, link: Link) -> bool:
+def _starts_from(facts: PlanFacts, here: Position | None, link: Link) -> bool:
     """Whether a delta's base is the local version."""
     base = facts.links.get(link.base_version)
     if here is not None and link.base_version == here.version:
@@ -427,7 +418,7 @@ def _starts_from(facts: PlanFacts, here: Here | None, link: Link) -> bool:
     return base is None or link.parent == base.digest
 
 
-def _unread(facts: PlanFacts, here: Here | None, way: _Way) -> Need | None:
+def _unread(facts: PlanFacts, here: Position | None, way: _Way) -> Need | None:
     """What of the way was not read yet, from the target back."""
     needs = [need for hop in reversed(way.hops) for need in _unread_of(facts, here, hop)]
     if way.source == "anchor" and way.version not in facts.links:
@@ -435,7 +426,7 @@ def _unread(facts: PlanFacts, here: Here | None, way: _Way) -> Need | None:
     return replace(needs[0], also=tuple(needs[1:])) if needs else None
 
 
-def _unread_of(facts: PlanFacts, here: Here | None, hop: _Hop) -> Iterator[Need]:
+def _unread_of(facts: PlanFacts, here: Position | None, hop: _Hop) -> Iterator[Need]:
     if hop.version not in facts.links:
         yield Need(hop.version)
     if hop.beside and (hop.version, hop.base_version) not in facts.multi_step:
@@ -447,7 +438,7 @@ def _unread_of(facts: PlanFacts, here: Here | None, hop: _Hop) -> Iterator[Need]
         yield Need(hop.base_version)
 
 
-def _why_not(facts: PlanFacts, here: Here | None) -> str:
+def _why_not(facts: PlanFacts, here: Position | None) -> str:
     """Where the steps from the target back to `here`, or to full weights, break off; empty if they do not."""
     stop_at = 0 if here is None else here.version
     version, expected = facts.target, None
@@ -471,7 +462,7 @@ def _why_not(facts: PlanFacts, here: Here | None) -> str:
     return "no full weights to start from" if here is None and facts.base is None else ""
 
 
-def _fork(facts: PlanFacts, here: Here) -> str:
+def _fork(facts: PlanFacts, here: Position) -> str:
     """Empty unless a delta that was read continues another version than the local one."""
     for link in facts.links.values():
         continues = link is not None and link.kind == "delta" and link.base_version == here.version
@@ -480,7 +471,7 @@ def _fork(facts: PlanFacts, here: Here) -> str:
     return ""
 
 
-def _other_base(link: Link, here: Here | None) -> str:
+def _other_base(link: Link, here: Position | None) -> str:
     if here is None:
         return f"version {link.version} starts from another base"
     if link.parent is None:

@@ -31,7 +31,6 @@ from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position
 from weightcast.shared.checkpoint.update.fetch import Delta, NotThere, Patience
 from weightcast.shared.checkpoint.update.plan import (
     FULL,
-    Here,
     Link,
     Look,
     Need,
@@ -108,12 +107,8 @@ def find_route(
     are unknown; `shortcuts`: whether anchors and multi-step deltas count; `avoid`: damaged sources, as in
     `PlanFacts`. An index that the pointer implies and that does not appear in time is RetryLater for the
     target, and counts as pruned below it."""
-    here = None
-    if state is not None and state.phase is Phase.CLEAN:
-        position = state.position
-        here = Here(position.version, position.digest, position.root, position.epoch)
     facts = PlanFacts(
-        here=here,
+        here=None if state is None or state.phase is not Phase.CLEAN else state.position,
         target=target,
         links={},
         base=base,

@@ -176,13 +176,11 @@ def _packed(chunk: Chunk, old: Words, words: Words, steps: Sequence[ChunkStep | 
         sums = there[0].sums
         known = single and len(sums) == len(chunk.spans)
         return pack_whole(chunk, old, new, sums.changed.tolist() if known else None)
-    return pack_changes(chunk, taken[0] if single else _net(old, words, taken))
-
-
-def _net(old: Words, words: Words, taken: Sequence[Changes]) -> Changes:
+    if single:
+        return pack_changes(chunk, taken[0])
     index = np.unique(np.concatenate([changes.index for changes in taken]))
     index = index[old[index] != words[index]]
-    return Changes(index, old[index], words[index])
+    return pack_changes(chunk, Changes(index, old[index], words[index]))
 
 
 def _settle(local: LocalCheckpoint, versions: Sequence[_Version]) -> Position:

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from weightcast.shared.base.elements import ByteArray, TensorSpec, TensorTable, Words
+from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, RetryLater
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.index_records import FileRecord
-from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, WordsIn
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, TensorFiles
 from weightcast.shared.checkpoint.state.state import LANES_BYTES, Phase, Position, unpack_lanes
 from weightcast.shared.digest.checksums import ZERO, Lanes, LanesArray, hash_bytes, hash_pieces
 from weightcast.shared.digest.root import root
@@ -26,30 +26,6 @@ from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
 _RUN = 16 << 20
 """bytes of a file that are hashed at a time, whose tensors they are; a multiple of 8"""
-
-
-class Readable(Protocol):
-    """Files with tensors. `places` in table order."""
-
-    @property
-    def places(self) -> Sequence[Place]: ...
-    def bytes_at(self, place: Place) -> ByteArray: ...
-
-
-class TensorFiles:
-    """Files with the tensors of `table`, whose bytes a subclass reads. `places` in table order."""
-
-    def __init__(self, table: TensorTable, places: Sequence[Place]) -> None:
-        self.table, self.places = table, places
-
-    def bytes_at(self, place: Place) -> ByteArray:
-        raise NotImplementedError
-
-    def words_in(self, tensor: int, start: int, stop: int) -> Words:
-        """As `bytes_at`; maybe not aligned."""
-        kind, place = self.table[tensor].kind, self.places[tensor]
-        nbytes = (stop - start) * kind.width
-        return self.bytes_at(Place(place.file, place.offset + start * kind.width, nbytes)).view(kind.numpy)
 
 
 class _Run(NamedTuple):
@@ -63,7 +39,7 @@ class _Run(NamedTuple):
 
 def hash_tensors(
     table: TensorTable,
-    read: Readable,
+    read: TensorFiles,
     *,
     only: Iterable[int] | None = None,
     threads: int = 1,
@@ -82,15 +58,6 @@ def hash_tensors(
         lanes[run.tensors] += found
         if advance is not None:
             advance(run.place.nbytes)
-    return lanes
-
-
-def hash_tensor(spec: TensorSpec, tensor: int, words_in: WordsIn) -> Lanes:
-    """Raw lanes of one tensor, whose number is `tensor`."""
-    lanes, step = Lanes(), _RUN // spec.kind.width
-    for start in range(0, spec.words, step):
-        words = words_in(tensor, start, min(start + step, spec.words))
-        lanes = lanes.plus(hash_bytes(words.view(np.uint8), start * spec.kind.width // 8))
     return lanes
 
 
@@ -303,8 +270,11 @@ class Scrub:
         local.check_files()
         try:
             while self._may_read() and not self._stop():
+                # small tensors share one taking of the lock
                 with local.reading(seconds=0.0):
-                    self._pieces(local)
+                    before, goes_on = self._credit.left, True
+                    while goes_on and self._may_read() and before - self._credit.left < _PIECE_BYTES:
+                        goes_on = self._piece(local)
         except RetryLater:
             # somebody patches; the next turn goes on
             return
@@ -314,18 +284,16 @@ class Scrub:
     def _may_read(self) -> bool:
         return self._credit.left > 0 or (self._reading is not None and self._reading.hurried)
 
-    def _pieces(self, local: LocalCheckpoint) -> None:
-        """Small tensors share one taking of the lock."""
-        before = self._credit.left
-        while self._may_read() and before - self._credit.left < _PIECE_BYTES:
-            self._piece(local)
-            if self._next == 0:
-                return
-
-    def _piece(self, local: LocalCheckpoint) -> None:
+    def _piece(self, local: LocalCheckpoint) -> bool:
+        """False at the end of a pass."""
         reading = self._current(local)
         if reading is None:
-            return self._end_pass(local)
+            self._next = 0
+            self.status = replace(self.status, passes=self.status.passes + 1, full_pass=self._began)
+            # a small checkpoint is read often: once per turn is enough
+            self._credit.left = min(self._credit.left, 0.0)
+            local.save(local.state.but(last_full_hash=self._began))
+            return False
         spec = local.table[reading.tensor]
         stop = min(reading.word + _PIECE_BYTES // spec.kind.width, spec.words)
         words = local.words_in(reading.tensor, reading.word, stop)
@@ -337,6 +305,7 @@ class Scrub:
         self._done += nbytes
         if stop == spec.words:
             self._end_tensor(local, reading)
+        return True
 
     def _current(self, local: LocalCheckpoint) -> _Reading | None:
         """What is read next; anew where a version changed the tensor meanwhile. None at the end of a pass."""
@@ -377,13 +346,6 @@ class Scrub:
         faults = self.status.faults + 1
         self.status = replace(self.status, faults=faults, last_fault=message, last_fault_at=self._now())
         raise Differs(message, position, (name,), whole=False)
-
-    def _end_pass(self, local: LocalCheckpoint) -> None:
-        self._next = 0
-        self.status = replace(self.status, passes=self.status.passes + 1, full_pass=self._began)
-        # a small checkpoint is read often: once per turn is enough
-        self._credit.left = min(self._credit.left, 0.0)
-        local.save(local.state.but(last_full_hash=self._began))
 
 
 def _lanes_of(position: Position, tensor: int) -> Lanes:

@@ -152,7 +152,7 @@ def _checkpoint(found: Inspection, base: Base) -> None:
 def _journals(found: Inspection, state: LocalState, base: Base) -> None:
     paths = found.paths
     for step in state.steps:
-        problem = _journal(paths.journal(step.journal), step, base)
+        problem = _journal(paths.journal(step.journal), state.run_id, step, base)
         # a host forgets its way back at any time, and its next journal is written over this one
         if problem is not None and _is_named(paths, step):
             found.add(paths.journal(step.journal), problem, _NO_WAY_BACK)
@@ -170,17 +170,16 @@ def _is_named(paths: LocalPaths, step: Step) -> bool:
     return False
 
 
-def _journal(path: Path, step: Step, base: Base) -> str | Exception | None:
+def _journal(path: Path, run_id: str, step: Step, base: Base) -> Exception | None:
     """What is wrong with it."""
     try:
         with JournalReader(path, base.table) as journal:
-            header = journal.header
+            journal.require(run_id, step)
             for _ in journal.records():
                 pass
     except (WeightcastError, OSError) as error:
         return error
-    same = (header.journal, header.target_digest) == (step.journal, step.target.digest)
-    return None if same else "is the journal of another step"
+    return None
 
 
 def _weights(found: Inspection, threads: int, advance: Advance | None) -> None:

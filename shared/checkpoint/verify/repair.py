@@ -23,7 +23,7 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.delta_reader import open_delta
 from weightcast.shared.channel.index import STEP_ENCODINGS, ForeignIndex, Index
-from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, TensorFiles, gather
 from weightcast.shared.checkpoint.state.state import (
     Mark,
     Phase,
@@ -35,7 +35,6 @@ from weightcast.shared.checkpoint.update.fetch import Delta
 from weightcast.shared.checkpoint.update.patch import repairable, require_files
 from weightcast.shared.checkpoint.verify.hashing import (
     Differs,
-    TensorFiles,
     differing,
     full_hash,
     hash_tensors,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, file_record
 from weightcast.shared.channel.run_files import Base, parse_base, write_base
-from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, TensorFiles
 from weightcast.shared.checkpoint.state.state import (
     Boot,
     LocalState,
@@ -39,7 +38,7 @@ from weightcast.shared.checkpoint.state.state import (
     write_state,
 )
 from weightcast.shared.checkpoint.update.buffer_reuse import make_room
-from weightcast.shared.checkpoint.verify.hashing import TensorFiles, differing, hash_tensors, proven
+from weightcast.shared.checkpoint.verify.hashing import differing, full_hash, hash_tensors, proven
 from weightcast.shared.digest.root import root
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_errors
@@ -126,16 +125,15 @@ def seed(
     opened = LocalCheckpoint.open(paths.directory, threads=threads)
     if opened is None:
         raise NeedsReseed(f"{paths.state} vanished while seeding")
-    began = time.time()
-    found = hash_tensors(opened.table, opened, threads=threads, advance=advance)
-    if pack_lanes(found) != source.position.lanes:
+    report = full_hash(opened, advance=advance)
+    if not report.intact:
         opened.close()
         raise NeedsReseed(
             f"{paths.directory}: the written weights differ from their source",
             remedy="check the disk and the memory of this host",
         )
     failpoint("seed.hashed", paths.directory)
-    opened.save(state.but(phase=Phase.CLEAN, last_full_hash=began, files=opened.file_identities()))
+    opened.save(state.but(phase=Phase.CLEAN, last_full_hash=report.began, files=opened.file_identities()))
     return opened
 
 
