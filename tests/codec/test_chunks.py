@@ -248,6 +248,14 @@ def test_damage_behind_a_right_checksum_is_refused_or_lawful(
     assert_lawful(chunk, old, changes)
 
 
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_wrong_count_of_changes_behind_a_right_checksum_is_refused(more: int) -> None:
+    for chunk, old, blob in SAMPLES:
+        changed = int.from_bytes(blob[8:12], "little") + more
+        with pytest.raises(DamagedFile):
+            decode_chunk(resealed(blob[:8] + changed.to_bytes(4, "little") + blob[12:]), chunk, old)
+
+
 @settings(deadline=None, max_examples=100)
 @given(
     st.sampled_from([Mode.RAW, Mode.FAST, Mode.SMALL, Mode.STEPS, Mode.PLANES]),

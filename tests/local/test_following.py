@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from errno import EIO
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -304,12 +305,10 @@ def test_files_replaced_while_they_are_written_make_it_dirty(run: Run, local: Pa
         step_to(updater, 1)
         if moment == "undo.begun":
             patch_keeping_undo(updater, 2)
-        with watched(replace_it), pytest.raises(NeedsReseed, match="replaced"):
-            if moment == "patch.begun":
-                patch_keeping_undo(updater, 2)
-            assert updater.local is not None
-            with updater.local.patching():
-                updater.undo()
+        assert updater.local is not None
+        move = updater.undo if moment == "undo.begun" else partial(updater.patch, staged(updater, 2))
+        with updater.local.patching(), watched(replace_it), pytest.raises(NeedsReseed, match="replaced"):
+            move()
         assert phase_of(local) == "dirty"
         updater.release()
         catch_up(updater)

@@ -10,6 +10,7 @@ from doubles import Act, Answer, Drop, Hang
 from hosts import QUICK, Host, Mapping_, Run, SGLang, Site, on_disk
 
 from weightcast.shared.checkpoint.state.state import Mark
+from weightcast.subscriber.sync.apply import MOST_UNDO_STEPS
 
 UPDATE = "/update_weights_from_disk"
 REFUSAL = Answer(400, SGLang.reply(False, "Failed to get weights iterator: no."))
@@ -203,3 +204,16 @@ def test_an_engine_that_dies_in_its_reload_is_no_reason_to_go_back(site: Site) -
     engine.restart()
     assert host.at(run, 2)
     assert host.retry().ready and engine.held == run.digest(2) and host.state.blocked == ()
+
+
+def test_the_way_back_has_an_end_where_an_engine_stays_in_doubt(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine, conduct={"failed_after": 99})
+    host.step()
+    engine.script(UPDATE, *[Drop()] * 99)
+    kept = []
+    for _ in range(MOST_UNDO_STEPS + 2):
+        run.publish()
+        host.step()
+        kept.append(len(host.state.undo))
+    assert max(kept) == MOST_UNDO_STEPS and kept[-1] < MOST_UNDO_STEPS
