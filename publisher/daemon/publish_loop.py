@@ -8,15 +8,14 @@ import time
 from pathlib import Path
 
 from weightcast.publisher.daemon.metrics import PublisherMetrics
-from weightcast.publisher.daemon.record import Meter, Record, inbox_status
+from weightcast.publisher.daemon.record import Meter, Record
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.daemon.sources.handed import HandOverDirectory, HandOverSource
-from weightcast.publisher.daemon.sources.inbox import LastContent
+from weightcast.publisher.daemon.sources.handed import HandOverSource
 from weightcast.publisher.daemon.sources.queue import Queue, QueueSource
-from weightcast.publisher.daemon.sources.source import Source, SourceJob, read_back
-from weightcast.publisher.daemon.sources.watched import RenamedDirectories, WatchedDirectory, WatchedSource
+from weightcast.publisher.daemon.sources.source import LastContent, Source, SourceJob, read_back
+from weightcast.publisher.daemon.sources.watched import RenamedDirectories, WatchedDirectory
 from weightcast.publisher.daemon.start import open_publisher, open_watched, ready_channel
-from weightcast.publisher.daemon.status import PublisherStatus, UpkeepStatus
+from weightcast.publisher.daemon.status import InboxStatus, PublisherStatus, UpkeepStatus
 from weightcast.publisher.maintenance.orders import Held
 from weightcast.publisher.maintenance.repair import ChannelCheck
 from weightcast.publisher.maintenance.upkeep import Background
@@ -31,7 +30,7 @@ from weightcast.shared.daemon.backoff import Due
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import Stop, Wakeup, failure_of
 from weightcast.shared.daemon.metrics import DiskMetrics, Metrics, error_kind
-from weightcast.shared.daemon.status import Failure, Snapshot, verify_status
+from weightcast.shared.daemon.status import Failure, verify_status
 from weightcast.shared.files.disk_errors import disk_error, error_text
 from weightcast.shared.files.paths import require_no_overlap
 
@@ -62,7 +61,12 @@ class PublishLoop:
         self._settings = settings
         self._wakeup, self._stop, self._renamed = wakeup, stop, renamed
         self._meter, self._metrics = Meter(), PublisherMetrics(registry)
-        self.record = Record(self._metrics)
+        self.record = Record(
+            self._metrics,
+            PublisherStatus(
+                channel=str(settings.channel), local=str(settings.local), encoding=settings.encoding
+            ),
+        )
         self._publisher: ServicePublisher | None = None
         self._watched: WatchedDirectory | None = None
         self._sources: list[Source] = []
@@ -75,24 +79,17 @@ class PublishLoop:
         self._held: str | None = None
         self._background: Background | None = None
         self._full_bytes = 0
-        self._status = Snapshot(
-            PublisherStatus(
-                channel=str(settings.channel), local=str(settings.local), encoding=settings.encoding
-            )
-        )
 
     def status(self) -> PublisherStatus:
         jobs = () if self.queue is None else self.queue.open()
-        return self._status.get().model_copy(
-            update={**self.record.facts(), "publishing": self._meter.get(), "queue": jobs}
-        )
+        return self.record.status.model_copy(update={"publishing": self._meter.get(), "queue": jobs})
 
     def start(self) -> None:
         """Makes or checks the channel, takes it, seeds the local checkpoint. Raises what ends the daemon."""
         settings, paths = self._settings, LocalPaths(self._settings.local)
         # before anything is made in one of them
         require_no_overlap("--local", settings.local, "--channel", settings.channel)
-        self._watched = open_watched(settings, self._renamed, self._began)
+        self._watched = open_watched(settings, self._renamed, self._began, self._refused)
         self._meter.begin("base", 0)
         try:
             self._full_bytes = ready_channel(settings, self._meter)
@@ -111,19 +108,25 @@ class PublishLoop:
             log.info("files left behind", files=list(self._publisher.left_behind))
 
     def _take_up(self, publisher: ServicePublisher, queue: Queue) -> None:
-        settings, watched = self._settings, self._watched
-        self._sources = [QueueSource(queue, publisher, settings.roots, settings.rules, watched)]
+        settings = self._settings
+        self._sources = [QueueSource(queue, settings.roots, settings.rules, self._watched)]
         if settings.hand_over is not None:
             memory = LocalPaths(settings.local).room / _HANDED
-            handed_over = HandOverDirectory(settings.hand_over, memory)
-            self._sources.append(HandOverSource(handed_over, publisher, settings.rules))
-        if watched is not None:
-            watched.start(publisher.made_for, None if settings.rename else publisher.run[1].table)
-            self._sources.append(WatchedSource(watched, publisher, settings.rules, self.record.refused))
-        for source in self._sources:
-            source.resume()
-        self.queue, self._recovered = queue, True
+            self._sources.append(HandOverSource(settings.hand_over, memory, settings.rules))
+        if self._watched is not None:
+            self._sources.append(self._watched)
+        self._resume(publisher)
+        self.queue = queue
         self._show()
+
+    def _resume(self, publisher: ServicePublisher) -> None:
+        for source in self._sources:
+            source.resume(publisher)
+        self._recovered = True
+
+    def _refused(self, source: str, failure: Failure) -> None:
+        """A checkpoint that is damaged."""
+        self.record.failed(failure.error, failure, source)
 
     def close(self) -> None:
         if self._publisher is not None:
@@ -149,13 +152,14 @@ class PublishLoop:
         # before recovery: that may fail for what a repair fixes
         self.record.repaired(publisher.obey_repair())
         if not self._recovered:
-            self._recover(publisher)
+            publisher.recover()
+            self._resume(publisher)
         order = publisher.obey_orders()
         self._held = None if order is None else f"rolled back to version {order.to}"
         if order is not None:
             # what waits goes on waiting
             return
-        job = self._next_job()
+        job = self._next_job(publisher)
         if job is not None:
             self._publish(publisher, job)
             self._wakeup.set()
@@ -163,15 +167,9 @@ class PublishLoop:
         publisher.verify_some(self._scrub)
         self.record.repaired(publisher.check_channel(self._check))
 
-    def _recover(self, publisher: ServicePublisher) -> None:
-        publisher.recover()
-        for source in self._sources:
-            source.resume()
-        self._recovered = True
-
-    def _next_job(self) -> SourceJob | None:
+    def _next_job(self, publisher: ServicePublisher) -> SourceJob | None:
         """Of the first source that has one."""
-        jobs = (source.next() for source in self._sources)
+        jobs = (source.next(publisher) for source in self._sources)
         return next((job for job in jobs if job is not None), None)
 
     def _publish(self, publisher: ServicePublisher, job: SourceJob) -> None:
@@ -267,42 +265,37 @@ class PublishLoop:
         return done
 
     def _show(self, problem: str = "") -> None:
-        facts: dict[str, object] = {
-            "inbox": None if self._watched is None else inbox_status(self._watched),
-            "verify": verify_status(self._scrub.status),
-            "held": self._held,
-            "upkeep": self._upkeep_status(),
-            "ready": not problem,
-            "not_ready_reasons": (problem,) if problem else (),
-        }
-        if self._publisher is not None and not problem:
-            facts |= {
-                "run_id": self._publisher.run_id,
-                "version": self._publisher.version,
-                "epoch": self._publisher.epoch,
-                "left_behind": self._publisher.left_behind,
-                "config_changed": self._publisher.config_changed,
-            }
-        self._status.set(self._status.get().model_copy(update=facts))
+        publisher, background = self._publisher, self._background
+        self.record.show(
+            inbox=None if self._watched is None else InboxStatus.of(self._watched),
+            verify=verify_status(self._scrub.status),
+            held=self._held,
+            ready=not problem,
+            not_ready_reasons=(problem,) if problem else (),
+        )
+        if publisher is not None and not problem:
+            self.record.show(
+                run_id=publisher.run_id,
+                version=publisher.version,
+                epoch=publisher.epoch,
+                left_behind=publisher.left_behind,
+                config_changed=publisher.config_changed,
+            )
+        if background is not None:
+            self.record.show(
+                upkeep=UpkeepStatus(busy=background.busy, made=background.made, problem=background.problem)
+            )
+            self._metrics.show_written(background.written)
         self._read_channel()
         self._disk.show()
         self._metrics.show(self.status())
-        if self._background is not None:
-            self._metrics.show_written(self._background.written)
 
     def _read_channel(self) -> None:
         """What changes there without this publisher's doing."""
-        channel, version = self._settings.channel, self._status.get().version
+        channel, version = self._settings.channel, self.record.status.version
         if self._look_due.take():
             with contextlib.suppress(OSError):
                 self._metrics.show_channel(created_at(channel, version), current_epoch(channel))
-
-    def _upkeep_status(self) -> UpkeepStatus:
-        if self._background is None:
-            return UpkeepStatus()
-        return UpkeepStatus(
-            busy=self._background.busy, made=self._background.made, problem=self._background.problem
-        )
 
 
 def created_at(channel: Path, version: int | None) -> float:

@@ -7,20 +7,13 @@ import time
 from collections.abc import Mapping
 
 from weightcast.publisher.daemon.metrics import PublisherMetrics
-from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.daemon.status import (
     PUBLICATIONS_SHOWN,
-    REFUSED_SHOWN,
     DatedFailure,
     DatedRefusal,
-    InboxStatus,
     Progress,
-    RefusedStatus,
+    PublisherStatus,
     RepairStatus,
-    SkippedStatus,
-    Totals,
-    add,
-    waiting_status,
 )
 from weightcast.publisher.fleet.version_history import ROWS_LIMIT
 from weightcast.publisher.maintenance.repair import Repairs
@@ -35,73 +28,63 @@ log = get_log("publisher")
 
 
 class Record:
-    """Since the daemon's start. One thread writes; every member is replaced as a whole, so any may read."""
+    """The daemon's status with its metrics and log. One thread writes; any may read `status`, which is
+    replaced as a whole."""
 
-    def __init__(self, metrics: PublisherMetrics) -> None:
+    def __init__(self, metrics: PublisherMetrics, status: PublisherStatus) -> None:
         self._metrics = metrics
-        self.publications: tuple[Publication, ...] = ()
-        """newest first, as many as the status shows"""
+        self.status = status
         self.publish_seconds: Mapping[int, float] = {}
-        self._totals = Totals()
-        self._last_error: DatedFailure | None = None
-        self._last_refused: DatedRefusal | None = None
-        self._repair: RepairStatus | None = None
 
-    def facts(self) -> dict[str, object]:
-        """Members of PublisherStatus."""
-        return {
-            "publications": self.publications,
-            "totals": self._totals,
-            "last_error": self._last_error,
-            "last_refused": self._last_refused,
-            "repair": self._repair,
-        }
+    def show(self, **facts: object) -> None:
+        self.status = self.status.model_copy(update=facts)
 
     def error(self, failure: Failure) -> None:
-        self._last_error = DatedFailure(**failure.by_name(), at=time.time())
+        self.show(last_error=DatedFailure(**failure.by_name(), at=time.time()))
 
     def failed(self, kind: str, failure: Failure, source: str) -> None:
         """A publication. `kind`: the error's class."""
         self._metrics.failed(kind)
         self.error(failure)
-        self._totals = self._totals.model_copy(update={"failures": self._totals.failures + 1})
-        self._last_refused = DatedRefusal(**failure.by_name(), at=time.time(), source=source)
-
-    def refused(self, source: str, failure: Failure) -> None:
-        """A checkpoint that is damaged."""
-        self.failed(failure.error, failure, source)
+        totals = self.status.totals
+        self.show(
+            totals=totals.model_copy(update={"failures": totals.failures + 1}),
+            last_refused=DatedRefusal(**failure.by_name(), at=time.time(), source=source),
+        )
 
     def repaired(self, repairs: Repairs | None) -> None:
         if repairs is None:
             return
         left = tuple(problem.message for problem in repairs.left)
         done, notes = tuple(repairs.done), tuple(repairs.notes)
-        self._repair = RepairStatus(at=time.time(), done=done, left=left, notes=notes)
+        self.show(repair=RepairStatus(at=time.time(), done=done, left=left, notes=notes))
         report = log.warning if left or notes else log.info
         report("channel repaired", done=repairs.done, left=list(left), notes=repairs.notes)
 
     def patched(self, report: PublishReport | None) -> None:
         """The local checkpoint followed the newest version."""
-        if report is None or not self.publications or report.version != self.publications[0].version:
+        last, *others = self.status.publications or (None,)
+        if report is None or last is None or report.version != last.version:
             return
-        last = self.publications[0]
         if "patch" in report.seconds and "patch" not in last.seconds:
-            self.publications = (last.but(seconds=dict(report.seconds)), *self.publications[1:])
+            self.show(publications=(last.but(seconds=dict(report.seconds)), *others))
             self._metrics.followed(report.seconds["patch"])
 
     def version_with(self, root: str) -> int | None:
-        return next((each.version for each in self.publications if each.root == root), None)
+        return next((each.version for each in self.status.publications if each.root == root), None)
 
     def published(self, done: Publication, same: int | None) -> Publication:
         """As it is shown. `same`: an earlier version with the same content."""
         goes_back = same is not None and same < done.version - 1
         if goes_back:
             done = done.but(notes=(*done.notes, f"goes back to the content of version {same}"))
-        self.publications = (done, *self.publications)[:PUBLICATIONS_SHOWN]
+        self.show(
+            publications=(done, *self.status.publications)[:PUBLICATIONS_SHOWN],
+            totals=self.status.totals.plus(done),
+        )
         self._metrics.published(done)
         known = {**self.publish_seconds, done.version: total_seconds(done.seconds)}
         self.publish_seconds = dict(list(known.items())[-ROWS_LIMIT:])
-        self._totals = add(self._totals, done)
         if same is not None:
             report = log.warning if goes_back else log.info
             report(
@@ -155,22 +138,6 @@ def _published(done: Publication) -> str:
     step = "" if done.step is None else f" (step {done.step})"
     facts = f"{size_text(done.delta_bytes)}, {done.density_elements:.1%} changed"
     return f"published version {done.version}{step}: {facts}, {total_seconds(done.seconds):.2f} s"
-
-
-def inbox_status(watched: WatchedDirectory) -> InboxStatus:
-    refused, left = watched.refused(), watched.left_alone()
-    shown, skipped = refused[-REFUSED_SHOWN:], watched.skipped.items()
-    return InboxStatus(
-        watch=str(watched.directory),
-        waiting=waiting_status(watched.waiting),
-        refused=tuple(RefusedStatus(name=name, error=failure) for name, failure in shown),
-        waiting_count=len(watched.waiting),
-        refused_count=len(refused),
-        skipped=tuple(SkippedStatus(name=name, reason=reason) for name, reason in skipped),
-        skipped_count=watched.skips,
-        left_alone=waiting_status(left),
-        left_alone_count=len(left),
-    )
 
 
 class Meter:

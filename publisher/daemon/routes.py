@@ -9,15 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header
 from pydantic import BaseModel, ConfigDict, Field
 
-from weightcast.publisher.daemon.sources.queue import (
-    QUEUE_LIMIT,
-    Job,
-    KeyReused,
-    Queue,
-    QueueFull,
-    check_checkpoint,
-    unread,
-)
+from weightcast.publisher.daemon.sources.queue import Job, Queue, check_checkpoint, unread
 from weightcast.shared.base.errors import Refused, RetryLater
 from weightcast.shared.channel import pins
 from weightcast.shared.daemon.http import Answer, StrictRoute
@@ -60,21 +52,7 @@ def publication_routes(
         """Queues a publication. The same key (header `Idempotency-Key`, or `key`) gives the same one while
         the checkpoint has the same content, which is compared first. Other content is a new version."""
         key = request.key if idempotency_key is None else idempotency_key
-        try:
-            job = _asked(opened(), request, key, roots)
-        except QueueFull:
-            raise Answer(
-                429,
-                f"the queue is full ({QUEUE_LIMIT} publications)",
-                "try again when one has finished",
-                {"Retry-After": "5"},
-            ) from None
-        except KeyReused:
-            raise Answer(
-                409,
-                "this key was used for another checkpoint or step",
-                "use a new key for each publication",
-            ) from None
+        job = _asked(opened(), request, key, roots)
         wake()
         return job
 
@@ -94,7 +72,7 @@ def publication_routes(
 
 
 def _asked(queue: Queue, request: PublishRequest, key: str | None, roots: Sequence[Path]) -> Job:
-    """Raises Refused, QueueFull and KeyReused."""
+    """Raises Refused and Answer."""
     asked = request.checkpoint, request.step, key
     known = queue.known(*asked)
     if known is None or known.has_ended:

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, PositiveInt, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
+from pydantic_settings import SettingsConfigDict
 
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
@@ -30,6 +31,8 @@ from weightcast.shared.files.paths import (
 
 THREADS = 2
 """at most, unless set: the trainer needs the cores"""
+_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_UpToADay = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 
 def _plain_name(name: str) -> str:
@@ -54,137 +57,99 @@ def _pairs(texts: list[str]) -> list[str]:
 
 
 class PublisherSettings(ServiceSettings):
-    port: int = Field(PUBLISHER_PORT, ge=0, le=65535, description="Its port; 0 takes a free one.")
-    channel: Path = Field(description="Channel directory; created from the base if it is missing.")
+    """A text below a setting is its description."""
+
+    model_config = SettingsConfigDict(use_attribute_docstrings=True)
+
+    port: int = Field(PUBLISHER_PORT, ge=0, le=65535)
+    """Its port; 0 takes a free one."""
+    channel: Path
+    """Channel directory; created from the base if it is missing."""
     base: Path | None = Field(
         None,
         description="HF checkpoint directory that the run starts from. Required to create the channel; later "
         "remembered for the user and machine that created it.",
     )
-    local: Path = Field(description="The publisher's own local checkpoint: a separate directory.")
-    watch: Path | None = Field(None, description="Directory into which the trainer saves checkpoints.")
+    local: Path
+    """The publisher's own local checkpoint: a separate directory."""
+    watch: Path | None = None
+    """Directory into which the trainer saves checkpoints."""
     watch_pattern: Annotated[str, AfterValidator(_relative_glob)] | None = Field(
         None,
         description="Glob of checkpoint paths relative to --watch, e.g. global_step_*/actor/huggingface; "
         "** matches any directories. Unset: any checkpoint whose layout is unambiguous.",
     )
-    marker: Annotated[str, AfterValidator(_plain_name)] | None = Field(
-        None, description="File that the trainer writes into a checkpoint when it is complete."
-    )
-    settle_seconds: float = Field(
-        1.0,
-        ge=0,
-        le=3600,
-        allow_inf_nan=False,
-        description="How long a checkpoint written in place must stay unchanged, without --marker.",
-    )
-    every: bool = Field(False, description="Publish every checkpoint, not only the newest one waiting.")
-    existing: bool = Field(
-        False,
-        description="Publish checkpoints that existed before the first start, if none was published since.",
-    )
-    consume: bool = Field(False, description="Delete a watched checkpoint after it is published.")
-    hand_over: Path | None = Field(
-        None, description="Memory-backed directory through which a trainer hands over weights (HandOver)."
-    )
-    cast: bool = Field(False, description="Round floating-point tensors of exports to the base's dtypes.")
-    rename: list[str] = Field(
-        default_factory=list,
-        description="A=B: replace prefix A of exported tensor names by B (A may contain *); repeatable.",
-    )
-    drop: list[str] = Field(
-        default_factory=list, description="Glob of exported tensors to leave out; repeatable."
-    )
-    frozen: list[str] = Field(
-        default_factory=list,
-        description="Glob of tensors that never change and may be left out; repeatable, new channels only.",
-    )
+    marker: Annotated[str, AfterValidator(_plain_name)] | None = None
+    """File that the trainer writes into a checkpoint when it is complete."""
+    settle_seconds: float = Field(1.0, ge=0, le=3600, allow_inf_nan=False)
+    """How long a checkpoint written in place must stay unchanged, without --marker."""
+    every: bool = False
+    """Publish every checkpoint, not only the newest one waiting."""
+    existing: bool = False
+    """Publish checkpoints that existed before the first start, if none was published since."""
+    consume: bool = False
+    """Delete a watched checkpoint after it is published."""
+    hand_over: Path | None = None
+    """Memory-backed directory through which a trainer hands over weights (HandOver)."""
+    cast: bool = False
+    """Round floating-point tensors of exports to the base's dtypes."""
+    rename: list[str] = Field([])
+    """A=B: replace prefix A of exported tensor names by B (A may contain *); repeatable."""
+    drop: list[str] = Field([])
+    """Glob of exported tensors to leave out; repeatable."""
+    frozen: list[str] = Field([])
+    """Glob of tensors that never change and may be left out; repeatable, new channels only."""
     alias: Annotated[list[str], AfterValidator(_pairs)] = Field(
-        default_factory=list,
+        [],
         description="A=B: tensor A always equals B; repeatable, new channels only. Ties in config.json are "
         "detected.",
     )
-    non_finite: NonFinite = Field(
-        "allow", description="Whether to publish deltas in which elements become NaN or infinite."
-    )
+    non_finite: NonFinite = "allow"
+    """Whether to publish deltas in which elements become NaN or infinite."""
     carry_config: bool = Field(False, description=CARRY_CONFIG)
     allow: list[Path] = Field(
-        default_factory=list,
+        [],
         description="Directory whose checkpoints may be published over HTTP; repeatable. Unset: --watch, "
         "or any if nothing is watched.",
     )
     threads: PositiveInt | None = Field(
         None, description=f"Worker threads (capped by --memory-budget; default {THREADS})."
     )
-    encoding: Encoding = Field(
-        "fast",
-        description="Delta encoding: fast; small (a quarter less, for slow links); xor or overwrite (slime).",
-    )
-    anchor_every: int = Field(0, ge=0, description="Write an anchor every N versions; 0: never.")
-    anchor_share: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Write an anchor when deltas since the last reach this share of the model; 0: never.",
-    )
-    anchor_seconds: float = Field(
+    encoding: Encoding = "fast"
+    """Delta encoding: fast; small (a quarter less, for slow links); xor or overwrite (slime)."""
+    anchor_every: NonNegativeInt = 0
+    """Write an anchor every N versions; 0: never."""
+    anchor_share: _NotNegative = 0.0
+    """Write an anchor when deltas since the last reach this share of the model; 0: never."""
+    anchor_seconds: _NotNegative = Field(
         600.0,
-        ge=0,
-        allow_inf_nan=False,
         description="Write an anchor when a host would need this long to apply the deltas since the last one "
         "(estimated from this publisher) and they reach half the model's bytes; 0: never.",
     )
-    skip_span: int = Field(
-        64, ge=0, le=1 << 20, description="Maximum span of multi-step deltas, in versions; 0: none."
-    )
-    history_share: float = Field(
-        1.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Disk for past journals in --local, as a fraction of model size.",
-    )
-    keep_versions: PositiveInt | None = Field(
-        None,
-        description="Prune: keep this many newest versions. Without this and --keep-hours nothing is pruned.",
-    )
-    keep_hours: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Prune: keep versions younger than this."
-    )
-    host_versions: int = Field(
-        64, ge=0, description="Prune: maximum number of additional versions kept for hosts that are behind."
-    )
-    report_token: Token | None = Field(
-        None,
-        description="Bearer token that only allows hosts to post reports; unset: WEIGHTCAST_TOKEN.",
-    )
-    stale_seconds: float = Field(
-        STALE_SECONDS,
-        gt=0,
-        le=86400,
-        allow_inf_nan=False,
-        description="A host is stale when its report has not changed for this long.",
-    )
-    lost_seconds: float = Field(
-        LOST_SECONDS,
-        gt=0,
-        le=86400,
-        allow_inf_nan=False,
-        description="A host is lost when its report has not changed for this long.",
-    )
-    post_write: str | None = Field(
-        None,
-        min_length=1,
-        description="Command to run after a version is written and again after the pointer moves.",
-    )
-    take_over: bool = Field(False, description="Take the channel over from a publisher that seems alive.")
-    sign_key: Path | None = Field(
-        None,
-        validate_default=True,
-        description="File with the key that signs every version (make one: `weightcast keygen`).",
-    )
-    publish_seconds: float = Field(
-        600.0, gt=0, le=86400, allow_inf_nan=False, description="Deadline of one publication."
-    )
+    skip_span: int = Field(64, ge=0, le=1 << 20)
+    """Maximum span of multi-step deltas, in versions; 0: none."""
+    history_share: _NotNegative = 1.0
+    """Disk for past journals in --local, as a fraction of model size."""
+    keep_versions: PositiveInt | None = None
+    """Prune: keep this many newest versions. Without this and --keep-hours nothing is pruned."""
+    keep_hours: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Prune: keep versions younger than this."""
+    host_versions: NonNegativeInt = 64
+    """Prune: maximum number of additional versions kept for hosts that are behind."""
+    report_token: Token | None = None
+    """Bearer token that only allows hosts to post reports; unset: WEIGHTCAST_TOKEN."""
+    stale_seconds: _UpToADay = STALE_SECONDS
+    """A host is stale when its report has not changed for this long."""
+    lost_seconds: _UpToADay = LOST_SECONDS
+    """A host is lost when its report has not changed for this long."""
+    post_write: str | None = Field(None, min_length=1)
+    """Command to run after a version is written and again after the pointer moves."""
+    take_over: bool = False
+    """Take the channel over from a publisher that seems alive."""
+    sign_key: Path | None = Field(None, validate_default=True)
+    """File with the key that signs every version (make one: `weightcast keygen`)."""
+    publish_seconds: _UpToADay = 600.0
+    """Deadline of one publication."""
 
     @field_validator("watch_pattern", "marker", "every", "existing", "consume", mode="after")
     @classmethod

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from weightcast.publisher.daemon.sources.layouts import Unpublished
 from weightcast.publisher.daemon.sources.queue import Job
+from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.publish.report import Publication, total_seconds
 from weightcast.publisher.weights.side_configs import config_text
 from weightcast.shared.daemon.fleet import TEXT_SHOWN, Host, PublisherLine, RefusedCheckpoint
@@ -44,12 +45,6 @@ class ReportedHost(Frozen):
     """since the report last changed; null where that is not known"""
 
 
-class WaitingStatus(Frozen):
-    name: str
-    reason: str
-    remedy: str = ""
-
-
 class RefusedStatus(Frozen):
     name: str
     error: Failure
@@ -64,7 +59,7 @@ class SkippedStatus(Frozen):
 
 class InboxStatus(Frozen):
     watch: str
-    waiting: tuple[WaitingStatus, ...] = ()
+    waiting: tuple[Unpublished, ...] = ()
     refused: tuple[RefusedStatus, ...] = ()
     waiting_count: int = 0
     refused_count: int = 0
@@ -73,9 +68,25 @@ class InboxStatus(Frozen):
     """the latest, newest last"""
     skipped_count: int = 0
     """since the daemon started"""
-    left_alone: tuple[WaitingStatus, ...] = ()
+    left_alone: tuple[Unpublished, ...] = ()
     """checkpoints, and layouts of the watched directory, that waiting will not publish"""
     left_alone_count: int = 0
+
+    @classmethod
+    def of(cls, watched: WatchedDirectory) -> InboxStatus:
+        refused, left = watched.refused(), watched.left_alone()
+        shown, skipped = refused[-REFUSED_SHOWN:], watched.skipped.items()
+        return cls(
+            watch=str(watched.directory),
+            waiting=watched.waiting[:WAITING_SHOWN],
+            refused=tuple(RefusedStatus(name=name, error=failure) for name, failure in shown),
+            waiting_count=len(watched.waiting),
+            refused_count=len(refused),
+            skipped=tuple(SkippedStatus(name=name, reason=reason) for name, reason in skipped),
+            skipped_count=watched.skips,
+            left_alone=tuple(left[:WAITING_SHOWN]),
+            left_alone_count=len(left),
+        )
 
 
 class UpkeepStatus(Frozen):
@@ -119,6 +130,16 @@ class Totals(Frozen):
     delta_bytes: int = 0
     full_bytes: int = 0
     seconds: float = 0.0
+
+    def plus(self, done: Publication) -> Totals:
+        return Totals(
+            publications=self.publications + 1,
+            failures=self.failures,
+            changed_elements=self.changed_elements + done.changed_elements,
+            delta_bytes=self.delta_bytes + done.delta_bytes,
+            full_bytes=self.full_bytes + done.full_bytes,
+            seconds=self.seconds + total_seconds(done.seconds),
+        )
 
 
 class PublisherStatus(Frozen):
@@ -204,22 +225,6 @@ class PublisherStatus(Frozen):
 
 def _refused(source: str, failure: Failure, ago: float | None) -> RefusedCheckpoint:
     return RefusedCheckpoint(source=source, message=failure.message, remedy=failure.remedy, seconds_ago=ago)
-
-
-def add(totals: Totals, done: Publication) -> Totals:
-    return Totals(
-        publications=totals.publications + 1,
-        failures=totals.failures,
-        changed_elements=totals.changed_elements + done.changed_elements,
-        delta_bytes=totals.delta_bytes + done.delta_bytes,
-        full_bytes=totals.full_bytes + done.full_bytes,
-        seconds=totals.seconds + total_seconds(done.seconds),
-    )
-
-
-def waiting_status(waiting: Iterable[Unpublished]) -> tuple[WaitingStatus, ...]:
-    shown = [WaitingStatus(name=each.name, reason=each.reason, remedy=each.remedy) for each in waiting]
-    return tuple(shown[:WAITING_SHOWN])
 
 
 def host_status(host: Host) -> ReportedHost:

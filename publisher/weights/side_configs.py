@@ -39,6 +39,11 @@ _ASIDE = frozenset(
 """members that say who wrote the file, and where"""
 
 
+def is_config(name: str) -> bool:
+    """Whether a file of this name, relative to its checkpoint, is compared with the base's."""
+    return _CONFIG.fullmatch(name) is not None
+
+
 def config_text(changed: tuple[str, ...]) -> str:
     return f"{printable(', '.join(changed))} (hosts keep the base's; {CONFIG_REMEDY})"
 
@@ -84,9 +89,9 @@ def carried_bytes(export: Path, configs: Mapping[str, str]) -> Mapping[str, byte
 def _names(export: Checkpoint, known: Mapping[str, str]) -> Iterator[str]:
     for path in (*export.other_files, *matching(export.directory / _TEMPLATES, "*.jinja")):
         name = path.relative_to(export.directory).as_posix()
-        if _CONFIG.fullmatch(name):
+        if is_config(name):
             yield name
-    yield from (name for name in known if _CONFIG.fullmatch(name) and is_file(export.directory / name))
+    yield from (name for name in known if is_config(name) and is_file(export.directory / name))
 
 
 def _template(directory: Path) -> object:

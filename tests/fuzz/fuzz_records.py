@@ -12,8 +12,9 @@ from pathlib import Path
 
 from test_fuzz_parsers import INDEX, SAFETENSORS, TABLE
 
-from weightcast.publisher.daemon.sources.inbox import parse_entries
+from weightcast.publisher.daemon.sources.inbox import InboxMemory
 from weightcast.publisher.daemon.sources.queue import Queue
+from weightcast.publisher.daemon.sources.source import Memory
 from weightcast.publisher.ranks import messages
 from weightcast.publisher.ranks.messages import SegmentSums, Sent, Share
 from weightcast.publisher.ranks.rendezvous import Attempt, Rank, collect_parts, find_attempt, leave_failure
@@ -96,6 +97,10 @@ def _order(data: bytes) -> object:
     return pins.read_rollback(ROOT / "ordered")
 
 
+def _inbox(data: bytes) -> object:
+    return Memory(placed("inbox.json", data), InboxMemory(), 1 << 20, "").value
+
+
 def _queue(data: bytes) -> object:
     return Queue(placed("publications.json", data)).open()
 
@@ -169,7 +174,7 @@ RECORDS: dict[str, Target] = {
     "trusted keys": (TRUSTED, lambda data: trusted_keys(placed("trusted", data))),
     "tag": (b"000003", _tags),
     "order": (packed(_ORDER), _order),
-    "inbox": (packed(_INBOX), lambda data: parse_entries(data, "inbox.json")),
+    "inbox": (packed(_INBOX), _inbox),
     "queue": (packed(_QUEUE), _queue),
     "attempt": (packed(asdict(ATTEMPT)), _attempt),
     "draft": (_DRAFT, _draft),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import cast_like
-from weightcast.publisher.daemon.sources.handed import HandOverDirectory
+from weightcast.publisher.daemon.sources.handed import HandedWeights, HandOverSource
 from weightcast.publisher.trainer.handover import HandOver
 from weightcast.publisher.weights.given import CastTensor, RawTensor
 from weightcast.shared.base.errors import Refused
@@ -74,12 +74,12 @@ def test_masters_are_published(place: Place, kind: str, by: str) -> None:
 
 
 def test_through_shared_memory(place: Place, tmp_path: Path) -> None:
-    given, handed_over = masters(), HandOverDirectory(tmp_path / "export", tmp_path / "memory")
+    given, handed_over = masters(), HandOverSource(tmp_path / "export", tmp_path / "memory")
     with HandOver(tmp_path / "export") as hand_over, place.publisher() as publisher:
         hand_over.put(cast_like(place.base, given))
-        handed = handed_over.next()
+        handed = handed_over.newest()
         assert handed is not None
-        publisher.publish_weights(lambda: handed_over.open(handed))
+        publisher.publish_weights(lambda: HandedWeights(handed_over.export, handed))
     place.arrives(expected(given), 1)
 
 

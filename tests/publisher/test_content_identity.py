@@ -90,6 +90,29 @@ REWRITTEN = [(rewritten_in_place, False), (rewritten_in_place, True), (replaced,
 """and whether the daemon is started anew"""
 
 
+@pytest.mark.parametrize("carry", [False, True])
+def test_a_rewritten_tokenizer_of_a_watched_checkpoint_is_compared(
+    places: Places, opened: Opening, carry: bool
+) -> None:
+    """Same name, size, inode and mtime; the weights stay as they are."""
+    office = opened(carry_config=carry)
+    directory = write(places.watch / "step_1", weights(1))
+    tokenizer = directory / "tokenizer.json"
+    tokenizer.write_text('{"a": 1}')
+    assert settled(office) == [(1, 1)]
+    before = tokenizer.stat()
+    with tokenizer.open("r+") as file:
+        file.write('{"a": 2}')
+    os.utime(tokenizer, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert settled(office) == ([(1, 1), (2, 1)] if carry else [(1, 1)])
+    reason = "only its files changed, not the content of version 1"
+    assert skipped(office) == ({} if carry else {"step_1": reason})
+    carried = [path.read_text() for path in places.channel.glob("weight_v000002/carried/*tokenizer.json")]
+    assert carried == (['{"a": 2}'] if carry else [])
+    later = reopened(opened, office, carry_config=carry)
+    assert settled(later) == [] and skipped(later) == {}
+
+
 @pytest.mark.parametrize(("change", "restart"), REWRITTEN)
 def test_a_key_over_rewritten_bytes_is_a_new_publication(
     places: Places, opened: Opening, tmp_path: Path, change: Change, restart: bool

@@ -18,7 +18,7 @@ from daemonkit import Daemon, Places
 from publisher_cases import Place, as_numpy, make_place, numpy_model
 from waiting import wait_until
 
-from weightcast.publisher.daemon.sources.handed import HandOverDirectory
+from weightcast.publisher.daemon.sources.handed import HandedWeights, HandOverSource
 from weightcast.publisher.trainer.handover import Export, HandOver
 from weightcast.shared.base.errors import Refused, RetryLater
 
@@ -44,28 +44,30 @@ def arrays(model: Model) -> dict[str, np.ndarray[Any, Any]]:
     return {name: as_numpy(one) for name, one in model.items()}
 
 
-def publish_newest(place: Place, handed_over: HandOverDirectory) -> int | None:
+def publish_newest(place: Place, handed_over: HandOverSource) -> int | None:
     """One step of the daemon's. None: there is nothing new."""
-    handed = handed_over.next()
+    handed = handed_over.newest()
     if handed is None:
         return None
     with place.publisher() as publisher:
         handed_over.begin(handed, publisher.version)
-        version = publisher.publish_weights(lambda: handed_over.open(handed), step=handed.step).version
+        version = publisher.publish_weights(
+            lambda: HandedWeights(handed_over.export, handed), step=handed.step
+        ).version
     handed_over.end()
     return version
 
 
 def test_what_is_put_arrives(place: Place, export: Path, rng: np.random.Generator) -> None:
-    handed_over, model = HandOverDirectory(export, place.root / "memory"), place.model
-    assert handed_over.next() is None
+    handed_over, model = HandOverSource(export, place.root / "memory"), place.model
+    assert handed_over.newest() is None
     with HandOver(export) as hand_over:
         for version in (1, 2, 3):
             model = all_changed(model, rng)
             handed = hand_over.put(arrays(model).items(), step=10 * version)
             assert (handed.sequence, handed.step) == (version, 10 * version)
             assert publish_newest(place, handed_over) == version
-            assert handed_over.next() is None
+            assert handed_over.newest() is None
             place.arrives(model, version)
     assert sorted(path.name for path in export.iterdir() if path.is_dir()) == ["a", "b"]
 
@@ -74,14 +76,14 @@ def test_what_was_put_before_is_not_published_after_it(
     place: Place, export: Path, rng: np.random.Generator
 ) -> None:
     """Not when the newest slot is lost either: the fleet would go back."""
-    handed_over = HandOverDirectory(export, place.root / "memory")
+    handed_over = HandOverSource(export, place.root / "memory")
     with HandOver(export) as hand_over:
         hand_over.put(arrays(place.model).items(), step=1)
         newest = hand_over.put(arrays(all_changed(place.model, rng)).items(), step=2)
     assert publish_newest(place, handed_over) == 1
     Export(export).withdraw(newest.slot)
     assert publish_newest(place, handed_over) is None
-    assert publish_newest(place, HandOverDirectory(export, place.root / "memory")) is None
+    assert publish_newest(place, HandOverSource(export, place.root / "memory")) is None
 
 
 def test_torch_tensors_of_every_dtype(tmp_path: Path, export: Path, rng: np.random.Generator) -> None:
@@ -101,25 +103,25 @@ def test_torch_tensors_of_every_dtype(tmp_path: Path, export: Path, rng: np.rand
 
     with HandOver(export) as hand_over:
         hand_over.put({name: as_torch(one) for name, one in model.items()})
-    assert publish_newest(place, HandOverDirectory(export, place.root / "memory")) == 1
+    assert publish_newest(place, HandOverSource(export, place.root / "memory")) == 1
     place.arrives(model, 1)
 
 
 def test_the_newest_wins_and_what_is_read_stands_still(
     place: Place, export: Path, rng: np.random.Generator
 ) -> None:
-    handed_over = HandOverDirectory(export, place.root / "memory")
+    handed_over = HandOverSource(export, place.root / "memory")
     models = [all_changed(place.model, rng) for _ in range(4)]
     with HandOver(export) as hand_over, place.publisher() as publisher:
         first = hand_over.put(arrays(models[0]))
-        weights = handed_over.open(first)
+        weights = HandedWeights(handed_over.export, first)
         others = [hand_over.put(arrays(model)) for model in models[1:]]
         assert {handed.slot for handed in others} == {"b"} and first.slot == "a"
         assert publisher.publish_weights(lambda: weights).version == 1
         place.arrives(models[0], 1)
         with pytest.raises(RetryLater, match="newer weights"):
-            handed_over.open(others[0])
-    assert handed_over.next() == others[2]
+            HandedWeights(handed_over.export, others[0])
+    assert handed_over.newest() == others[2]
     assert publish_newest(place, handed_over) == 2
     place.arrives(models[3], 2)
 
@@ -185,7 +187,7 @@ def test_what_is_refused(tmp_path: Path, export: Path) -> None:
         HandOver(link)
     (export / "b").symlink_to(tmp_path)
     with pytest.raises(Refused, match="symbolic link"):
-        HandOverDirectory(export, tmp_path / "memory").next()
+        HandOverSource(export, tmp_path / "memory").newest()
 
 
 @pytest.mark.parametrize("junk", [b"", b"{", b'{"format": 1}', b'{"format": 9, "slot": "a"}', b"x" * 70000])
@@ -194,7 +196,7 @@ def test_a_record_that_is_none(place: Place, export: Path, junk: bytes) -> None:
         handed = hand_over.put(arrays(place.model))
         other = "b" if handed.slot == "a" else "a"
         Export(export).record(other).write_bytes(junk)
-        assert HandOverDirectory(export, place.root / "memory").next() == handed
+        assert HandOverSource(export, place.root / "memory").newest() == handed
         hand_over.put(arrays(place.model))
         assert hand_over.put(arrays(place.model)).sequence == 3
 
@@ -203,16 +205,16 @@ def test_published_and_not_noted(place: Place, export: Path) -> None:
     with HandOver(export) as hand_over:
         handed = hand_over.put(arrays(place.model))
     for published in (False, True):
-        handed_over = HandOverDirectory(export, place.root / f"memory-{published}")
+        handed_over = HandOverSource(export, place.root / f"memory-{published}")
         request = handed_over.begin(handed, 0)
         with place.publisher() as publisher:
             # a version of somebody else's says nothing
             publisher.publish_checkpoint(place.new(place.model))
             if published:
-                publisher.publish_weights(partial(handed_over.open, handed), request=request)
-            handed_over = HandOverDirectory(export, place.root / f"memory-{published}")
-            handed_over.resume(publisher.made_for)
-        assert (handed_over.next() == handed) is not published
+                publisher.publish_weights(partial(HandedWeights, handed_over.export, handed), request=request)
+            handed_over = HandOverSource(export, place.root / f"memory-{published}")
+            handed_over.resume(publisher)
+        assert (handed_over.newest() == handed) is not published
 
 
 def test_light_to_import() -> None:
@@ -238,7 +240,7 @@ def test_a_trainer_that_is_killed(place: Place, export: Path, moment: str) -> No
     out, error = child.communicate(timeout=120)
     assert child.returncode < 0 and "put" not in out, error
     whole = moment in ("file.renamed", "directory.synced")
-    handed_over = HandOverDirectory(export, place.root / "memory")
+    handed_over = HandOverSource(export, place.root / "memory")
     assert publish_newest(place, handed_over) == 1
     place.arrives(second if whole else first, 1)
     with HandOver(export) as hand_over:
@@ -328,7 +330,7 @@ def _as_numpy_bytes(places: Places) -> dict[str, Any]:
 
 
 def test_what_is_refused_leaves_its_slot_free(place: Place, export: Path, rng: np.random.Generator) -> None:
-    handed_over, model = HandOverDirectory(export, place.root / "memory"), all_changed(place.model, rng)
+    handed_over, model = HandOverSource(export, place.root / "memory"), all_changed(place.model, rng)
     wrong = arrays(model)
     del wrong[min(wrong)]
     kept = []

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,19 +13,28 @@ from weightcast.publisher.daemon.sources.inbox import (
     FileMark,
     Inbox,
     InboxEntry,
+    InboxMemory,
     InboxOutcome,
     InboxRules,
-    LastContent,
     may_be_checkpoint,
-    pack_entries,
-    parse_entries,
 )
 from weightcast.publisher.daemon.sources.layouts import step_of
+from weightcast.publisher.daemon.sources.source import LastContent, Memory
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.daemon.status import Failure
 
 REQUEST = "0123456789abcdef"
 DAMAGED = Failure(error="DamagedFile", message="cut short")
+
+
+def stored(entries: Mapping[str, InboxEntry]) -> bytes:
+    return InboxMemory(entries=tuple(entries.values())).model_dump_json().encode()
+
+
+def woken(inbox: Inbox) -> Inbox:
+    """As after a restart."""
+    memory = InboxMemory.model_validate_json(stored(inbox.entries), strict=True)
+    return Inbox(inbox.rules, memory.by_name(""))
 
 
 def seen(name: str, at: int = 0, *, finished: bool = True, content: int = 1, whole: bool = True) -> Candidate:
@@ -140,6 +151,23 @@ def test_files_beside_the_weights_make_no_new_checkpoint() -> None:
     assert not inbox.is_known("step_1", seen("step_1", content=2).files)
 
 
+def test_a_rewritten_config_file_is_looked_at_when_all_is_still() -> None:
+    """In place it may be the first file of a new save."""
+    inbox = Inbox(InboxRules(settle_seconds=1.0))
+    old = seen("step_1", finished=False)
+    inbox.adopt(old, 1)
+    inbox = woken(inbox)
+    weights, config = old.weights, FileMark("config.json", 9, 3, 10)
+    for files in (weights | {config}, old.files | {FileMark("tokenizer.json", 8, 3, 10)}, weights):
+        assert not inbox.is_known("step_1", files)
+    assert inbox.is_known("step_1", old.files | {FileMark("trainer_state.json", 8, 3, 10)})
+    new = replace(old, files=weights | {config})
+    assert [inbox.choose([new], now).chosen for now in (0.0, 59.0, 60.0)] == [None, None, new]
+    assert Inbox(InboxRules(), inbox.entries).choose([replace(new, finished=True)], 0.0).chosen is not None
+    inbox.adopt(new, 1)
+    assert inbox.is_known("step_1", new.files) and not inbox.is_known("step_1", old.files)
+
+
 def test_finished_and_damaged_is_refused_but_not_what_holds_no_weights() -> None:
     inbox = Inbox(InboxRules())
     assert inbox.choose([seen("step_1", whole=False)], 0.0).refused[0].name == "step_1"
@@ -153,16 +181,16 @@ def test_a_kill_while_publishing_is_judged_by_the_channel(version: int | None, k
     inbox = Inbox(InboxRules())
     looks = [seen("step_1", 1, content=1), seen("step_2", 2, content=2)]
     inbox.begin(inbox.choose(looks, 0.0), 4, REQUEST)
-    woken = Inbox(InboxRules(), parse_entries(pack_entries(inbox.entries), "memory"))
+    later = woken(inbox)
     asked: list[tuple[str, int]] = []
 
     def made_for(request: str, above: int) -> int | None:
         asked.append((request, above))
         return version
 
-    assert woken.resume(made_for) == (["step_2"] if known else [])
+    assert later.resume(made_for) == (["step_2"] if known else [])
     assert asked == [(REQUEST, 4)]
-    assert [woken.is_known(each.name, each.files) for each in looks] == [known, known]
+    assert [later.is_known(each.name, each.files) for each in looks] == [known, known]
 
 
 def test_memory_is_bounded_and_keeps_what_is_there() -> None:
@@ -193,36 +221,48 @@ marks = st.builds(
 )
 failures = st.builds(Failure, error=st.text(max_size=9), message=st.text(max_size=30))
 digests = st.sampled_from(["", "a" * 64])
-entries = st.dictionaries(
+contents = st.builds(LastContent, version=st.none() | st.integers(0, 1 << 40), root=digests, sample=digests)
+entries = st.builds(
+    InboxEntry,
     st.text("abc_019é", min_size=1, max_size=8) | st.sampled_from([".", "a/b", "step_1/actor/hf"]),
-    st.builds(
-        InboxEntry,
-        st.sampled_from(InboxOutcome),
-        st.frozensets(marks, max_size=3),
-        st.none() | st.integers(0, 1 << 40),
-        st.just("") | st.just("other"),
-        st.none() | failures,
-        st.just("") | st.just(REQUEST),
-        st.frozensets(marks, max_size=2),
-        st.none() | st.builds(LastContent, st.none() | st.integers(0, 1 << 40), digests, digests),
-    ),
-    max_size=5,
+    st.sampled_from(InboxOutcome),
+    st.frozensets(marks, max_size=3),
+    st.none() | st.integers(0, 1 << 40),
+    st.just("") | st.just("other"),
+    st.just("") | st.just(REQUEST),
+    st.frozensets(marks, max_size=2),
+    st.none() | contents,
+    st.none() | failures,
 )
 
 
-@given(entries)
-def test_memory_survives_its_file(some: dict[str, InboxEntry]) -> None:
-    assert parse_entries(pack_entries(some), "memory") == some
+@given(st.lists(entries, max_size=5, unique_by=lambda entry: entry.name))
+def test_memory_survives_its_file(some: list[InboxEntry]) -> None:
+    data = InboxMemory(watch="/w", tree=True, entries=tuple(some)).model_dump_json()
+    assert InboxMemory.model_validate_json(data, strict=True).entries == tuple(some)
+
+
+ONE = {"step_1": InboxEntry("step_1", InboxOutcome.PUBLISHED, frozenset({FileMark("m", 2, 3, 4, 5)}), 8)}
 
 
 def test_memory_golden_bytes() -> None:
-    packed = pack_entries(
-        {"step_1": InboxEntry(InboxOutcome.PUBLISHED, frozenset({FileMark("m", 2, 3, 4)}), 8)}
+    assert stored(ONE) == (
+        b'{"format":1,"watch":"","tree":false,"entries":[{"name":"step_1","outcome":"published",'
+        b'"files":[["m",2,3,4,5]],"version":8,"behind":"","failure":null}]}'
     )
-    assert packed == (
-        b'{"format":1,"entries":[{"name":"step_1","outcome":"published","files":[["m",2,3,4]],'
+
+
+def test_memory_of_an_older_release(tmp_path: Path) -> None:
+    """Without the directory that it is of, the files' ctimes, or the content that was published."""
+    path = tmp_path / "inbox.json"
+    path.write_bytes(
+        b'{"format":1,"entries":[{"name":"step_1","outcome":"published","files":[["m.safetensors",2,3,4]],'
         b'"version":8,"behind":"","failure":null}]}'
     )
+    memory = Memory(path, InboxMemory(), 1 << 20, "remove it").value
+    inbox = Inbox(InboxRules(), memory.by_name("/any"))
+    assert not memory.tree and inbox.is_known("step_1", frozenset({FileMark("m.safetensors", 2, 3, 4, 5)}))
+    assert inbox.content("step_1") == LastContent(version=8)
 
 
 @pytest.mark.parametrize(
@@ -235,24 +275,26 @@ def test_memory_golden_bytes() -> None:
         (b'"name":"step_1"', b'"name":"a//b"'),
         (b'"name":"step_1"', b'"name":".."'),
         (b'"published"', b'"eaten"'),
-        (b'[["m",2,3,4]]', b'[["m",2,3]]'),
-        (b'[["m",2,3,4]]', b'[["m",2,3,true]]'),
-        (b'[["m",2,3,4]]', b'[["../m",2,3,4]]'),
+        (b'[["m",2,3,4,5]]', b'[["m",2,3]]'),
+        (b'[["m",2,3,4,5]]', b'[["m",2,3,true]]'),
+        (b'[["m",2,3,4,5]]', b'[["../m",2,3,4]]'),
         (b'"version":8', b'"version":-1'),
         (b'"behind":""', b'"behind":"","beside":[["../m",2,3,4]]'),
         (b'"behind":""', b'"behind":"","content":{"version":8,"root":"x","sample":""}'),
         (b'"failure":null', b'"failure":{"error":1}'),
         (b'"version":8', b'"version":8,"version":9'),
         (b"}]}", b"}"),
+        (b'"entries":[', b'"entries":[{"name":"step_1","outcome":"existing"},'),
     ],
 )
-def test_a_damaged_memory_is_refused(old: bytes, new: bytes) -> None:
-    packed = pack_entries(
-        {"step_1": InboxEntry(InboxOutcome.PUBLISHED, frozenset({FileMark("m", 2, 3, 4)}), 8)}
-    )
+def test_a_damaged_memory_is_refused(tmp_path: Path, old: bytes, new: bytes) -> None:
+    packed = stored(ONE)
     assert old in packed
-    with pytest.raises(DamagedFile):
-        parse_entries(packed.replace(old, new), "memory")
+    path = tmp_path / "inbox.json"
+    path.write_bytes(packed.replace(old, new))
+    with pytest.raises(DamagedFile, match=r"inbox\.json|file name") as refused:
+        Memory(path, InboxMemory(), 1 << 20, "remove the file")
+    assert refused.value.remedy == "remove the file"
 
 
 @pytest.mark.parametrize("consume", [True, False])
@@ -278,13 +320,13 @@ def test_a_checkpoint_saved_over_file_by_file_waits_for_the_last_one() -> None:
         return Candidate("latest", frozenset(files), frozenset(files), 0, False)
 
     inbox.adopt(look(first, second), 1)
-    half = look(replace(first, inode=11), second)
+    half = look(first._replace(inode=11), second)
     assert not inbox.is_known("latest", half.files)
     for now in (0.0, 2.0, 59.0):
         choice = inbox.choose([half], now)
         assert choice.chosen is None and "from before" in choice.waiting[0].reason
     assert inbox.choose([half], 60.0).chosen == half
-    both = look(replace(first, inode=11), replace(second, inode=12))
+    both = look(first._replace(inode=11), second._replace(inode=12))
     assert inbox.choose([both], 61.0).chosen is None
     assert inbox.choose([both], 62.0).chosen == both
     finished = replace(half, finished=True)
@@ -300,13 +342,13 @@ def test_saved_over_in_part_a_marker_from_before_is_not_enough() -> None:
         return Candidate("latest", frozenset({marker, *weights}), frozenset(weights), 0, True)
 
     inbox.adopt(look(done, first, second), 1)
-    woken = Inbox(inbox.rules, parse_entries(pack_entries(inbox.entries), "memory"))
-    half = look(done, replace(first, inode=11), second)
-    choice = woken.choose([half], 0.0)
+    later = woken(inbox)
+    half = look(done, first._replace(inode=11), second)
+    choice = later.choose([half], 0.0)
     assert choice.chosen is None and "from before" in choice.waiting[0].reason
-    assert woken.choose([half], 60.0).chosen == half
-    marked = look(replace(done, mtime_ns=2), replace(first, inode=11), second)
-    assert woken.choose([marked], 61.0).chosen == marked
+    assert later.choose([half], 60.0).chosen == half
+    marked = look(done._replace(mtime_ns=2), first._replace(inode=11), second)
+    assert later.choose([marked], 61.0).chosen == marked
 
 
 def test_what_was_consumed_long_ago_is_known_by_its_content() -> None:
@@ -315,7 +357,7 @@ def test_what_was_consumed_long_ago_is_known_by_its_content() -> None:
         inbox.begin(inbox.choose([seen(f"step_{number}", content=number)], 0.0), number, REQUEST)
         inbox.succeed(f"step_{number}", number + 1, f"{number:064x}")
     inbox.forget_vanished(frozenset())
-    inbox = Inbox(inbox.rules, parse_entries(pack_entries(inbox.entries), "memory"))
+    inbox = woken(inbox)
     assert len(inbox.entries) == 1024 and inbox.content("step_0") is None
     known = inbox.content("step_1500")
     assert known is not None and (known.version, known.root) == (1501, f"{1500:064x}")

@@ -28,7 +28,7 @@ from waiting import wait_until
 from weightcast.publisher import PublisherOptions
 from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.daemon.sources.watched import RenamedDirectories
+from weightcast.publisher.daemon.sources.watched import RenamedDirectories, WatchedJob
 from weightcast.publisher.daemon.status import REFUSED_SHOWN
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.publisher.service_publisher import ServicePublisher
@@ -469,15 +469,16 @@ def test_a_kill_between_version_and_memory_publishes_nothing_twice(places: Place
     rename_in(places.watch / "step_2", weights(2))
     memory = places.local / ".weightcast" / "inbox.json"
     writes: list[bytes] = []
-    begin = office.publish_loop._watched.begin  # type: ignore[union-attr]
+    begin = WatchedJob.begin
 
-    def spy(*arguments: Any) -> str:
-        request = begin(*arguments)
+    def spy(job: WatchedJob, version: int) -> str:
+        request = begin(job, version)
         writes.append(memory.read_bytes())
         return request
 
-    office.publish_loop._watched.begin = spy  # type: ignore[union-attr, method-assign]
-    office.settle()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WatchedJob, "begin", spy)
+        office.settle()
     office.publish_loop.close()
     memory.write_bytes(writes[0])
     later = opened()

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from weightcast.publisher.daemon.sources.source import MadeFor, SourceJob, new_request
+from weightcast.publisher.daemon.sources.source import Memory, SourceJob, new_request
 from weightcast.publisher.publish.report import Publication
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.trainer.handover import Export, Handed
-from weightcast.publisher.weights.export_rules import ExportRules
+from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
-from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.base.errors import Refused, RetryLater
+from weightcast.shared.daemon.frozen import Frozen
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.status import Failure
-from weightcast.shared.files import durable
-from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
-FORMAT = 1
 _LIMIT = 64 << 10
 
 log = get_log("publisher")
 
 
-@dataclass(frozen=True)
-class Memory:
+class _Taken(Frozen):
     """`writer`, `sequence`: what was taken last. `before`: while it is being published, the channel's version
     before; None once that has ended."""
 
+    format: Literal[1] = 1
     writer: str = ""
     sequence: int = 0
     before: int | None = None
@@ -35,26 +33,29 @@ class Memory:
     """while it is being published: what the version's index says if it came to be"""
 
 
-class HandOverDirectory:
+class HandOverSource:
     """Used by one thread. `memory`: the file that survives restarts."""
 
-    def __init__(self, directory: Path, memory: Path) -> None:
+    def __init__(self, directory: Path, memory: Path, rules: ExportRules = NO_RULES) -> None:
         """Raises DamagedFile for a memory that is not one of ours."""
-        self.export = Export(directory)
-        self._path = memory
-        self._memory = _read(memory)
+        self.export, self.rules = Export(directory), rules
+        self._memory = Memory(memory, _Taken(), _LIMIT, "remove it")
 
-    def resume(self, made_for: MadeFor) -> None:
-        """After an error or a kill: what was being published has become a version, or is new again."""
-        memory = self._memory
-        if memory.before is not None:
-            made = made_for(memory.request, memory.before) if memory.request else None
-            self._store(Memory() if made is None else replace(memory, before=None))
+    def resume(self, publisher: ServicePublisher) -> None:
+        """What was being published has become a version, or is new again."""
+        taken = self._memory.value
+        if taken.before is not None:
+            made = publisher.made_for(taken.request, taken.before) if taken.request else None
+            self._memory.store(_Taken() if made is None else taken.model_copy(update={"before": None}))
 
-    def next(self) -> Handed | None:
-        """What is to be published: the newest complete slot, unless it or a later one was taken before."""
+    def next(self, publisher: ServicePublisher) -> HandOverJob | None:
+        handed = self.newest()
+        return None if handed is None else HandOverJob(self, publisher, handed)
+
+    def newest(self) -> Handed | None:
+        """The newest complete slot, unless it or a later one was taken before."""
         self.export.check()
-        newest, taken = self.export.newest(), self._memory
+        newest, taken = self.export.newest(), self._memory.value
         if newest is not None and newest.writer == taken.writer and newest.sequence <= taken.sequence:
             return None
         return newest
@@ -62,21 +63,14 @@ class HandOverDirectory:
     def begin(self, handed: Handed, version: int) -> str:
         """`version`: the channel's before the publication. Returns the request to publish it by."""
         request = new_request()
-        self._store(Memory(handed.writer, handed.sequence, version, request))
+        self._memory.store(
+            _Taken(writer=handed.writer, sequence=handed.sequence, before=version, request=request)
+        )
         return request
 
     def end(self) -> None:
         """It is published, or refused for good."""
-        self._store(replace(self._memory, before=None))
-
-    def open(self, handed: Handed) -> HandedWeights:
-        return HandedWeights(self.export, handed)
-
-    def _store(self, memory: Memory) -> None:
-        facts: dict[str, object] = {"writer": memory.writer, "sequence": memory.sequence}
-        facts |= {"before": memory.before, "request": memory.request}
-        durable.replace(self._path, write_object({"format": FORMAT, **facts}))
-        self._memory = memory
+        self._memory.store(self._memory.value.model_copy(update={"before": None}))
 
 
 class HandedWeights(CheckpointWeights):
@@ -87,22 +81,22 @@ class HandedWeights(CheckpointWeights):
         self._lock = export.lock(handed.slot)
         self._lock.acquire(shared=True)
         try:
-            self._require_same()
+            if not self._is_same():
+                raise RetryLater(
+                    f"{export.slot(handed.slot)} now has newer weights",
+                    remedy="nothing to do: they are published next",
+                )
             super().__init__(export.slot(handed.slot), follow_links=False)
         except BaseException:
             self._lock.release()
             raise
 
-    def _require_same(self) -> None:
-        if self._export.read(self._handed.slot) != self._handed:
-            raise RetryLater(
-                f"{self._export.slot(self._handed.slot)} now has newer weights",
-                remedy="nothing to do: they are published next",
-            )
+    def _is_same(self) -> bool:
+        return self._export.read(self._handed.slot) == self._handed
 
     def finish(self) -> None:
         super().finish()
-        if self._export.read(self._handed.slot) != self._handed:
+        if not self._is_same():
             raise Refused(
                 f"{self._export.slot(self._handed.slot)} changed while it was read; nothing was published",
                 remedy="stop the process that writes it without its lock",
@@ -113,48 +107,20 @@ class HandedWeights(CheckpointWeights):
         self._lock.release()
 
 
-def _read(path: Path) -> Memory:
-    try:
-        data = durable.read_file(path, _LIMIT)
-    except FileNotFoundError:
-        return Memory()
-    members = Members(parse_object(data, str(path)), str(path))
-    if members.integer("format") != FORMAT:
-        raise DamagedFile(f"{path} has an unknown format", remedy="remove it")
-    return Memory(
-        members.text("writer", 64),
-        members.integer("sequence"),
-        members.optional_integer("before"),
-        members.text("request", 16) if "request" in members else "",
-    )
-
-
-class HandOverSource:
-    def __init__(self, directory: HandOverDirectory, publisher: ServicePublisher, rules: ExportRules) -> None:
-        self.directory, self.publisher, self.rules = directory, publisher, rules
-
-    def resume(self) -> None:
-        self.directory.resume(self.publisher.made_for)
-
-    def next(self) -> HandOverJob | None:
-        handed = self.directory.next()
-        return None if handed is None else HandOverJob(self, handed)
-
-
 class HandOverJob(SourceJob):
-    def __init__(self, source: HandOverSource, handed: Handed) -> None:
-        self._source, self._handed = source, handed
-        self.name = f"{source.directory.export.slot(handed.slot)} #{handed.sequence}"
+    def __init__(self, source: HandOverSource, publisher: ServicePublisher, handed: Handed) -> None:
+        self._source, self._publisher, self._handed = source, publisher, handed
+        self.name = f"{source.export.slot(handed.slot)} #{handed.sequence}"
         self.step = handed.step
 
     def open(self) -> NewWeights:
-        weights = self._source.directory.open(self._handed)
-        return self._source.publisher.adapted(weights, self._source.rules)
+        weights = HandedWeights(self._source.export, self._handed)
+        return self._publisher.adapted(weights, self._source.rules)
 
     def begin(self, version: int) -> str:
-        return self._source.directory.begin(self._handed, version)
+        return self._source.begin(self._handed, version)
 
     def done(self, outcome: Publication | Failure) -> None:
         if isinstance(outcome, Failure):
             log.warning("not published", checkpoint=self.name, **outcome.by_name())
-        self._source.directory.end()
+        self._source.end()

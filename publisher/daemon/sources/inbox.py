@@ -1,28 +1,29 @@
 """Which checkpoint directory of a watched directory is published next: rules without IO.
 
-Name, inode, size and times of the files that hold the weights only tell whether a directory has to be looked
-at again. Its content is then compared with what was published, left alone or passed over under this name:
-other content is a new checkpoint, the same content is skipped.
+Name, inode, size and times of the files that hold weights and configuration only tell whether a directory has
+to be looked at again. Its content is then compared with what was published, left alone or passed over under
+this name: other content is a new checkpoint, the same content is skipped.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field, PlainSerializer, SerializerFunctionWrapHandler, model_serializer
 
 from weightcast.publisher.daemon.sources.layouts import ROOT, Fit, Layouts, Unpublished, pattern_of, save_of
+from weightcast.publisher.daemon.sources.source import LastContent
+from weightcast.publisher.weights.side_configs import is_config
 from weightcast.shared.base.elements import TensorTable
-from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.daemon.frozen import Frozen
 from weightcast.shared.daemon.status import Failure
 from weightcast.shared.files.hf_checkpoint import is_other_format
 from weightcast.shared.files.paths import file_name, is_plain
-from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
-FORMAT = 1
-MEMORY_LIMIT = 256 << 20
-"""bytes of the inbox's memory on disk"""
 _VANISHED_KEPT = 4096
 _CONSUMED_KEPT, _CONTENTS_KEPT = 64, 1024
 """with their files, and with the digest of their content alone: a backup may bring them back"""
@@ -30,30 +31,37 @@ _MIXED_TIMES = 60
 """the stillness after which a directory counts that was saved over in part, in times of the usual one"""
 _RENAME_TIMES = 5
 """likewise, after which a save under a temporary name is reported"""
-_TREE = "tree"
-"""member of a memory that knows nested checkpoints, too"""
-_LOWEST = -(1 << 63)
-"""times may lie before 1970; inodes of some file systems use 64 bits"""
 _NUMBERS = re.compile(r"(\d+)", re.ASCII)
+_Number = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+"""times may lie before 1970; inodes of some file systems use 64 bits"""
 
 
-@dataclass(frozen=True, order=True)
-class FileMark:
+class FileMark(NamedTuple):
     """Without the device: network mounts get another number at every reboot."""
 
-    name: str
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int = 0
+    name: Annotated[str, AfterValidator(file_name)]
+    inode: _Number
+    size: _Number
+    mtime_ns: _Number
+    ctime_ns: _Number = 0
     """also changes when a writer puts the mtime back; 0 in memories of older releases"""
 
 
-Marks = frozenset[FileMark]
+Marks = Annotated[frozenset[FileMark], PlainSerializer(sorted)]
 
 
 def without_ctime(marks: Marks) -> Marks:
-    return frozenset(replace(mark, ctime_ns=0) for mark in marks)
+    return frozenset(mark._replace(ctime_ns=0) for mark in marks)
+
+
+def configs_of(marks: Marks) -> Marks:
+    return frozenset(mark for mark in marks if is_config(mark.name) and not mark.name.startswith("."))
+
+
+def have_other_configs(known: Marks, found: Marks) -> bool:
+    """Whether the config files among them differ; False where none are known."""
+    configs = configs_of(known)
+    return bool(configs) and configs != configs_of(found)
 
 
 @dataclass(frozen=True)
@@ -90,15 +98,9 @@ class InboxOutcome(StrEnum):
 _PUBLISHED = (InboxOutcome.PUBLISHED, InboxOutcome.CONSUMED)
 
 
-@dataclass(frozen=True)
-class LastContent:
-    """Of the checkpoint that had a name last."""
-
-    version: int | None = None
-    root: str = ""
-    """of that version; empty where only the channel can say it"""
-    sample: str = ""
-    """of what was left alone or passed over, and so never read in full"""
+def _entry_name(name: str) -> str:
+    """A path relative to the watched directory. Raises DamagedFile."""
+    return name if name == ROOT else "/".join(map(file_name, name.split("/")))
 
 
 @dataclass(frozen=True)
@@ -106,21 +108,70 @@ class InboxEntry:
     """What became of a directory. `files`: its weights, or everything in it if it was refused. `version`: the
     one that it became; while publishing, the channel's version before."""
 
+    name: Annotated[str, AfterValidator(_entry_name)]
     outcome: InboxOutcome
-    files: Marks
-    version: int | None = None
+    files: Marks = frozenset()
+    version: Annotated[int, Field(ge=0)] | None = None
     behind: str = ""
     """passed over for this one, whose publication has not ended"""
-    failure: Failure | None = None
     request: str = ""
     """while publishing: what the version's index says if it came to be"""
     beside: Marks = frozenset()
     """all else that lay there when it was chosen, hidden files too"""
     content: LastContent | None = None
+    failure: Failure | None = None
 
     def holds(self, files: Marks) -> bool:
-        """Whether these are the weights that this entry is about."""
-        return self.outcome is not InboxOutcome.REFUSED and bool(self.files) and self.files <= files
+        """Whether these are the weights and config files that this entry is about."""
+        if self.outcome is InboxOutcome.REFUSED or not self.files or not self.files <= files:
+            return False
+        return not have_other_configs(self.beside, files)
+
+    def content_alone(self) -> InboxEntry | None:
+        """What is left when the files no longer count; None: nothing to compare with."""
+        if self.content is None:
+            return None
+        outcome = InboxOutcome.EXISTING if self.content.version is None else InboxOutcome.PUBLISHED
+        if self.outcome is InboxOutcome.CONSUMED:
+            outcome = self.outcome
+        return InboxEntry(self.name, outcome, version=self.content.version, content=self.content)
+
+    @model_serializer(mode="wrap")
+    def _packed(self, pack: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what older releases do not expect to be empty."""
+        return {
+            n: each for n, each in pack(self).items() if each or n not in ("request", "beside", "content")
+        }
+
+
+def _no_name_twice(entries: tuple[InboxEntry, ...]) -> tuple[InboxEntry, ...]:
+    if len({entry.name for entry in entries}) < len(entries):
+        raise ValueError("two entries have the same name")
+    return entries
+
+
+class InboxMemory(Frozen):
+    format: Literal[1] = 1
+    watch: str = ""
+    """real path of the directory that the entries are of; older releases did not say"""
+    tree: bool = False
+    """they cover what is nested in it, too"""
+    entries: Annotated[tuple[InboxEntry, ...], AfterValidator(_no_name_twice)] = ()
+
+    def is_of(self, watch: str) -> bool:
+        return self.watch in ("", watch)
+
+    def by_name(self, watch: str) -> dict[str, InboxEntry]:
+        """Of another directory than `watch`, which may have been moved here, only which content was published
+        under which name."""
+        found: dict[str, InboxEntry] = {}
+        for entry in self.entries:
+            if entry.outcome is InboxOutcome.PUBLISHED and entry.content is None:
+                entry = replace(entry, content=LastContent(version=entry.version))
+            left = entry if self.is_of(watch) else entry.content_alone()
+            if left is not None:
+                found[entry.name] = left
+        return found
 
 
 @dataclass(frozen=True)
@@ -158,37 +209,36 @@ def is_temporary(name: str) -> bool:
 
 @dataclass
 class Inbox:
-    """The memory of one watched directory. Whoever changes it stores `pack_entries(entries)` before it acts
-    on that."""
+    """What is known of one watched directory. Whoever changes it stores `entries` before it acts on that."""
 
     rules: InboxRules
     entries: dict[str, InboxEntry] = field(default_factory=dict)
-    base: TensorTable | None = None
-    """None where it is not known, or its tensors have other names than those of checkpoints"""
+    _base: TensorTable | None = None
     _since: dict[str, tuple[Marks, float]] = field(default_factory=dict)
     """per name: what was seen, and when first, on a monotonic clock"""
 
     def __post_init__(self) -> None:
         self.layouts = Layouts(self.rules.pattern)
 
+    def compare_with(self, base: TensorTable | None) -> None:
+        """`base`: None where its tensors have other names than those of checkpoints."""
+        self._base = base
+
     def is_known(self, name: str, files: Marks) -> bool:
-        own, by_older_release = self.entries.get(name), without_ctime(files)
-        if own is not None and own.outcome is InboxOutcome.REFUSED and own.files in (files, by_older_release):
+        own, looks = self.entries.get(name), (files, without_ctime(files))
+        if own is not None and own.outcome is InboxOutcome.REFUSED and own.files in looks:
             return True
         others = self.entries.values()
         candidates = others if own is None else (own, *others)
-        known = next((e for e in candidates if e.holds(files) or e.holds(by_older_release)), None)
+        known = next((each for each in candidates if any(map(each.holds, looks))), None)
         if own is None and known is not None and not known.request and not known.behind:
             # it was renamed: from now on other files under this name are compared too
-            self.entries[name] = replace(known, beside=frozenset())
+            self.entries[name] = replace(known, name=name, beside=configs_of(known.beside))
         return known is not None
 
     def content(self, name: str) -> LastContent | None:
         """What a checkpoint of this name is compared with before it is published."""
-        own = self.entries.get(name)
-        if own is None or own.content is not None or own.outcome is not InboxOutcome.PUBLISHED:
-            return None if own is None else own.content
-        return LastContent(own.version)
+        return self.entries[name].content if name in self.entries else None
 
     def content_of(self, candidate: Candidate) -> LastContent | None:
         """As `content`; for a new name, of the checkpoint whose files these seem to be: hard links change the
@@ -208,19 +258,20 @@ class Inbox:
         ]
 
     def sampled(self, name: str, sample: str) -> None:
-        content = replace(self.content(name) or LastContent(), sample=sample)
+        content = (self.content(name) or LastContent()).but(sample=sample)
         self.entries[name] = replace(self.entries[name], content=content)
 
     def ignore_existing(self, candidates: Iterable[Candidate], began_ns: int | None) -> Sequence[str]:
         """At the very first start: what is complete now was there before, unless it was completed after
         `began_ns`. Returns the names."""
-        found = {
-            each.name: self._entry(InboxOutcome.EXISTING, each)
+        found = [
+            each
             for each in candidates
             if each.weights and (began_ns is None or each.completed_ns <= began_ns)
-        }
-        self.entries |= found
-        return sorted(found)
+        ]
+        for each in found:
+            self._note(InboxOutcome.EXISTING, each)
+        return sorted(each.name for each in found)
 
     def forget_existing(self) -> None:
         """They are new, unless something was published already: a fleet would go back to them."""
@@ -282,9 +333,9 @@ class Inbox:
 
     def _fit(self, candidate: Candidate) -> Fit:
         """As long as the base is not known, all fit equally."""
-        if self.base is None or candidate.table is None:
+        if self._base is None or candidate.table is None:
             return Fit(complete=True)
-        return Fit.of(candidate.table, self.base)
+        return Fit.of(candidate.table, self._base)
 
     def _quiet_seconds(self, candidates: Iterable[Candidate], now: float) -> Mapping[str, float]:
         """How long nothing has changed, by name: in a save of several checkpoints in any of them."""
@@ -339,7 +390,11 @@ class Inbox:
         if own is None:
             return False
         weights, before = without_ctime(candidate.weights), without_ctime(own.files)
-        return not weights.isdisjoint(before) and not weights <= before
+        if weights.isdisjoint(before):
+            return False
+        return not weights <= before or have_other_configs(
+            without_ctime(own.beside), without_ctime(candidate.files)
+        )
 
     def _is_marked_as_before(self, candidate: Candidate) -> bool:
         """Whether it is saved over in part, and its marker is that of the save before, given a new ctime."""
@@ -353,17 +408,20 @@ class Inbox:
         """`version`: the channel's before the publication."""
         if choice.chosen is None:
             return
-        name = choice.chosen.name
-        begun = self._entry(InboxOutcome.PUBLISHING, choice.chosen)
-        self.entries[name] = replace(begun, version=version, request=request)
+        self._note(InboxOutcome.PUBLISHING, choice.chosen, version=version, request=request)
         for passed in choice.passed:
-            self.entries[passed.name] = replace(self._entry(InboxOutcome.PASSED_OVER, passed), behind=name)
+            self._note(InboxOutcome.PASSED_OVER, passed, behind=choice.chosen.name)
 
-    def _entry(self, outcome: InboxOutcome, candidate: Candidate) -> InboxEntry:
-        beside = (candidate.files | candidate.hidden) - candidate.weights
-        last = self.content(candidate.name)
-        content = None if last is None else replace(last, sample="")
-        return InboxEntry(outcome, candidate.weights, beside=beside, content=content)
+    def _note(self, outcome: InboxOutcome, candidate: Candidate, **facts: Any) -> None:
+        beside, last = (candidate.files | candidate.hidden) - candidate.weights, self.content(candidate.name)
+        entry = InboxEntry(
+            candidate.name,
+            outcome,
+            candidate.weights,
+            beside=beside,
+            content=None if last is None else last.but(sample=""),
+        )
+        self.entries[candidate.name] = replace(entry, **facts)
 
     def succeed(self, name: str, version: int, root: str = "") -> None:
         """`root`: empty where only the channel can say it."""
@@ -372,14 +430,14 @@ class Inbox:
             outcome=InboxOutcome.PUBLISHED,
             version=version,
             request="",
-            content=LastContent(version, root),
+            content=LastContent(version=version, root=root),
         )
         for other, entry in self.entries.items():
             if entry.behind == name:
                 self.entries[other] = replace(entry, behind="")
 
     def adopt(self, candidate: Candidate, version: int, root: str = "") -> None:
-        self.entries[candidate.name] = self._entry(InboxOutcome.PUBLISHED, candidate)
+        self._note(InboxOutcome.PUBLISHED, candidate)
         self.succeed(candidate.name, version, root)
 
     def skip(self, candidate: Candidate, content: LastContent) -> None:
@@ -387,23 +445,26 @@ class Inbox:
         own = self.entries.get(candidate.name)
         passed = own is not None and own.outcome is InboxOutcome.PASSED_OVER
         outcome = InboxOutcome.PASSED_OVER if passed else InboxOutcome.EXISTING
-        self.entries[candidate.name] = replace(self._entry(outcome, candidate), content=content)
+        self._note(outcome, candidate, content=content)
 
     def give_up(self, name: str) -> None:
         """The publication did not happen: it and those passed over for it are new again."""
-        kept = {}
-        for other, entry in self.entries.items():
-            is_new = other == name or entry.behind == name
-            left = content_alone(entry) if is_new else entry
-            if left is not None:
-                kept[other] = left
-        self.entries = kept
+        for other, entry in list(self.entries.items()):
+            if other == name or entry.behind == name:
+                self._replace(other, entry.content_alone())
+
+    def _replace(self, name: str, entry: InboxEntry | None) -> None:
+        if entry is None:
+            del self.entries[name]
+        else:
+            self.entries[name] = entry
 
     def refuse(self, candidate: Candidate, failure: Failure) -> None:
         content = self.content(candidate.name)
         self.give_up(candidate.name)
-        refused = InboxEntry(InboxOutcome.REFUSED, candidate.files, failure=failure, content=content)
-        self.entries[candidate.name] = refused
+        self.entries[candidate.name] = InboxEntry(
+            candidate.name, InboxOutcome.REFUSED, candidate.files, failure=failure, content=content
+        )
 
     def resume(self, made_for: Callable[[str, int], int | None]) -> list[str]:
         """After a kill. `made_for`: which version came of a request, if it is one after another version.
@@ -423,9 +484,9 @@ class Inbox:
         return name in self.entries and self.entries[name].outcome is InboxOutcome.CONSUMED
 
     def consumed(self, name: str) -> None:
-        entry = self.entries[name]
-        content = LastContent(entry.version) if entry.content is None else entry.content
-        self.entries[name] = InboxEntry(InboxOutcome.CONSUMED, frozenset(), content.version, content=content)
+        """A published one was deleted."""
+        version, content = self.entries[name].version, self.entries[name].content
+        self.entries[name] = InboxEntry(name, InboxOutcome.CONSUMED, version=version, content=content)
 
     def consumable(self, name: str) -> Marks:
         """All files of a published checkpoint as it was when it was chosen; none of any other."""
@@ -439,14 +500,11 @@ class Inbox:
         was published and consumed is known by its content before long."""
         vanished = [name for name in self.entries if name not in present]
         ended = [name for name in vanished if self.rules.consume and self.entries[name].outcome in _PUBLISHED]
-        dropped = {*_but_last(vanished, _VANISHED_KEPT), *_but_last(ended, _CONTENTS_KEPT)}
-        for name in set(_but_last(ended, _CONSUMED_KEPT)) - dropped:
-            left = content_alone(self.entries[name])
-            if left is None or left.content is None or not left.content.root:
-                dropped.add(name)
-            else:
-                self.entries[name] = left
-        self.entries = {name: entry for name, entry in self.entries.items() if name not in dropped}
+        for name in _but_last(ended, _CONSUMED_KEPT):
+            left = self.entries[name].content_alone()
+            self._replace(name, left if left is not None and left.content and left.content.root else None)
+        for name in (*_but_last(vanished, _VANISHED_KEPT), *_but_last(ended, _CONTENTS_KEPT)):
+            self.entries.pop(name, None)
 
     def refused(self) -> list[tuple[str, Failure]]:
         return [(name, entry.failure) for name, entry in self.entries.items() if entry.failure is not None]
@@ -454,17 +512,6 @@ class Inbox:
 
 def _but_last(names: Sequence[str], count: int) -> Sequence[str]:
     return names[: max(0, len(names) - count)]
-
-
-def content_alone(entry: InboxEntry) -> InboxEntry | None:
-    """What is left of an entry whose files no longer count; None: nothing to compare with."""
-    content = entry.content
-    if content is None:
-        return None
-    outcome = InboxOutcome.EXISTING if content.version is None else InboxOutcome.PUBLISHED
-    if entry.outcome is InboxOutcome.CONSUMED:
-        outcome = entry.outcome
-    return InboxEntry(outcome, frozenset(), content.version, content=content)
 
 
 def _is_broken(candidate: Candidate) -> bool:
@@ -487,111 +534,3 @@ def _in_order(candidate: Candidate) -> tuple[int, list[tuple[int, str]]]:
     """By completion; in one tick of the clock by name, numbers by value."""
     pieces = _NUMBERS.split(candidate.name)
     return candidate.completed_ns, [(int(p), "") if p.isascii() and p.isdigit() else (-1, p) for p in pieces]
-
-
-def pack_entries(entries: Mapping[str, InboxEntry], watch: str = "", *, tree: bool = False) -> bytes:
-    """`watch`: the directory that they are of; `tree`: they cover what is nested in it, too."""
-    return write_object(
-        {
-            "format": FORMAT,
-            **({"watch": watch} if watch else {}),
-            **({_TREE: True} if tree else {}),
-            "entries": [
-                {
-                    "name": name,
-                    "outcome": entry.outcome.value,
-                    "files": [_row(mark) for mark in sorted(entry.files)],
-                    "version": entry.version,
-                    "behind": entry.behind,
-                    **({"request": entry.request} if entry.request else {}),
-                    **({"beside": [_row(mark) for mark in sorted(entry.beside)]} if entry.beside else {}),
-                    **({"content": asdict(entry.content)} if entry.content is not None else {}),
-                    "failure": None if entry.failure is None else entry.failure.by_name(),
-                }
-                for name, entry in entries.items()
-            ],
-        }
-    )
-
-
-def _row(mark: FileMark) -> list[object]:
-    row: list[object] = [mark.name, mark.inode, mark.size, mark.mtime_ns]
-    return [*row, mark.ctime_ns] if mark.ctime_ns else row
-
-
-def parse_entries(data: bytes, what: str, watch: str = "") -> dict[str, InboxEntry] | None:
-    """None where they are of another directory than `watch`. Raises DamagedFile."""
-    members = Members(parse_object(data, what), what)
-    if members.integer("format") != FORMAT:
-        raise members.bad("format", str(FORMAT))
-    if watch and "watch" in members and members.text("watch") != watch:
-        return None
-    entries: dict[str, InboxEntry] = {}
-    for row in members.array("entries"):
-        each = Members(row, what)
-        name = _entry_name(each.text("name"))
-        if name in entries:
-            raise DamagedFile(f"{what}: duplicate entry {name!r}")
-        entries[name] = _parse_entry(each, what)
-    return entries
-
-
-def covers_tree(data: bytes, what: str) -> bool:
-    """Whether a memory knows nested checkpoints. Those of older releases do not. Raises DamagedFile."""
-    return _TREE in parse_object(data, what)
-
-
-def _entry_name(name: str) -> str:
-    """A path relative to the watched directory. Raises DamagedFile."""
-    return name if name == ROOT else "/".join(map(file_name, name.split("/")))
-
-
-def _parse_entry(members: Members, what: str) -> InboxEntry:
-    outcome = members.text("outcome")
-    if outcome not in [each.value for each in InboxOutcome]:
-        raise members.bad("outcome", "a known outcome")
-    return InboxEntry(
-        InboxOutcome(outcome),
-        _parse_marks(members, "files", what),
-        members.optional_integer("version"),
-        members.text("behind"),
-        parse_failure(members, "failure", what),
-        members.hex("request", 16) if "request" in members else "",
-        _parse_marks(members, "beside", what) if "beside" in members else frozenset(),
-        _parse_content(Members(members.object("content"), what)) if "content" in members else None,
-    )
-
-
-def _parse_content(members: Members) -> LastContent:
-    return LastContent(
-        members.optional_integer("version"),
-        _digest(members, "root"),
-        _digest(members, "sample"),
-    )
-
-
-def _digest(members: Members, key: str) -> str:
-    return members.hex(key, 64) if members.text(key, 64) else ""
-
-
-def parse_failure(members: Members, key: str, what: str) -> Failure | None:
-    """Raises DamagedFile."""
-    if members.is_null(key):
-        return None
-    found = members.object(key)
-    error, message, remedy = found.get("error"), found.get("message"), found.get("remedy", "")
-    if not (isinstance(error, str) and isinstance(message, str) and isinstance(remedy, str)):
-        raise DamagedFile(f"{what}: {key} is not an error with message and remedy")
-    return Failure(error=error, message=message, remedy=remedy)
-
-
-def _parse_marks(members: Members, key: str, what: str) -> Marks:
-    return frozenset(_mark(row, what) for row in members.array(key))
-
-
-def _mark(row: object, what: str) -> FileMark:
-    if type(row) is not list or len(row) not in (4, 5) or type(row[0]) is not str:
-        raise DamagedFile(f"{what}: a file is not [name, inode, bytes, mtime, ctime]")
-    if any(type(number) is not int or not _LOWEST <= number < 1 << 64 for number in row[1:]):
-        raise DamagedFile(f"{what}: bad numbers of file {row[0][:80]!r}")
-    return FileMark(file_name(row[0]), *row[1:])

@@ -12,6 +12,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Annotated
+
+from pydantic import Field
 
 from weightcast.shared.base.elements import TensorTable
 
@@ -29,7 +32,7 @@ class Unpublished:
     name: str
     reason: str
     remedy: str = ""
-    still: bool = True
+    still: Annotated[bool, Field(exclude=True)] = True
     """it is a checkpoint, and did not change for as long as one takes to settle"""
 
 

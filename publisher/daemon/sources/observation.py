@@ -6,9 +6,9 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from errno import EEXIST, ELOOP, ENOENT, ENOTEMPTY
+from errno import ELOOP, ENOENT
 from pathlib import Path
 
 from blake3 import blake3
@@ -20,21 +20,16 @@ from weightcast.publisher.daemon.sources.inbox import (
     holds_weights,
     is_of_a_checkpoint,
     is_temporary,
-    without_ctime,
 )
 from weightcast.publisher.daemon.sources.layouts import ROOT, Unpublished, parents_of, save_of, step_of
-from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
-from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
 from weightcast.shared.daemon.loop import failure_of
 from weightcast.shared.files.hf_checkpoint import Checkpoint, is_other_format, open_checkpoint
-from weightcast.shared.files.paths import exists, is_link, is_own_directory, is_plain, matching, printable
+from weightcast.shared.files.paths import exists, is_plain, printable
 
-_OURS = ".weightcast-"
-_ASIDE = f"{_OURS}consuming-"
-"""before a checkpoint's name: out of its writer's reach, not compared yet"""
-_CONSUMED = f"{_OURS}consumed-"
-"""compared with what was published: to be deleted"""
+OURS = ".weightcast-"
+"""names of ours in the watched directory begin so"""
 _READ_WHOLE = 64 << 20
 _BLOCK, _BLOCKS = 16 << 10, 256
 """bytes of a block of a larger checkpoint's sample, and how many"""
@@ -180,7 +175,7 @@ def _sort(found: _Directory, entry: os.DirEntry[str], problems: _Problems) -> No
         kind = found.links  # scanned later, which tells why it fails
     if kind is not found.files and not (is_plain(entry.name) and len(entry.name) <= 255):
         problems[printable(entry.name)] = "its name has characters that are not allowed", _NAME
-    elif not entry.name.startswith(_OURS):
+    elif not entry.name.startswith(OURS):
         kind.append(entry.name if kind is found.files or found.name == ROOT else f"{found.name}/{entry.name}")
 
 
@@ -215,14 +210,14 @@ def marks_of(watch: Path, name: str, marker: str | None = None) -> Marks:
 
 def marks(directory: Path) -> Marks:
     """Of all regular files in it that are not hidden, through links. Raises FileNotFoundError."""
-    return frozenset(mark for mark in _all_files(directory) if is_plain(mark.name) and not _is_hidden(mark))
+    return frozenset(mark for mark in all_files(directory) if is_plain(mark.name) and not _is_hidden(mark))
 
 
 def _is_hidden(mark: FileMark) -> bool:
     return mark.name.startswith(".")
 
 
-def _all_files(directory: Path) -> Marks:
+def all_files(directory: Path) -> Marks:
     found = set()
     with os.scandir(directory) as scan:
         for entry in scan:
@@ -256,7 +251,7 @@ def observe_candidate(watch: Path, name: str, files: Marks, marker: str | None, 
     if len(weights) != len(names):
         raise FileNotFoundError(f"{directory} grew while it was looked at")
     signs = [directory / each for each in names] + ([] if found is None else [found])
-    hidden = frozenset(mark for mark in _all_files(directory) if is_plain(mark.name) and _is_hidden(mark))
+    hidden = frozenset(mark for mark in all_files(directory) if is_plain(mark.name) and _is_hidden(mark))
     if finished and name != ROOT:
         signs += [watch / around for around in (name, *parents_of(name)) if around.startswith(save_of(name))]
     # ctime, since copies keep the mtime of their originals
@@ -324,111 +319,10 @@ def _blocks(nbytes: int, at: int, total: int) -> Iterator[tuple[int, int]]:
         yield start, min(_BLOCK, nbytes - start)
 
 
-def consume(watch: Path, name: str, known: Marks) -> None:
-    """Deletes a published directory if all files in it, hidden ones too, are `known`, and nothing else is in
-    it. Raises Refused; it is then untouched, or set aside where something else has its name by now."""
-    directory = watch / name
-    if name == ROOT:
-        raise Refused(
-            f"{directory} is not consumed: it is the watched directory itself",
-            remedy="save into a subdirectory, or run without --consume",
-        )
-    _require_known(directory, directory, known)
-    # What comes under its name from here on is another one.
-    directory.rename(_aside(directory))
-    failpoint("inbox.aside", directory)
-    consume_aside(watch, name, known)
-
-
-def consume_aside(watch: Path, name: str, known: Marks) -> None:
-    """The rest of `consume`, for a checkpoint that was renamed first: its writer may have changed it."""
-    directory, aside = watch / name, _aside(watch / name)
-    try:
-        _require_known(aside, directory, known)
-    except Refused as error:
-        if _put_back(aside, directory):
-            raise
-        raise Refused(f"{error.message}, and its name is in use again", remedy=f"check {aside}") from error
-    grave = directory.with_name(f"{_CONSUMED}{secrets.token_hex(8)}")
-    aside.rename(grave)
-    failpoint("inbox.buried", directory)
-    _remove(grave)
-    failpoint("inbox.deleted", directory)
-
-
-def _aside(directory: Path) -> Path:
-    return directory.with_name(f"{_ASIDE}{directory.name}")
-
-
-def set_aside(watch: Path, names: Iterable[str] = ()) -> list[str]:
-    """Names of checkpoints that a kill or an error left renamed and not compared. `names`: of checkpoints
-    that may be among them, where they are not directly in `watch`."""
-    found = [path for parent in _parents(watch, names) for path in matching(parent, f"{_ASIDE}*")]
-    asides = [path.relative_to(watch) for path in found if is_own_directory(path)]
-    return [str(path.with_name(path.name.removeprefix(_ASIDE))) for path in asides]
-
-
-def _parents(watch: Path, names: Iterable[str]) -> list[Path]:
-    return sorted({watch, *((watch / name).parent for name in names if name != ROOT)})
-
-
-def _require_known(at: Path, directory: Path, known: Marks) -> None:
-    """`directory`: what it was called when it was published."""
-    problem = _reason_to_keep(at, known)
-    if problem:
-        raise Refused(f"{directory} is not consumed: {problem}", remedy="remove it by hand")
-
-
-def _reason_to_keep(directory: Path, known: Marks) -> str:
-    if is_link(directory):
-        return "it is a link"
-    if not _only_files(directory):
-        return "it holds links or directories"
-    found = _all_files(directory)
-    return "" if known in (found, without_ctime(found)) else "it was changed after it was chosen"
-
-
-def _put_back(aside: Path, directory: Path) -> bool:
-    """False where its name is taken: nothing is ever replaced but an empty directory of our own."""
-    try:
-        directory.mkdir()
-        aside.rename(directory)
-    except OSError as error:
-        if error.errno in (EEXIST, ENOTEMPTY):
-            return False
-        raise
-    # Or the rename would say that all of it was written before it got its name.
-    os.utime(directory)
-    return True
-
-
-def _only_files(directory: Path) -> bool:
-    with os.scandir(directory) as scan:
-        return all(entry.is_file(follow_symlinks=False) for entry in scan)
-
-
-def delete_leftovers(watch: Path, names: Iterable[str] = ()) -> None:
-    """What a kill left of directories being deleted. `names`: see `set_aside`."""
-    for parent in _parents(watch, names):
-        for path in matching(parent, f"{_CONSUMED}*"):
-            if is_own_directory(path):
-                _remove(path)
-
-
-def _remove(grave: Path) -> None:
-    fd = os.open(grave, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        for name in os.listdir(fd):
-            os.unlink(name, dir_fd=fd)
-    finally:
-        os.close(fd)
-    grave.rmdir()
-
-
 def clock_offset(watch: Path) -> float:
     """Seconds by which the watched file system's clock is ahead of this machine's; 0.0 where that is
     unknown, or less than what clocks of one machine differ."""
-    probe = watch / f"{_OURS}clock-{secrets.token_hex(8)}"
+    probe = watch / f"{OURS}clock-{secrets.token_hex(8)}"
     try:
         with probe.open("x") as file:
             offset = os.fstat(file.fileno()).st_ctime - time.time()

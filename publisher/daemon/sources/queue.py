@@ -7,34 +7,31 @@ answer counts again once the checkpoint was read and found to have the content o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
-
-from weightcast.publisher.daemon.sources.inbox import LastContent
-from weightcast.publisher.daemon.sources.source import SourceJob, new_request, read_back
+from weightcast.publisher.daemon.sources.source import LastContent, Memory, SourceJob, new_request, read_back
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.publish.report import Publication
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.weights.export_rules import ExportRules
 from weightcast.publisher.weights.tensors import NewWeights
-from weightcast.shared.base.errors import DamagedFile, NotInTime, Refused, RetryLater
+from weightcast.shared.base.errors import NotInTime, Refused, RetryLater
 from weightcast.shared.daemon.frozen import Frozen
+from weightcast.shared.daemon.http import Answer
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import failure_of
 from weightcast.shared.daemon.status import Failure
-from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.paths import is_directory, is_plain, matching
-from weightcast.shared.files.strict_json import parse_object
 
 QUEUE_LIMIT = 16
 REMEMBERED = 256
 """ended publications; a key older than that is a new one"""
 _FILE_LIMIT = 16 << 20
+_REMEDY = "remove it: keys of earlier requests are then forgotten"
 _CLOSED = frozenset({EACCES, EPERM, ELOOP, ENAMETOOLONG, EISDIR, ENOTDIR})
 """errors of a checkpoint that no later try can open"""
 
@@ -70,38 +67,35 @@ class _Stored(Frozen):
     jobs: tuple[Job, ...] = ()
 
 
-class QueueFull(Exception):
-    pass
-
-
-class KeyReused(Exception):
-    """The same key with another checkpoint or step."""
-
-
 class Queue:
     """Any thread may ask; one thread takes and ends. Every change is on disk before the call returns."""
 
     def __init__(self, path: Path, remembered: int = REMEMBERED) -> None:
         """Raises DamagedFile when the file at `path` is not one of ours."""
-        self._path = path
+        self._memory = Memory(path, _Stored(), _FILE_LIMIT, _REMEDY)
         self._remembered = remembered
         self._lock = threading.Lock()
-        self._jobs = {job.id: job for job in _read(path)}
+        self._jobs = {job.id: job for job in self._memory.value.jobs}
 
     def ask(self, checkpoint: str, step: int | None, key: str | None) -> Job:
         """The job, or the one that was made for this key: queued once more if it has ended, since its
-        checkpoint has to be compared. Raises QueueFull and KeyReused."""
+        checkpoint has to be compared. Raises Answer when the queue is full, and for a key reused."""
         with self._lock:
             known = self._of_key(checkpoint, step, key)
             if known is not None and not known.has_ended:
                 return self._put(known.model_copy(update={"repeat": known.state == "running"}))
             if len(self._open()) >= QUEUE_LIMIT:
-                raise QueueFull
+                raise Answer(
+                    429,
+                    f"the queue is full ({QUEUE_LIMIT} publications)",
+                    "try again when one has finished",
+                    {"Retry-After": "5"},
+                )
             job = Job(id=new_request(), checkpoint=checkpoint, step=step, key=key)
             return self._put(job if known is None else _again(known))
 
     def known(self, checkpoint: str, step: int | None, key: str | None) -> Job | None:
-        """What was asked with this key before. Raises KeyReused."""
+        """What was asked with this key before. Raises Answer for a key reused."""
         with self._lock:
             return self._of_key(checkpoint, step, key)
 
@@ -136,7 +130,9 @@ class Queue:
     def _of_key(self, checkpoint: str, step: int | None, key: str | None) -> Job | None:
         known = next((job for job in self._jobs.values() if key is not None and job.key == key), None)
         if known is not None and (known.checkpoint, known.step) != (checkpoint, step):
-            raise KeyReused
+            raise Answer(
+                409, "this key was used for another checkpoint or step", "use a new key for each publication"
+            )
         return known
 
     def _open(self) -> tuple[Job, ...]:
@@ -151,9 +147,8 @@ class Queue:
         ended = [each.id for each in jobs.values() if each.has_ended]
         for id in ended[: max(0, len(ended) - self._remembered)]:
             del jobs[id]
-        if jobs != self._jobs:
-            durable.replace(self._path, _Stored(jobs=tuple(jobs.values())).model_dump_json().encode())
-            self._jobs = jobs
+        self._memory.store(_Stored(jobs=tuple(jobs.values())))
+        self._jobs = jobs
         return job
 
 
@@ -185,48 +180,29 @@ def unread(answer: Publication) -> str:
     return f"not compared: the checkpoint cannot be read now; it was version {answer.version}, root {root}"
 
 
-def _read(path: Path) -> Iterable[Job]:
-    try:
-        data = durable.read_file(path, _FILE_LIMIT)
-    except FileNotFoundError:
-        return ()
-    try:
-        return _Stored.model_validate(parse_object(data, str(path))).jobs
-    except (ValidationError, DamagedFile) as error:
-        raise DamagedFile(
-            f"{path} is not a file of publications",
-            remedy="remove it: keys of earlier requests are then forgotten",
-        ) from error
-
-
 class QueueSource:
     """Jobs of the queue, oldest first. `roots`: see `check_checkpoint`; `watched`: its checkpoints may be
     requested, too."""
 
     def __init__(
-        self,
-        queue: Queue,
-        publisher: ServicePublisher,
-        roots: Sequence[Path],
-        rules: ExportRules,
-        watched: WatchedDirectory | None,
+        self, queue: Queue, roots: Sequence[Path], rules: ExportRules, watched: WatchedDirectory | None
     ) -> None:
-        self.queue, self.publisher, self.rules, self.watched = queue, publisher, rules, watched
+        self.queue, self.rules, self.watched = queue, rules, watched
         self._roots = roots
-        self.poison = ""
+        self._poison = ""
         """id of the job whose publication crashed: not tried again"""
 
-    def resume(self) -> None:
+    def resume(self, publisher: ServicePublisher) -> None:
         def ended(job: Job) -> Publication | None:
-            index = None if job.before is None else self.publisher.made_for(job.id, job.before)
-            return None if index is None else read_back(self.publisher, index, job.checkpoint)
+            index = None if job.before is None else publisher.made_for(job.id, job.before)
+            return None if index is None else read_back(publisher, index, job.checkpoint)
 
         self.queue.resume(ended)
-        poison = self.queue.get(self.poison)
+        poison = self.queue.get(self._poison)
         if poison is not None and poison.state == "queued":
             self.queue.change(poison, state="failed")
 
-    def next(self) -> QueueJob | None:
+    def next(self, publisher: ServicePublisher) -> QueueJob | None:
         for job in self.queue.open():
             try:
                 directory = check_checkpoint(job.checkpoint, self._roots)
@@ -236,20 +212,24 @@ class QueueSource:
                 else:
                     self.queue.change(job, state="done", report=job.earlier, note=unread(job.earlier))
                 continue
-            running = self.queue.change(job, state="running", before=self.publisher.version, repeat=False)
-            return QueueJob(self, running, directory)
+            running = self.queue.change(job, state="running", before=publisher.version, repeat=False)
+            return QueueJob(self, publisher, running, directory)
         return None
+
+    def interrupted(self, job: Job, error: Exception) -> None:
+        self.queue.change(job, error=failure_of(error))
+        self._poison = "" if isinstance(error, RetryLater | NotInTime) else job.id
 
 
 class QueueJob(SourceJob):
-    def __init__(self, source: QueueSource, job: Job, directory: Path) -> None:
+    def __init__(self, source: QueueSource, publisher: ServicePublisher, job: Job, directory: Path) -> None:
         self.name, self.step = job.checkpoint, job.step
-        self._source, self._job, self._directory = source, job, directory
+        self._source, self._publisher, self._job, self._directory = source, publisher, job, directory
         self._seen = None if source.watched is None else source.watched.see(directory)
 
     def open(self) -> NewWeights:
         try:
-            return self._source.publisher.open_checkpoint(self._directory, self._source.rules)
+            return self._publisher.open_checkpoint(self._directory, self._source.rules)
         except OSError as error:
             if error.errno not in _CLOSED:
                 raise
@@ -262,7 +242,8 @@ class QueueJob(SourceJob):
         earlier = self._job.earlier
         if earlier is None:
             return None
-        return LastContent(earlier.version, earlier.root or self._source.publisher.root_of(earlier.version))
+        root = earlier.root or self._publisher.root_of(earlier.version)
+        return LastContent(version=earlier.version, root=root)
 
     def unchanged(self, known: LastContent) -> None:
         log.info("retried publication is unchanged", key=self._job.key, version=known.version)
@@ -282,8 +263,7 @@ class QueueJob(SourceJob):
         self._source.queue.succeed(self._job, outcome)
 
     def interrupted(self, error: Exception) -> None:
-        self._source.queue.change(self._job, error=failure_of(error))
-        self._source.poison = "" if isinstance(error, RetryLater | NotInTime) else self._job.id
+        self._source.interrupted(self._job, error)
 
 
 def check_checkpoint(text: str, roots: Sequence[Path]) -> Path:

@@ -6,19 +6,64 @@ A source remembers on disk what became of its checkpoints; the loop asks it what
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
+from typing import Annotated, Generic, Protocol, TypeVar
 
-from weightcast.publisher.daemon.sources.inbox import LastContent
+from pydantic import Field, ValidationError
+
 from weightcast.publisher.publish.report import Publication, publication, report_of
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import index_key
-from weightcast.shared.daemon.status import Failure
+from weightcast.shared.daemon.frozen import Frozen
+from weightcast.shared.daemon.status import Facts, Failure
+from weightcast.shared.files import durable
+from weightcast.shared.files.strict_json import parse_object
 
-MadeFor = Callable[[str, int], Index | None]
-"""The version that came of a request, if it is one after another version."""
+T = TypeVar("T", bound=Frozen)
+
+
+class Memory(Generic[T]):
+    """What became of a source's checkpoints: one JSON file, which survives restarts. One thread stores."""
+
+    def __init__(self, path: Path, empty: T, limit: int, remedy: str) -> None:
+        """`limit`: bytes. Raises DamagedFile with `remedy` where the file is not one of ours."""
+        self._path, self.value = path, empty
+        self.is_new = False
+        """there was no file"""
+        try:
+            data = durable.read_file(path, limit)
+            parse_object(data, path.name)
+            self.value = type(empty).model_validate_json(data, strict=True)
+        except FileNotFoundError:
+            self.is_new = True
+        except DamagedFile as error:
+            raise DamagedFile(f"{path} is damaged: {error.message}", remedy=remedy) from error
+        except ValidationError as error:
+            wrong = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, wrong["loc"]))
+            raise DamagedFile(f"{path} is damaged: {place}: {wrong['msg']}", remedy=remedy) from error
+
+    def store(self, value: T) -> None:
+        """It is on disk when this returns."""
+        if value != self.value:
+            durable.replace(self._path, value.model_dump_json().encode())
+            self.value = value
+
+
+_Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
+
+
+class LastContent(Facts):
+    """What a checkpoint is compared with before it is published: the last content of its name or key."""
+
+    version: Annotated[int, Field(ge=0)] | None = None
+    root: _Digest = ""
+    """of that version; empty where only the channel can say it"""
+    sample: _Digest = ""
+    """of what was left alone or passed over, and so never read in full"""
 
 
 def new_request() -> str:
@@ -58,11 +103,11 @@ class SourceJob:
 
 
 class Source(Protocol):
-    def resume(self) -> None:
+    def resume(self, publisher: ServicePublisher) -> None:
         """After a start, an error or a kill: notes what became of the job that had begun."""
         ...
 
-    def next(self) -> SourceJob | None:
+    def next(self, publisher: ServicePublisher) -> SourceJob | None:
         """What to publish now; raises RetryLater where that cannot be read now."""
         ...
 
