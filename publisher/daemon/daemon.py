@@ -56,7 +56,7 @@ def run_publisher(settings: PublisherSettings) -> None:
         {} if settings.report_token is None else {REPORTS_PATH: settings.report_token.get_secret_value()},
     )
     app.include_router(page_routes())
-    app.include_router(publication_routes(lambda: publish_loop.queue, settings.roots, wakeup.set))
+    app.include_router(publication_routes(lambda: publish_loop.queue, wakeup.set))
     app.include_router(repair_routes(settings.channel, wakeup.set))
     app.include_router(
         fleet_routes(view, lambda: publish_loop.status().run_id, lambda: bool(app.state.stopping()))

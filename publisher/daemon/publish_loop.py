@@ -11,7 +11,7 @@ from weightcast.publisher.daemon.metrics import PublisherMetrics
 from weightcast.publisher.daemon.record import Meter, Record
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.handed import HandOverSource
-from weightcast.publisher.daemon.sources.queue import Queue, QueueSource
+from weightcast.publisher.daemon.sources.queue import Queue
 from weightcast.publisher.daemon.sources.source import LastContent, Source, SourceJob, read_back
 from weightcast.publisher.daemon.sources.watched import RenamedDirectories, WatchedDirectory
 from weightcast.publisher.daemon.start import open_publisher, open_watched, ready_channel
@@ -89,7 +89,7 @@ class PublishLoop:
         settings, paths = self._settings, LocalPaths(self._settings.local)
         # before anything is made in one of them
         require_no_overlap("--local", settings.local, "--channel", settings.channel)
-        self._watched = open_watched(settings, self._renamed, self._began, self._refused)
+        self._watched = open_watched(settings, self._renamed, self._began)
         self._meter.begin("base", 0)
         try:
             self._full_bytes = ready_channel(settings, self._meter)
@@ -98,7 +98,8 @@ class PublishLoop:
         finally:
             self._meter.end()
         try:
-            self._take_up(self._publisher, Queue(paths.room / _QUEUE))
+            queue = Queue(paths.room / _QUEUE, settings.roots, settings.rules, self._watched)
+            self._take_up(self._publisher, queue)
         except BaseException:
             self.close()
             raise
@@ -109,7 +110,7 @@ class PublishLoop:
 
     def _take_up(self, publisher: ServicePublisher, queue: Queue) -> None:
         settings = self._settings
-        self._sources = [QueueSource(queue, settings.roots, settings.rules, self._watched)]
+        self._sources = [queue]
         if settings.hand_over is not None:
             memory = LocalPaths(settings.local).room / _HANDED
             self._sources.append(HandOverSource(settings.hand_over, memory, settings.rules))
@@ -123,10 +124,6 @@ class PublishLoop:
         for source in self._sources:
             source.resume(publisher)
         self._recovered = True
-
-    def _refused(self, source: str, failure: Failure) -> None:
-        """A checkpoint that is damaged."""
-        self.record.failed(failure.error, failure, source)
 
     def close(self) -> None:
         if self._publisher is not None:

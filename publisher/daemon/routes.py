@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Header
 from pydantic import BaseModel, ConfigDict, Field
 
-from weightcast.publisher.daemon.sources.queue import Job, Queue, check_checkpoint, unread
-from weightcast.shared.base.errors import Refused, RetryLater
+from weightcast.publisher.daemon.sources.queue import Job, Queue
+from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel import pins
 from weightcast.shared.daemon.http import Answer, StrictRoute
 from weightcast.shared.daemon.status import Failure
@@ -32,10 +32,8 @@ class PublishRequest(BaseModel):
     )
 
 
-def publication_routes(
-    queue: Callable[[], Queue | None], roots: Sequence[Path], wake: Callable[[], None]
-) -> APIRouter:
-    """`queue`: None until the daemon has taken its channel. `roots`: see `check_checkpoint`."""
+def publication_routes(queue: Callable[[], Queue | None], wake: Callable[[], None]) -> APIRouter:
+    """`queue`: None until the daemon has taken its channel."""
     router = APIRouter(route_class=StrictRoute)
 
     def opened() -> Queue:
@@ -52,7 +50,7 @@ def publication_routes(
         """Queues a publication. The same key (header `Idempotency-Key`, or `key`) gives the same one while
         the checkpoint has the same content, which is compared first. Other content is a new version."""
         key = request.key if idempotency_key is None else idempotency_key
-        job = _asked(opened(), request, key, roots)
+        job = opened().request(request.checkpoint, request.step, key)
         wake()
         return job
 
@@ -69,21 +67,6 @@ def publication_routes(
         return job
 
     return router
-
-
-def _asked(queue: Queue, request: PublishRequest, key: str | None, roots: Sequence[Path]) -> Job:
-    """Raises Refused and Answer."""
-    asked = request.checkpoint, request.step, key
-    known = queue.known(*asked)
-    if known is None or known.has_ended:
-        try:
-            check_checkpoint(request.checkpoint, roots)
-        except Refused:
-            if known is None:
-                raise
-            # consumed, or pruned by the trainer
-            return known if known.report is None else queue.change(known, note=unread(known.report))
-    return queue.ask(*asked)
 
 
 class RepairOrder(BaseModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from weightcast.publisher.api import PublisherOptions
@@ -23,7 +22,6 @@ from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.verify.seed import check_other_files, check_table
 from weightcast.shared.daemon.hooks import run_hook
 from weightcast.shared.daemon.logs import get_log
-from weightcast.shared.daemon.status import Failure
 from weightcast.shared.daemon.threads import working_threads
 from weightcast.shared.files.paths import exists, is_directory
 from weightcast.shared.files.probes import CONSUME_NEEDS, require
@@ -33,13 +31,10 @@ log = get_log("publisher")
 
 
 def open_watched(
-    settings: PublisherSettings,
-    renamed: RenamedDirectories,
-    began: float,
-    refused: Callable[[str, Failure], None],
+    settings: PublisherSettings, renamed: RenamedDirectories, began: float
 ) -> WatchedDirectory | None:
     """Before the channel is made: what is complete now was there before. `began`: when the process began, as
-    unix time. `refused`: see `WatchedDirectory`. None where nothing is watched. Raises Refused."""
+    unix time. None where nothing is watched. Raises Refused."""
     if settings.watch is None:
         return None
     if settings.consume and is_directory(settings.watch):
@@ -56,7 +51,7 @@ def open_watched(
     own = [path for name, path in settings.own_places.items() if name != "base"]
     paths = LocalPaths(settings.local)
     memory = paths.room / "inbox.json"
-    watched = WatchedDirectory(settings.watch, memory, rules, renamed, own, settings.rules, refused)
+    watched = WatchedDirectory(settings.watch, memory, rules, renamed, own, settings.rules)
     ensure_room(paths)
     watched.ignore_existing(began, _version_of(settings.channel))
     return watched

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -71,6 +71,14 @@ class ExportRules:
         """Raises BadRule."""
         return cls(cast, tuple(map(Rename.of, rename)), tuple(drop))
 
+    def renamed(self, name: str) -> tuple[str, Rename | None]:
+        """With the rule that applied."""
+        for rule in self.rename:
+            new = rule.applied(name)
+            if new is not None:
+                return new or name, rule
+        return name, None
+
 
 NO_RULES = ExportRules()
 
@@ -102,47 +110,40 @@ def _planned(
     frozen: tuple[str, ...],
 ) -> _Plan:
     """Remembered: a run gives the same tables version after version."""
-    ties = dict(aliases)
-    known = {*table.numbers, *ties}
-    dropped = {spec.name: glob for spec in given if (glob := _glob_of(spec.name, rules.drop))}
-    kept = [spec for spec in given if spec.name not in dropped]
-    renamed = {spec.name: rule for spec in kept if (rule := _rule_of(spec.name, rules.rename))}
-    names = {spec.name: _renamed(spec.name, renamed.get(spec.name)) for spec in kept}
-    sources = _one_to_one(names)
-    run_names = resolve(sources, known).run_names
-    still = {table[number].name for number in frozen_tensors(table, frozen)}
-    _check_dropped(dropped, {*table.numbers} - still - {ties.get(name, name) for name in run_names.values()})
-    specs = [spec._replace(name=names[spec.name]) for spec in kept]
-    if rules.cast:
-        specs = [_cast(spec, table, ties.get(run_names[spec.name], run_names[spec.name])) for spec in specs]
-    cast = sum(spec.dtype != before.dtype for spec, before in zip(specs, kept, strict=True))
-    unused = [f"--drop {glob}" for glob in rules.drop if not any(fnmatchcase(n, glob) for n in dropped)]
-    unused += [str(rule) for rule in rules.rename if rule not in renamed.values()]
-    notes = tuple(f"{rule} applied to no tensor" for rule in unused)
-    return _Plan(TensorTable.of(specs), sources, Adapted(cast, len(renamed), len(dropped)), notes)
-
-
-def _glob_of(name: str, globs: Sequence[str]) -> str | None:
-    return next((glob for glob in globs if fnmatchcase(name, glob)), None)
-
-
-def _rule_of(name: str, rules: Sequence[Rename]) -> Rename | None:
-    return next((rule for rule in rules if rule.applied(name) is not None), None)
-
-
-def _renamed(name: str, rule: Rename | None) -> str:
-    return name if rule is None else rule.applied(name) or name
-
-
-def _one_to_one(names: Mapping[str, str]) -> dict[str, str]:
+    dropped: dict[str, str] = {}
     sources: dict[str, str] = {}
-    for source, name in names.items():
-        other = sources.setdefault(name, source)
-        if other != source:
+    used: list[Rename] = []
+    for spec in given:
+        glob = next((glob for glob in rules.drop if fnmatchcase(spec.name, glob)), None)
+        if glob is not None:
+            dropped[spec.name] = glob
+            continue
+        name, rule = rules.renamed(spec.name)
+        if rule is not None:
+            used.append(rule)
+        other = sources.setdefault(name, spec.name)
+        if other != spec.name:
             raise Refused(
-                f"{other} and {source} both become {name}", remedy="narrow --rename, or --drop one of them"
+                f"{other} and {spec.name} both become {name}",
+                remedy="narrow --rename, or --drop one of them",
             )
-    return sources
+    ties = dict(aliases)
+    run_names = resolve(sources, {*table.numbers, *ties}).run_names
+    owners = {name: ties.get(run_name, run_name) for name, run_name in run_names.items()}
+    still = {table[number].name for number in frozen_tensors(table, frozen)}
+    _check_dropped(dropped, {*table.numbers} - still - {*owners.values()})
+    specs, cast = [], 0
+    for name, source in sources.items():
+        spec = given[given.numbers[source]]._replace(name=name)
+        wanted = table[table.numbers[owners[name]]].dtype if owners[name] in table.numbers else spec.dtype
+        if rules.cast and rounds(spec.dtype, wanted):
+            spec = spec._replace(dtype=wanted, nbytes=spec.elements * DTYPES[wanted][0])
+            cast += 1
+        specs.append(spec)
+    unused = [f"--drop {glob}" for glob in rules.drop if not any(fnmatchcase(n, glob) for n in dropped)]
+    unused += [str(rule) for rule in rules.rename if rule not in used]
+    notes = tuple(f"{rule} applied to no tensor" for rule in unused)
+    return _Plan(TensorTable.of(specs), sources, Adapted(cast, len(used), len(dropped)), notes)
 
 
 def _check_dropped(dropped: Mapping[str, str], needed: set[str]) -> None:
@@ -152,14 +153,6 @@ def _check_dropped(dropped: Mapping[str, str], needed: set[str]) -> None:
             raise Refused(
                 f"--drop {dropped[name]} takes {name}, which the run needs", remedy="narrow the pattern"
             )
-
-
-def _cast(spec: TensorSpec, table: TensorTable, run_name: str) -> TensorSpec:
-    number = table.numbers.get(run_name)
-    wanted = spec.dtype if number is None else table[number].dtype
-    if not rounds(spec.dtype, wanted):
-        return spec
-    return spec._replace(dtype=wanted, nbytes=spec.elements * DTYPES[wanted][0])
 
 
 class AdaptedWeights(NewWeights):

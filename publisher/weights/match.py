@@ -14,12 +14,11 @@ from functools import lru_cache
 from itertools import takewhile
 
 from weightcast.publisher.weights.precision import rounds
-from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.elements import TensorSpec, TensorTable
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.checkpoint.verify.seed import listing
 from weightcast.shared.files.hf_checkpoint import MERGE_ADAPTER, is_adapter_tensor
 
-_MISSING, _SURPLUS = " is missing", " is not part of the run"
 _FEW = 3
 """tensors of another dtype that are named one by one"""
 _ENOUGH = 2
@@ -67,79 +66,107 @@ def _matched(
 ) -> Matched:
     aliases = dict(tied)
     names = resolve((spec.name for spec in given), {*table.numbers, *aliases})
-    problems = [f"{one} and {other} both stand for {name}" for name, one, other in names.twice]
     by_run = {run_name: name for name, run_name in names.run_names.items()}
+    twice = [f"{one} and {other} both stand for {name}" for name, one, other in names.twice]
+    misfit = _Misfit(len(table), by_flags, twice)
     sources: dict[int, str] = {}
     absent: list[int] = []
     still = frozen_tensors(table, frozen)
-    for number, spec in enumerate(table):
-        source = _source(spec.name, by_run, aliases)
+    for number, wanted in enumerate(table):
+        source = by_run.get(wanted.name, by_run.get(aliases.get(wanted.name, "")))
         if source is not None:
             sources[number] = source
-            _check_form(problems, given, source, table, number)
+            misfit.compare(given[given.numbers[source]], wanted)
         elif number in still:
             absent.append(number)
         elif not partial:
-            problems.append(f"{spec.name}{_MISSING}")
-    ties = _ties(problems, given, names, by_run, table, aliases)
-    if problems:
-        _refuse_adapter(given, names, table)
-        problems = _grouped(problems, given, table, sources)
-        raise Refused(
-            f"the weights do not fit the run: {listing(problems)}",
-            remedy=_remedy(_Misfit.of(given, table, sources, problems), by_flags),
-        )
+            misfit.missing.append(wanted.name)
+    ties: list[tuple[str, int]] = []
+    for spec in given:
+        name = names.run_names[spec.name]
+        tie = table.numbers.get(aliases.get(name, ""))
+        if name in table.numbers:
+            continue
+        if tie is not None:
+            misfit.compare(spec, table[tie])
+            ties.append((spec.name, tie))
+        elif is_adapter_tensor(spec.name):
+            message = f"the weights hold an unmerged LoRA adapter: {spec.name}"
+            raise Refused(message, remedy=MERGE_ADAPTER)
+        else:
+            misfit.surplus.append(spec.name)
+    misfit.check()
+    # where the base stores both, both may be given; they are tied all the same
+    both = table.numbers.keys() & by_run.keys()
+    ties.extend((by_run[one], table.numbers[name]) for one, name in aliases.items() if {one, name} <= both)
     return Matched(sources, tuple(absent), tuple(ties), still, names.rules)
 
 
-def _refuse_adapter(given: TensorTable, names: Resolved, table: TensorTable) -> None:
-    for spec in given:
-        if is_adapter_tensor(spec.name) and names.run_names[spec.name] not in table.numbers:
-            message = f"the weights hold an unmerged LoRA adapter: {spec.name}"
-            raise Refused(message, remedy=MERGE_ADAPTER)
-
-
-def _grouped(
-    problems: list[str], given: TensorTable, table: TensorTable, sources: Mapping[int, str]
-) -> list[str]:
-    """`problems`, in which many tensors that differ in the dtype alone are told as one."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for number, name in sources.items():
-        found, wanted = given[given.numbers[name]], table[number]
-        if found.dtype != wanted.dtype and found.shape == wanted.shape:
-            said: list[str] = []
-            _check_form(said, given, name, table, number)
-            alike.setdefault((found.dtype, wanted.dtype), []).extend(said)
-    for (found_dtype, wanted_dtype), lines in alike.items():
-        if len(lines) > _FEW:
-            others = set(lines)
-            whole = "all " if len(lines) == len(table) else ""
-            one = f"{whole}{len(lines):,} tensors are {found_dtype}, the base has {wanted_dtype}"
-            problems = [one, *(line for line in problems if line not in others)]
-    return problems
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Misfit:
-    """`missing`, `surplus`: names of the run that are not given, and given ones that are not the run's.
-    `dtypes`: given and wanted, of tensors that differ in these alone."""
+    """What does not fit a run of so many `tensors`. `missing`: names of the run that are not given;
+    `surplus`: given ones that are not the run's; `forms`: of each tensor of another dtype or shape the given
+    and the wanted one."""
 
-    missing: Sequence[str]
-    surplus: Sequence[str]
-    dtypes: Sequence[tuple[str, str]]
+    tensors: int
+    by_flags: bool
+    twice: list[str]
+    missing: list[str] = field(default_factory=list)
+    surplus: list[str] = field(default_factory=list)
+    forms: list[tuple[TensorSpec, TensorSpec]] = field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls, given: TensorTable, table: TensorTable, sources: Mapping[int, str], problems: Sequence[str]
-    ) -> _Misfit:
-        forms = [(given[given.numbers[name]], table[number]) for number, name in sources.items()]
-        return cls(
-            [one.removesuffix(_MISSING) for one in problems if one.endswith(_MISSING)],
-            [one.removesuffix(_SURPLUS) for one in problems if one.endswith(_SURPLUS)],
-            [(a.dtype, b.dtype) for a, b in forms if a.dtype != b.dtype and a.shape == b.shape],
-        )
+    def compare(self, found: TensorSpec, wanted: TensorSpec) -> None:
+        if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+            self.forms.append((found, wanted))
 
-    def rename(self) -> tuple[str, str] | None:
+    def check(self) -> None:
+        """Raises Refused where something does not fit."""
+        problems = [
+            *self.twice,
+            *self._forms(),
+            *(f"{name} is missing" for name in self.missing),
+            *(f"{name} is not part of the run" for name in self.surplus),
+        ]
+        if problems:
+            raise Refused(f"the weights do not fit the run: {listing(problems)}", remedy=self._remedy())
+
+    def _forms(self) -> Iterator[str]:
+        """Many tensors that differ in the dtype alone are told as one."""
+        dtypes = Counter((a.dtype, b.dtype) for a, b in self.forms if a.shape == b.shape)
+        for (found, wanted), count in dtypes.items():
+            if count > _FEW:
+                whole = "all " if count >= self.tensors else ""
+                yield f"{whole}{count:,} tensors are {found}, the base has {wanted}"
+        for a, b in self.forms:
+            if a.shape != b.shape or dtypes[a.dtype, b.dtype] <= _FEW:
+                tied = "" if a.name == b.name else f" (for {b.name})"
+                yield f"{a.name}{tied} is {a.dtype} {list(a.shape)}, expected {b.dtype} {list(b.shape)}"
+
+    def _remedy(self) -> str:
+        """Short, in the words of the entry point that was used."""
+        said = []
+        kinds = {rounds(a.dtype, b.dtype) for a, b in self.forms if a.shape == b.shape}
+        if True in kinds:
+            said.append(
+                "round with --cast (in Python cast=True)" if self.by_flags else "round with `cast_like`"
+            )
+        if False in kinds:
+            said.append("quantise as the base is before publishing")
+        rename = self._rename()
+        if rename is not None:
+            old, new = rename
+            said.append(f"--rename {old}={new}" if self.by_flags else f"rename {old} to {new}")
+        elif self.surplus and self.missing:
+            flags = "map names with --rename A=B, or leave out with --drop GLOB"
+            said.append(flags if self.by_flags else "map names")
+        elif self.surplus:
+            flags = "leave them out, --drop GLOB"
+            said.append(flags if self.by_flags else "leave out what the run does not have")
+        if self.missing and rename is None:
+            said.append("tensors that never change need a channel made with --frozen")
+        return "; ".join([*said, "a changed architecture needs another channel"])
+
+    def _rename(self) -> tuple[str, str] | None:
         """The rule for a missing and a surplus name that end alike, as those of a wrapped model or of another
         of its classes do."""
         pairs = ((name, other) for name in self.missing[:_FEW] for other in self.surplus[:_LOOKED_AT])
@@ -158,66 +185,9 @@ def _rename(name: str, other: str) -> tuple[str, str] | None:
     return None if alike < _ENOUGH else (other.removesuffix(rest), name.removesuffix(rest))
 
 
-def _remedy(misfit: _Misfit, by_flags: bool) -> str:
-    """Short, in the words of the entry point that was used."""
-    said = []
-    if any(rounds(*dtypes) for dtypes in misfit.dtypes):
-        said.append("round with --cast (in Python cast=True)" if by_flags else "round with `cast_like`")
-    if any(not rounds(*dtypes) for dtypes in misfit.dtypes):
-        said.append("quantise as the base is before publishing")
-    rename = misfit.rename()
-    if rename is not None:
-        said.append(f"--rename {rename[0]}={rename[1]}" if by_flags else f"rename {rename[0]} to {rename[1]}")
-    elif misfit.surplus and misfit.missing:
-        said.append("map names with --rename A=B, or leave out with --drop GLOB" if by_flags else "map names")
-    elif misfit.surplus:
-        said.append("leave them out, --drop GLOB" if by_flags else "leave out what the run does not have")
-    if misfit.missing and rename is None:
-        said.append("tensors that never change need a channel made with --frozen")
-    return "; ".join([*said, "a changed architecture needs another channel"])
-
-
 def frozen_tensors(table: TensorTable, globs: Sequence[str]) -> frozenset[int]:
     """Numbers of the tensors that one of the globs names."""
     return frozenset(n for n, spec in enumerate(table) if any(fnmatchcase(spec.name, g) for g in globs))
-
-
-def _source(name: str, by_run: Mapping[str, str], aliases: Mapping[str, str]) -> str | None:
-    return by_run[name] if name in by_run else by_run.get(aliases.get(name, ""))
-
-
-def _check_form(problems: list[str], given: TensorTable, name: str, table: TensorTable, number: int) -> None:
-    found, wanted = given[given.numbers[name]], table[number]
-    if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
-        tied = "" if name == wanted.name else f" (for {wanted.name})"
-        problems.append(
-            f"{name}{tied} is {found.dtype} {list(found.shape)}, expected {wanted.dtype} {list(wanted.shape)}"
-        )
-
-
-def _ties(
-    problems: list[str],
-    given: TensorTable,
-    names: Resolved,
-    by_run: Mapping[str, str],
-    table: TensorTable,
-    aliases: Mapping[str, str],
-) -> list[tuple[str, int]]:
-    ties: list[tuple[str, int]] = []
-    for spec in given:
-        name = names.run_names[spec.name]
-        if name in table.numbers:
-            continue
-        number = table.numbers.get(aliases.get(name, ""))
-        if number is None:
-            problems.append(f"{spec.name}{_SURPLUS}")
-        else:
-            _check_form(problems, given, spec.name, table, number)
-            ties.append((spec.name, number))
-    # where the base stores both, both may be given; they are tied all the same
-    both = table.numbers.keys() & by_run.keys()
-    ties.extend((by_run[one], table.numbers[name]) for one, name in aliases.items() if {one, name} <= both)
-    return ties
 
 
 _ANYWHERE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

@@ -100,8 +100,7 @@ class Doors:
         app = make_app(
             "publisher", LoopStatus, lambda: Readiness(ready=True), new_registry(), token, lambda: None
         )
-        roots = (self.root / "watch",)
-        app.include_router(publication_routes(lambda: self._queue, roots, lambda: None))
+        app.include_router(publication_routes(lambda: self._queue, lambda: None))
         self.forget()
         return app
 
@@ -117,7 +116,7 @@ class Doors:
         """The queue is empty again."""
         path = self.root / "publications.json"
         path.unlink(missing_ok=True)
-        self._queue = Queue(path)
+        self._queue = Queue(path, (self.root / "watch",))
 
     def example(self) -> bytes:
         return json.dumps({"checkpoint": str(self.checkpoint), "step": 5, "key": "a-key"}).encode()

@@ -41,7 +41,7 @@ class Door:
         app = make_app(
             "test", LoopStatus, lambda: Readiness(ready=True), CollectorRegistry(), None, lambda: None
         )
-        app.include_router(publication_routes(lambda: self.queue, (self.root / "watch",), self._wake))
+        app.include_router(publication_routes(lambda: self.queue, self._wake))
         settings = ServiceSettings(port_file=self.root / "port", poll_seconds=0.05)
         run_daemon(app, lambda stop: None, Wakeup(), settings, stop=self._stop)
 
@@ -49,7 +49,7 @@ class Door:
         self.woken += 1
 
     def open_queue(self) -> Queue:
-        self.queue = Queue(self.root / "publications.json")
+        self.queue = Queue(self.root / "publications.json", (self.root / "watch",))
         return self.queue
 
     def close(self) -> None:

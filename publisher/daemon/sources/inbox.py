@@ -85,6 +85,11 @@ class Candidate:
     temporary: bool = False
     """its writer may be going to rename it"""
 
+    @property
+    def is_damaged(self) -> bool:
+        """Although it is finished."""
+        return self.finished and not self.weights and any(holds_weights(mark.name) for mark in self.files)
+
 
 class InboxOutcome(StrEnum):
     PUBLISHING = "publishing"
@@ -189,12 +194,11 @@ class InboxRules:
 
 @dataclass(frozen=True)
 class Choice:
-    """`chosen` is to be published now; `passed` are older and complete."""
+    """`chosen` is to be published now, which says what is wrong with it if it is damaged; `passed` are older
+    and complete."""
 
     chosen: Candidate | None
     passed: tuple[Candidate, ...] = ()
-    refused: tuple[Candidate, ...] = ()
-    """finished and damaged"""
     waiting: tuple[Unpublished, ...] = ()
 
 
@@ -299,18 +303,19 @@ class Inbox:
         self._judge_layouts([each for each in whole if waits[each.name] is None])
         whole = [each for each in whole if self.layouts.is_clear(each.name)]
         ready = [each for each in whole if waits[each.name] is None]
-        refused = tuple(each for each in candidates if _is_broken(each))
-        broken = {each.name for each in refused}
+        damaged = [each for each in candidates if each.is_damaged]
         waiting = tuple(
-            each for each in waits.values() if each is not None and each.reason and each.name not in broken
+            wait
+            for name, wait in waits.items()
+            if wait is not None and wait.reason and all(name != each.name for each in damaged)
         )
-        if not ready:
-            return Choice(None, (), refused, waiting)
+        if damaged or not ready:
+            return Choice(damaged[0] if damaged else None, waiting=waiting)
         if self.rules.every:
             # One that is older and only has to settle comes first.
-            return Choice(ready[0] if ready[0] is whole[0] else None, (), refused, waiting)
+            return Choice(ready[0] if ready[0] is whole[0] else None, waiting=waiting)
         newest = ready[-1]
-        return Choice(newest, tuple(whole[: whole.index(newest)]), refused, waiting)
+        return Choice(newest, tuple(whole[: whole.index(newest)]), waiting)
 
     def _is_whole(self, candidate: Candidate) -> bool:
         if not candidate.weights or self._is_no_model(candidate):
@@ -512,12 +517,6 @@ class Inbox:
 
 def _but_last(names: Sequence[str], count: int) -> Sequence[str]:
     return names[: max(0, len(names) - count)]
-
-
-def _is_broken(candidate: Candidate) -> bool:
-    return (
-        candidate.finished and not candidate.weights and any(holds_weights(f.name) for f in candidate.files)
-    )
 
 
 def holds_weights(name: str) -> bool:

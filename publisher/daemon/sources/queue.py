@@ -7,7 +7,7 @@ answer counts again once the checkpoint was read and found to have the content o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,7 @@ from weightcast.publisher.daemon.sources.source import LastContent, Memory, Sour
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.publish.report import Publication
 from weightcast.publisher.service_publisher import ServicePublisher
-from weightcast.publisher.weights.export_rules import ExportRules
+from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater
 from weightcast.shared.daemon.frozen import Frozen
@@ -68,14 +68,39 @@ class _Stored(Frozen):
 
 
 class Queue:
-    """Any thread may ask; one thread takes and ends. Every change is on disk before the call returns."""
+    """Jobs, oldest first. Any thread may ask; one thread takes and ends. Every change is on disk before the
+    call returns."""
 
-    def __init__(self, path: Path, remembered: int = REMEMBERED) -> None:
-        """Raises DamagedFile when the file at `path` is not one of ours."""
+    def __init__(
+        self,
+        path: Path,
+        roots: Sequence[Path] = (),
+        rules: ExportRules = NO_RULES,
+        watched: WatchedDirectory | None = None,
+        remembered: int = REMEMBERED,
+    ) -> None:
+        """`roots`: see `check_checkpoint`; `watched`: its checkpoints may be requested, too. Raises
+        DamagedFile when the file at `path` is not one of ours."""
+        self.rules, self.watched = rules, watched
         self._memory = Memory(path, _Stored(), _FILE_LIMIT, _REMEDY)
-        self._remembered = remembered
-        self._lock = threading.Lock()
-        self._jobs = {job.id: job for job in self._memory.value.jobs}
+        self._roots, self._remembered = roots, remembered
+        self._lock = threading.RLock()
+        self._poison = ""
+        """id of the job whose publication crashed: not tried again"""
+
+    def request(self, checkpoint: str, step: int | None, key: str | None) -> Job:
+        """As `ask`. Raises Refused for what is not a checkpoint that may be published."""
+        with self._lock:
+            known = self._of_key(checkpoint, step, key)
+        if known is None or known.has_ended:
+            try:
+                check_checkpoint(checkpoint, self._roots)
+            except Refused:
+                if known is None:
+                    raise
+                # consumed, or pruned by the trainer
+                return known if known.report is None else self.change(known, note=_unread(known.report))
+        return self.ask(checkpoint, step, key)
 
     def ask(self, checkpoint: str, step: int | None, key: str | None) -> Job:
         """The job, or the one that was made for this key: queued once more if it has ended, since its
@@ -84,7 +109,7 @@ class Queue:
             known = self._of_key(checkpoint, step, key)
             if known is not None and not known.has_ended:
                 return self._put(known.model_copy(update={"repeat": known.state == "running"}))
-            if len(self._open()) >= QUEUE_LIMIT:
+            if len(self.open()) >= QUEUE_LIMIT:
                 raise Answer(
                     429,
                     f"the queue is full ({QUEUE_LIMIT} publications)",
@@ -94,17 +119,11 @@ class Queue:
             job = Job(id=new_request(), checkpoint=checkpoint, step=step, key=key)
             return self._put(job if known is None else _again(known))
 
-    def known(self, checkpoint: str, step: int | None, key: str | None) -> Job | None:
-        """What was asked with this key before. Raises Answer for a key reused."""
-        with self._lock:
-            return self._of_key(checkpoint, step, key)
-
     def get(self, id: str) -> Job | None:
-        return self._jobs.get(id)
+        return next((job for job in self._memory.value.jobs if job.id == id), None)
 
     def open(self) -> tuple[Job, ...]:
-        with self._lock:
-            return self._open()
+        return tuple(job for job in self._memory.value.jobs if not job.has_ended)
 
     def succeed(self, job: Job, report: Publication) -> None:
         self.change(job, state="done", report=report, error=None, note=_compared(job, report))
@@ -112,35 +131,50 @@ class Queue:
     def change(self, job: Job, **facts: object) -> Job:
         with self._lock:
             # As it is by now: a request may have come meanwhile. Validated: model_copy would take anything.
-            now = self._jobs.get(job.id, job)
+            now = self.get(job.id) or job
             changed = Job.model_validate({**now.model_dump(), **facts})
             return self._put(_again(changed) if changed.repeat and changed.has_ended else changed)
 
-    def resume(self, ended: Callable[[Job], Publication | None]) -> None:
-        """After a kill. `ended`: what a job that ran has become, if it has become a version."""
+    def resume(self, publisher: ServicePublisher) -> None:
         for job in self.open():
             if job.state != "running":
                 continue
-            report = ended(job)
-            if report is None:
-                self.change(job, state="queued")
+            index = None if job.before is None else publisher.made_for(job.id, job.before)
+            if index is not None:
+                self.succeed(job, read_back(publisher, index, job.checkpoint))
             else:
-                self.succeed(job, report)
+                self.change(job, state="failed" if job.id == self._poison else "queued")
+
+    def next(self, publisher: ServicePublisher) -> QueueJob | None:
+        for job in self.open():
+            try:
+                directory = check_checkpoint(job.checkpoint, self._roots)
+            except Refused as error:
+                if job.earlier is None:
+                    self.change(job, state="failed", error=failure_of(error))
+                else:
+                    self.change(job, state="done", report=job.earlier, note=_unread(job.earlier))
+                continue
+            running = self.change(job, state="running", before=publisher.version, repeat=False)
+            return QueueJob(self, publisher, running, directory)
+        return None
+
+    def interrupted(self, job: Job, error: Exception) -> None:
+        self.change(job, error=failure_of(error))
+        self._poison = "" if isinstance(error, RetryLater | NotInTime) else job.id
 
     def _of_key(self, checkpoint: str, step: int | None, key: str | None) -> Job | None:
-        known = next((job for job in self._jobs.values() if key is not None and job.key == key), None)
+        jobs = self._memory.value.jobs
+        known = next((job for job in jobs if key is not None and job.key == key), None)
         if known is not None and (known.checkpoint, known.step) != (checkpoint, step):
             raise Answer(
                 409, "this key was used for another checkpoint or step", "use a new key for each publication"
             )
         return known
 
-    def _open(self) -> tuple[Job, ...]:
-        return tuple(job for job in self._jobs.values() if not job.has_ended)
-
     def _put(self, job: Job) -> Job:
-        known = self._jobs.get(job.id)
-        jobs = {**self._jobs, job.id: job}
+        known = self.get(job.id)
+        jobs = {each.id: each for each in self._memory.value.jobs} | {job.id: job}
         if known is not None and known.has_ended:
             # behind those that wait
             jobs[job.id] = jobs.pop(job.id)
@@ -148,7 +182,6 @@ class Queue:
         for id in ended[: max(0, len(ended) - self._remembered)]:
             del jobs[id]
         self._memory.store(_Stored(jobs=tuple(jobs.values())))
-        self._jobs = jobs
         return job
 
 
@@ -174,62 +207,21 @@ def _compared(job: Job, report: Publication) -> str:
     return f"the content changed since version {job.earlier.version} was published with this key"
 
 
-def unread(answer: Publication) -> str:
+def _unread(answer: Publication) -> str:
     """The note of an answer from memory."""
     root = answer.root or "unknown (recorded by an older release)"
     return f"not compared: the checkpoint cannot be read now; it was version {answer.version}, root {root}"
 
 
-class QueueSource:
-    """Jobs of the queue, oldest first. `roots`: see `check_checkpoint`; `watched`: its checkpoints may be
-    requested, too."""
-
-    def __init__(
-        self, queue: Queue, roots: Sequence[Path], rules: ExportRules, watched: WatchedDirectory | None
-    ) -> None:
-        self.queue, self.rules, self.watched = queue, rules, watched
-        self._roots = roots
-        self._poison = ""
-        """id of the job whose publication crashed: not tried again"""
-
-    def resume(self, publisher: ServicePublisher) -> None:
-        def ended(job: Job) -> Publication | None:
-            index = None if job.before is None else publisher.made_for(job.id, job.before)
-            return None if index is None else read_back(publisher, index, job.checkpoint)
-
-        self.queue.resume(ended)
-        poison = self.queue.get(self._poison)
-        if poison is not None and poison.state == "queued":
-            self.queue.change(poison, state="failed")
-
-    def next(self, publisher: ServicePublisher) -> QueueJob | None:
-        for job in self.queue.open():
-            try:
-                directory = check_checkpoint(job.checkpoint, self._roots)
-            except Refused as error:
-                if job.earlier is None:
-                    self.queue.change(job, state="failed", error=failure_of(error))
-                else:
-                    self.queue.change(job, state="done", report=job.earlier, note=unread(job.earlier))
-                continue
-            running = self.queue.change(job, state="running", before=publisher.version, repeat=False)
-            return QueueJob(self, publisher, running, directory)
-        return None
-
-    def interrupted(self, job: Job, error: Exception) -> None:
-        self.queue.change(job, error=failure_of(error))
-        self._poison = "" if isinstance(error, RetryLater | NotInTime) else job.id
-
-
 class QueueJob(SourceJob):
-    def __init__(self, source: QueueSource, publisher: ServicePublisher, job: Job, directory: Path) -> None:
+    def __init__(self, queue: Queue, publisher: ServicePublisher, job: Job, directory: Path) -> None:
         self.name, self.step = job.checkpoint, job.step
-        self._source, self._publisher, self._job, self._directory = source, publisher, job, directory
-        self._seen = None if source.watched is None else source.watched.see(directory)
+        self._queue, self._publisher, self._job, self._directory = queue, publisher, job, directory
+        self._seen = None if queue.watched is None else queue.watched.see(directory)
 
     def open(self) -> NewWeights:
         try:
-            return self._publisher.open_checkpoint(self._directory, self._source.rules)
+            return self._publisher.open_checkpoint(self._directory, self._queue.rules)
         except OSError as error:
             if error.errno not in _CLOSED:
                 raise
@@ -256,14 +248,14 @@ class QueueJob(SourceJob):
     def done(self, outcome: Publication | Failure) -> None:
         if isinstance(outcome, Failure):
             log.warning("not published", checkpoint=self.name, **outcome.by_name())
-            self._source.queue.change(self._job, state="failed", error=outcome)
+            self._queue.change(self._job, state="failed", error=outcome)
             return
-        if self._source.watched is not None and self._seen is not None:
-            self._source.watched.adopt(self._seen, outcome.version, outcome.root)
-        self._source.queue.succeed(self._job, outcome)
+        if self._queue.watched is not None and self._seen is not None:
+            self._queue.watched.adopt(self._seen, outcome.version, outcome.root)
+        self._queue.succeed(self._job, outcome)
 
     def interrupted(self, error: Exception) -> None:
-        self._source.interrupted(self._job, error)
+        self._queue.interrupted(self._job, error)
 
 
 def check_checkpoint(text: str, roots: Sequence[Path]) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from weightcast.publisher.daemon.sources import observation
@@ -70,17 +70,15 @@ class WatchedDirectory:
         renamed: RenamedDirectories,
         own: Iterable[Path] = (),
         export_rules: ExportRules = NO_RULES,
-        refused: Callable[[str, Failure], None] = lambda name, failure: None,
     ) -> None:
-        """`own`: directories of weightcast's that may lie in it. `refused`: is called for each checkpoint
-        that is found damaged."""
+        """`own`: directories of weightcast's that may lie in it."""
         self.directory, self.export_rules = directory, export_rules
         self.waiting: tuple[Unpublished, ...] = ()
         self.skipped: dict[str, str] = {}
         """by name, newest last: known content whose files changed, and which content that is"""
         self.skips = 0
         self._own = frozenset(map(os.path.realpath, own))
-        self._renamed, self._refused = renamed, refused
+        self._renamed = renamed
         self._arriving: set[str] = set()
         self._arrived: dict[str, Marks] = {}
         """checkpoints that were renamed into place, as they were then"""
@@ -137,10 +135,6 @@ class WatchedDirectory:
         self.waiting = (*choice.waiting, *found.unreadable)
         self._tell()
         self.inbox.forget_vanished(found.names)
-        for broken in choice.refused:
-            if broken.problem is not None:
-                self.refuse(broken, broken.problem)
-                self._refused(broken.name, broken.problem)
         return None if choice.chosen is None else WatchedJob(self, publisher, choice, choice.chosen)
 
     def _look(self) -> observation.Observation:
@@ -226,15 +220,11 @@ class WatchedDirectory:
         except FileNotFoundError:
             found = None
         if found == candidate.files:
-            self.refuse(candidate, failure)
+            log.warning("checkpoint refused", checkpoint=name, **failure.by_name())
+            self.inbox.refuse(candidate, failure)
         else:
             log.info("checkpoint changed while it was read", checkpoint=name, reason=failure.message)
             self.inbox.give_up(name)
-            self.store()
-
-    def refuse(self, candidate: Candidate, failure: Failure) -> None:
-        log.warning("checkpoint refused", checkpoint=candidate.name, **failure.by_name())
-        self.inbox.refuse(candidate, failure)
         self.store()
 
     def refused(self) -> list[tuple[str, Failure]]:
