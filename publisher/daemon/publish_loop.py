@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from pathlib import Path
 
 from weightcast.publisher.daemon.metrics import PublisherMetrics
 from weightcast.publisher.daemon.record import Meter, Record
@@ -21,9 +20,9 @@ from weightcast.publisher.maintenance.repair import ChannelCheck
 from weightcast.publisher.maintenance.upkeep import Background
 from weightcast.publisher.publish.report import Publication, publication
 from weightcast.publisher.service_publisher import ServicePublisher
-from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
+from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WeightcastError
 from weightcast.shared.channel.claims import current_epoch
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.layout import CHANNEL_JSON, index_key
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.verify.hashing import Scrub
 from weightcast.shared.daemon.backoff import Due
@@ -170,39 +169,37 @@ class PublishLoop:
         return next((job for job in jobs if job is not None), None)
 
     def _publish(self, publisher: ServicePublisher, job: SourceJob) -> None:
+        self._meter.begin(job.name, self._full_bytes)
         try:
             known = job.known()
             if known is not None and (job.has_sample(known) or self._is_published(publisher, job, known)):
                 job.unchanged(known)
             else:
-                request = job.begin(publisher.version)
-                job.done(self._publish_new(publisher, job, request))
+                job.done(self._publish_new(publisher, job, job.begin(publisher.version)))
         except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, WeightcastError):
+                error = disk_error(error, job.name)
             job.interrupted(error)
-            raise
+            raise error
+        finally:
+            self._meter.end()
 
     def _is_published(self, publisher: ServicePublisher, job: SourceJob, known: LastContent) -> bool:
         """Whether the job has the content of that version. False for what cannot be compared:
         publishing it says what is wrong with it."""
         if known.version is None or not known.root:
             return False
-        self._meter.begin(job.name, self._full_bytes)
         self._meter.phase("compare")
         try:
             return publisher.has_content(job.open, known.version, known.root, self._meter.advance)
         except (Refused, NeedsReseed, FileNotFoundError):
             return False
-        except OSError as error:
-            raise disk_error(error, job.name) from error
-        finally:
-            self._meter.end()
 
     def _publish_new(
         self, publisher: ServicePublisher, job: SourceJob, request: str
     ) -> Publication | Failure:
         """What became of it. Raises what may pass: the same publication is then tried again."""
         before = publisher.version
-        self._meter.begin(job.name, self._full_bytes)
         try:
             report = publisher.publish_weights(
                 job.open,
@@ -213,20 +210,8 @@ class PublishLoop:
             )
         except Held as error:
             raise RetryLater(error.message, remedy=error.remedy) from error
-        except (Refused, NeedsReseed, FileNotFoundError) as error:
+        except (Refused, NeedsReseed, FileNotFoundError, RetryLater) as error:
             return self._judge(publisher, error, before, job.name, request)
-        except RetryLater:
-            self._check_owner(publisher)
-            made = publisher.made_for(request, before)
-            if made is None:
-                raise
-            # the local checkpoint catches up in the next step, not only at the next publication
-            self._recovered = False
-            return self._done(read_back(publisher, made, job.name))
-        except OSError as error:
-            raise disk_error(error, job.name) from error
-        finally:
-            self._meter.end()
         if report.anchor_problem:
             log.warning("no anchor", version=report.version, error=report.anchor_problem)
         return self._done(publication(report, job.name))
@@ -236,10 +221,16 @@ class PublishLoop:
     ) -> Publication | Failure:
         """An error after the commit point leaves a version to be finished, not a failure."""
         self._check_owner(publisher)
-        publisher.recover()
+        if isinstance(error, RetryLater):
+            # the local checkpoint catches up in the next step, not only at the next publication
+            self._recovered = False
+        else:
+            publisher.recover()
         made = publisher.made_for(request, before)
         if made is not None:
             return self._done(read_back(publisher, made, source))
+        if isinstance(error, RetryLater):
+            raise error
         failure = failure_of(error)
         self.record.failed(error_kind(error), failure, source)
         return failure
@@ -289,15 +280,10 @@ class PublishLoop:
 
     def _read_channel(self) -> None:
         """What changes there without this publisher's doing."""
-        channel, version = self._settings.channel, self.record.status.version
-        if self._look_due.take():
+        version, publisher = self.record.status.version, self._publisher
+        if publisher is not None and self._look_due.take():
             with contextlib.suppress(OSError):
-                self._metrics.show_channel(created_at(channel, version), current_epoch(channel))
-
-
-def created_at(channel: Path, version: int | None) -> float:
-    """When a version came to be, as unix time of the channel's clock; before the first, when the channel did.
-    Raises OSError."""
-    layout = Layout(channel)
-    file = layout.index(version) if version else layout.channel_json
-    return file.stat().st_mtime
+                # before the first version, when the channel came to be
+                found = publisher.store.stat(index_key(version) if version else CHANNEL_JSON)
+                if found is not None:
+                    self._metrics.show_channel(found.written, current_epoch(publisher.store))

@@ -15,14 +15,14 @@ from weightcast.publisher.weights.export_rules import BadRule, ExportRules
 from weightcast.publisher.weights.precision import NonFinite
 from weightcast.publisher.weights.side_configs import CARRY_CONFIG
 from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Encoding
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.layout import CHANNEL_JSON
 from weightcast.shared.channel.signing import load_private_key
 from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.daemon.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
 from weightcast.shared.daemon.settings import PUBLISHER_PORT, ServiceSettings, Token, problem_of
 from weightcast.shared.files.paths import (
-    exists,
     file_name,
     is_within,
     require_directory,
@@ -191,8 +191,7 @@ class PublisherSettings(ServiceSettings):
         base = self.base
         if base is not None:
             return problem_of(lambda: open_base(base))
-        made = exists(Layout(self.channel).channel_json)
-        return "" if made else f"base: required to make the channel {self.channel} (--base)"
+        return "" if self.has_channel else f"base: required to make the channel {self.channel} (--base)"
 
     def _wrong_sources(self) -> list[str]:
         """Directories that are something else, or in which no trainer can leave checkpoints."""
@@ -216,6 +215,11 @@ class PublisherSettings(ServiceSettings):
             for name, path in self.own_places.items()
             if is_within(path, watched)
         ]
+
+    @property
+    def has_channel(self) -> bool:
+        """Whether the channel was made."""
+        return open_store(self.channel).stat(CHANNEL_JSON) is not None
 
     @property
     def own_places(self) -> dict[str, Path]:

@@ -14,7 +14,7 @@ from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.layout import Layout, read_pointer
+from weightcast.shared.channel.layout import read_pointer
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room
 from weightcast.shared.checkpoint.state.known_bases import find_base
@@ -71,7 +71,7 @@ def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
     are compared as long as nothing is seeded from them: later the base is no longer read. Raises Refused."""
     threads = working_threads(settings.threads, settings.memory_budget, default=THREADS)
     known = exists(LocalPaths(settings.local).state)
-    made = exists(Layout(settings.channel).channel_json)
+    made = settings.has_channel
     if known and not made:
         raise RetryLater(
             f"{settings.local} is of a run whose channel is not at {settings.channel}",
