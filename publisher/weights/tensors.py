@@ -5,11 +5,11 @@ torch is not imported unless a torch tensor is given.
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from weightcast.publisher.weights.device_side import Baselines, DeviceComparison
 from weightcast.publisher.weights.given import (
     CastTensor,
     RawTensor,
+    Shard,
     in_torch,
     pairs_of,
     shard_of,
@@ -35,6 +36,8 @@ from weightcast.shared.files.paths import is_same
 
 _PIECE = 1 << 22
 """words compared at a time"""
+_Read = Callable[[int, int], Words]
+"""words [start, stop) of a tensor"""
 
 
 class Adapted(NamedTuple):
@@ -80,14 +83,10 @@ class NewWeights(ABC):
         return None
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same form and bytes, as far as they are given. Here by a piece of
-        their words at a time."""
+        """Whether two tensors have the same form and bytes, as far as they are given."""
         one, another = (self.table[self.table.numbers[each]] for each in (name, other))
-        if (one.dtype, one.shape) != (another.dtype, another.shape):
-            return False
-        return all(
-            np.array_equal(self.words_in(name, start, stop), self.words_in(other, start, stop))
-            for start, stop in _pieces(one.words)
+        return (one.dtype, one.shape) == (another.dtype, another.shape) and _equal_words(
+            one.words, partial(self.words_in, name), partial(self.words_in, other)
         )
 
     def device_comparison(self, local: LocalCheckpoint, matched: Matched) -> DeviceComparison | None:
@@ -218,20 +217,19 @@ class GivenWeights(NewWeights):
             given.setdefault(name, one)
         self._given, self._baselines = given, baselines
         self.table = TensorTable.of([one.whole for one in given.values()])
-        self._flat = functools.lru_cache(maxsize=2)(self._flat_uncached)
+        self._flat = lru_cache(maxsize=2)(lambda name: _flat(given[name].tensor))
 
     def copied(self) -> GivenWeights:
         """The same in host memory of its own, as the run has it: shards alone, rounded if they are to be."""
         made: dict[object, RawTensor] = {}
-        given = {}
+        given: dict[str, Any] = {}
         for name, one in self._given.items():
             key = _place(one.tensor)
             if key not in made:
                 made[key] = RawTensor(one.spec.dtype, one.spec.shape, _copy(one))
-            given[name] = replace(one, tensor=made[key])
-        copy = GivenWeights({})
-        copy._given, copy.table = given, self.table
-        return copy
+            is_whole = one.spec == one.whole
+            given[name] = made[key] if is_whole else Shard(made[key], one.box.offsets, one.whole.shape)
+        return GivenWeights(given)
 
     def box(self, name: str) -> Box:
         return self._given[name].box
@@ -245,28 +243,23 @@ class GivenWeights(NewWeights):
     def equal(self, name: str, other: str) -> bool:
         return _equal(self._given[name], self._given[other])
 
+    def _takes(self, tensor: Any) -> bool:
+        """Whether it is to be compared where it lives."""
+        return self._baselines is not None and in_torch(tensor) and self._baselines.options.takes(tensor)
+
     @property
     def on_device(self) -> bool:
         """Whether `device_comparison` may be asked for something: whole tensors lie where they are to be
         compared."""
-        if self._baselines is None or any(one.spec != one.whole for one in self._given.values()):
-            return False
-        takes = self._baselines.options.takes
-        return any(in_torch(one.tensor) and takes(one.tensor) for one in self._given.values())
+        given = self._given.values()
+        return all(one.spec == one.whole for one in given) and any(self._takes(one.tensor) for one in given)
 
     def device_comparison(self, local: LocalCheckpoint, matched: Matched) -> DeviceComparison | None:
-        baselines = self._baselines
-        if baselines is None:
-            return None
         tensors = {number: self._given[name].tensor for number, name in matched.sources.items()}
-        takes = baselines.options.takes
-        devices = {n: one.device for n, one in tensors.items() if in_torch(one) and takes(one)}
-        if not devices:
+        devices = {number: tensor.device for number, tensor in tensors.items() if self._takes(tensor)}
+        if self._baselines is None or not devices:
             return None
-        return baselines.open(local, lambda number: self._flat(matched.sources[number]), devices)
-
-    def _flat_uncached(self, name: str) -> Any:
-        return _flat(self._given[name].tensor)
+        return self._baselines.open(local, lambda number: self._flat(matched.sources[number]), devices)
 
     def close(self) -> None:
         self._flat.cache_clear()
@@ -311,54 +304,29 @@ def _host_words(flat: Any, spec: TensorSpec, start: int, stop: int) -> Words:
     low, high = start // per_element, -(-stop // per_element)
     piece = flat[low:high]
     if not isinstance(piece, np.ndarray):
-        piece = _as_bytes(piece)
+        import torch
+
+        piece = piece.view(torch.uint8).cpu().numpy()
     words: Words = np.ascontiguousarray(piece).view(kind.numpy)
     return words[start - low * per_element : stop - low * per_element]
-
-
-def _as_bytes(piece: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    import torch
-
-    as_bytes = piece.view(torch.uint8).cpu().numpy()
-    return np.asarray(as_bytes, dtype=np.uint8)
 
 
 def _equal(one: _Given, other: _Given) -> bool:
     """By bits; tensors of one device are compared there."""
     if (one.whole.dtype, one.whole.shape, one.box) != (other.whole.dtype, other.whole.shape, other.box):
         return False
-    if _same(one.tensor, other.tensor):
+    if _place(one.tensor) == _place(other.tensor):
         return True
-    if not (in_torch(one.tensor) and in_torch(other.tensor)):
-        return _equal_on_host(one, other)
-    if one.tensor.device != other.tensor.device:
-        return _equal_on_host(one, other)
-    words = [words_of(_flat(given.tensor), one.spec.kind) for given in (one, other)]
-    return all(bool(words[0][a:b].equal(words[1][a:b])) for a, b in _pieces(one.spec.words))
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Tied weights are mostly one tensor under two names."""
-    if isinstance(one, CastTensor) and isinstance(other, CastTensor):
-        return _same(one.tensor, other.tensor)
-    if one is other:
-        return True
-    if any(isinstance(each, np.ndarray | RawTensor | CastTensor) for each in (one, other)):
-        return False
-    if one.is_conj() or other.is_conj() or one.is_neg() or other.is_neg():
-        return False
-    places = [(each.device, each.data_ptr(), each.stride()) for each in (one, other)]
-    return places[0] == places[1]
-
-
-def _equal_on_host(one: _Given, other: _Given) -> bool:
     flats = [_flat(given.tensor) for given in (one, other)]
-    return all(
-        np.array_equal(
-            _host_words(flats[0], one.spec, start, stop), _host_words(flats[1], one.spec, start, stop)
-        )
-        for start, stop in _pieces(one.spec.words)
-    )
+    if all(in_torch(given.tensor) for given in (one, other)) and one.tensor.device == other.tensor.device:
+        here, there = (words_of(flat, one.spec.kind) for flat in flats)
+        return all(bool(here[a:b].equal(there[a:b])) for a, b in _pieces(one.spec.words))
+    return _equal_words(one.spec.words, *(partial(_host_words, flat, one.spec) for flat in flats))
+
+
+def _equal_words(count: int, one: _Read, other: _Read) -> bool:
+    """By a piece of the words at a time."""
+    return all(np.array_equal(one(start, stop), other(start, stop)) for start, stop in _pieces(count))
 
 
 def _pieces(words: int) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from weightcast.publisher.daemon.metrics import PublisherMetrics
 from weightcast.publisher.daemon.sources.layouts import Unpublished
-from weightcast.publisher.daemon.status import InboxStatus, PublisherStatus, waiting_status
+from weightcast.publisher.daemon.status import InboxStatus, PublisherStatus
 from weightcast.publisher.publish.report import Publication
 from weightcast.shared.base import errors
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, Untrusted
@@ -201,7 +201,7 @@ def test_a_host_is_shown() -> None:
 def test_a_publisher_is_shown() -> None:
     registry = Metrics()
     figures = PublisherMetrics(registry)
-    inbox = InboxStatus(watch="/w", waiting=waiting_status([Unpublished("step_1", "grows")]), waiting_count=1)
+    inbox = InboxStatus(watch="/w", waiting=(Unpublished("step_1", "grows"),), waiting_count=1)
     status = PublisherStatus(
         channel="/c", local="/l", encoding="fast", run_id="r", version=4, epoch=2, inbox=inbox
     )
