@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -22,12 +23,8 @@ from weightcast.shared.channel.signing import load_private_key
 from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.daemon.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
 from weightcast.shared.daemon.settings import PUBLISHER_PORT, ServiceSettings, Token, problem_of
-from weightcast.shared.files.paths import (
-    file_name,
-    is_within,
-    require_directory,
-    require_places,
-)
+from weightcast.shared.daemon.threads import working_threads
+from weightcast.shared.files.paths import file_name, is_within, require_directory, require_places
 
 THREADS = 2
 """at most, unless set: the trainer needs the cores"""
@@ -176,45 +173,27 @@ class PublisherSettings(ServiceSettings):
         return value
 
     def missing(self) -> list[str]:
-        key = self.sign_key
-        problems = [
-            *super().missing(),
-            problem_of(lambda: require_places(self.channel, self.local)),
-            self._base_missing(),
-            "" if key is None else problem_of(lambda: load_private_key(key)),
-            *self._wrong_sources(),
-            *self._own_places_consumed(),
-        ]
-        return [problem for problem in problems if problem]
+        return [problem for problem in (*super().missing(), *self._problems()) if problem]
 
-    def _base_missing(self) -> str:
-        base = self.base
-        if base is not None:
-            return problem_of(lambda: open_base(base))
-        return "" if self.has_channel else f"base: required to make the channel {self.channel} (--base)"
-
-    def _wrong_sources(self) -> list[str]:
-        """Directories that are something else, or in which no trainer can leave checkpoints."""
-        given = {"--watch": self.watch, "--hand-over": self.hand_over}
-        found = {option: path for option, path in given.items() if path is not None}
-        problems = [problem_of(partial(require_directory, *each)) for each in found.items()]
-        ours = {"--channel": self.channel, "--local": self.local}
-        return problems + [
-            f"{option} {path} is inside {own} {place} (give a directory of its own)"
-            for option, path in found.items()
-            for own, place in ours.items()
-            if is_within(path, place)
-        ]
-
-    def _own_places_consumed(self) -> list[str]:
-        if self.watch is None or not self.consume:
-            return []
-        watched = self.watch
-        return [
-            f"{name}: {path} is inside the watched directory, where --consume deletes"
-            for name, path in self.own_places.items()
-            if is_within(path, watched)
-        ]
+    def _problems(self) -> Iterator[str]:
+        yield problem_of(lambda: require_places(self.channel, self.local))
+        if self.base is not None:
+            yield problem_of(partial(open_base, self.base))
+        elif not self.has_channel:
+            yield f"base: required to make the channel {self.channel} (--base)"
+        if self.sign_key is not None:
+            yield problem_of(partial(load_private_key, self.sign_key))
+        for option, path in (("--watch", self.watch), ("--hand-over", self.hand_over)):
+            if path is None:
+                continue
+            yield problem_of(partial(require_directory, option, path))
+            for own, place in (("--channel", self.channel), ("--local", self.local)):
+                if is_within(path, place):
+                    yield f"{option} {path} is inside {own} {place} (give a directory of its own)"
+        if self.watch is not None and self.consume:
+            for name, path in self.own_places.items():
+                if is_within(path, self.watch):
+                    yield f"{name}: {path} is inside the watched directory, where --consume deletes"
 
     @property
     def has_channel(self) -> bool:
@@ -223,12 +202,7 @@ class PublisherSettings(ServiceSettings):
 
     @property
     def own_places(self) -> dict[str, Path]:
-        places = {
-            "base": self.base,
-            "channel": self.channel,
-            "local": self.local,
-            "hand_over": self.hand_over,
-        }
+        places = {name: getattr(self, name) for name in ("base", "channel", "local", "hand_over")}
         return {name: path for name, path in places.items() if path is not None}
 
     @property
@@ -247,6 +221,10 @@ class PublisherSettings(ServiceSettings):
     def rules(self) -> ExportRules:
         """For exports, whatever way they come."""
         return ExportRules.of(self.cast, self.rename, self.drop)
+
+    @property
+    def worker_threads(self) -> int:
+        return working_threads(self.threads, self.memory_budget, default=THREADS)
 
     @property
     def bounds(self) -> Bounds:

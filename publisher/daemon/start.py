@@ -7,7 +7,7 @@ from pathlib import Path
 from weightcast.publisher.api import PublisherOptions
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.daemon.record import Meter
-from weightcast.publisher.daemon.settings import THREADS, PublisherSettings
+from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.inbox import InboxRules
 from weightcast.publisher.daemon.sources.watched import RenamedDirectories, WatchedDirectory
 from weightcast.publisher.publish.commit import PostWrite
@@ -22,7 +22,6 @@ from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.verify.seed import check_other_files, check_table
 from weightcast.shared.daemon.hooks import run_hook
 from weightcast.shared.daemon.logs import get_log
-from weightcast.shared.daemon.threads import working_threads
 from weightcast.shared.files.paths import exists, is_directory
 from weightcast.shared.files.probes import CONSUME_NEEDS, require
 from weightcast.shared.files.side_files import side_files
@@ -69,7 +68,6 @@ def _version_of(channel: Path) -> int:
 def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
     """Makes the channel from the base, or checks that it was. Returns the bytes of a version. Weights
     are compared as long as nothing is seeded from them: later the base is no longer read. Raises Refused."""
-    threads = working_threads(settings.threads, settings.memory_budget, default=THREADS)
     known = exists(LocalPaths(settings.local).state)
     made = settings.has_channel
     if known and not made:
@@ -84,7 +82,7 @@ def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
             directory,
             frozen=settings.frozen,
             aliases=settings.aliases,
-            threads=threads,
+            threads=settings.worker_threads,
             advance=meter.advance,
             sign_key=settings.sign_key,
             trusted_keys=settings.trusted_key,
@@ -125,11 +123,9 @@ def open_publisher(settings: PublisherSettings) -> ServicePublisher:
         base=settings.base,
         encoding=settings.encoding,
         options=PublisherOptions(
-            threads=working_threads(settings.threads, settings.memory_budget, default=THREADS),
+            threads=settings.worker_threads,
             take_over=settings.take_over,
-            post_write=None
-            if settings.post_write is None
-            else _hook(settings.post_write, settings.hook_seconds),
+            post_write=_hook(settings),
             upkeep=settings.upkeep,
             deadline_seconds=settings.publish_seconds,
             sign_key=settings.sign_key,
@@ -141,10 +137,12 @@ def open_publisher(settings: PublisherSettings) -> ServicePublisher:
     )
 
 
-def _hook(command: str, deadline_seconds: float) -> PostWrite:
+def _hook(settings: PublisherSettings) -> PostWrite | None:
+    command, deadline = settings.post_write, settings.hook_seconds
+    if command is None:
+        return None
+
     def post_write(version: int, directory: Path, phase: str) -> None:
-        run_hook(
-            command, version=version, directory=directory, phase=phase, deadline_seconds=deadline_seconds
-        )
+        run_hook(command, version=version, directory=directory, phase=phase, deadline_seconds=deadline)
 
     return post_write

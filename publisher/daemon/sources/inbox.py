@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field, PlainSerializer, SerializerFunctionWrapHandler, model_serializer
 
 from weightcast.publisher.daemon.sources.layouts import ROOT, Fit, Layouts, Unpublished, pattern_of, save_of
-from weightcast.publisher.daemon.sources.source import LastContent
+from weightcast.publisher.daemon.sources.source import NO_CONTENT, LastContent
 from weightcast.publisher.weights.side_configs import is_config
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.daemon.frozen import Frozen
@@ -71,10 +71,10 @@ class Candidate:
 
     name: str
     files: Marks
-    weights: Marks
-    completed_ns: int
+    weights: Marks = frozenset()
+    completed_ns: int = 0
     """when the last of it was put in place, on the file system's clock"""
-    finished: bool
+    finished: bool = False
     """its writer says so: marker there and no older than the weights, or renamed into place"""
     problem: Failure | None = None
     """why it is not complete"""
@@ -123,7 +123,7 @@ class InboxEntry:
     """while publishing: what the version's index says if it came to be"""
     beside: Marks = frozenset()
     """all else that lay there when it was chosen, hidden files too"""
-    content: LastContent | None = None
+    content: LastContent = NO_CONTENT
     failure: Failure | None = None
 
     def holds(self, files: Marks) -> bool:
@@ -134,7 +134,7 @@ class InboxEntry:
 
     def content_alone(self) -> InboxEntry | None:
         """What is left when the files no longer count; None: nothing to compare with."""
-        if self.content is None:
+        if self.content == NO_CONTENT:
             return None
         outcome = InboxOutcome.EXISTING if self.content.version is None else InboxOutcome.PUBLISHED
         if self.outcome is InboxOutcome.CONSUMED:
@@ -144,9 +144,8 @@ class InboxEntry:
     @model_serializer(mode="wrap")
     def _packed(self, pack: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without what older releases do not expect to be empty."""
-        return {
-            n: each for n, each in pack(self).items() if each or n not in ("request", "beside", "content")
-        }
+        empty = {"request": "", "beside": [], "content": NO_CONTENT.by_name()}
+        return {name: value for name, value in pack(self).items() if value != empty.get(name, ...)}
 
 
 def _no_name_twice(entries: tuple[InboxEntry, ...]) -> tuple[InboxEntry, ...]:
@@ -171,7 +170,7 @@ class InboxMemory(Frozen):
         under which name."""
         found: dict[str, InboxEntry] = {}
         for entry in self.entries:
-            if entry.outcome is InboxOutcome.PUBLISHED and entry.content is None:
+            if entry.outcome is InboxOutcome.PUBLISHED and entry.content == NO_CONTENT:
                 entry = replace(entry, content=LastContent(version=entry.version))
             left = entry if self.is_of(watch) else entry.content_alone()
             if left is not None:
@@ -240,11 +239,11 @@ class Inbox:
             self.entries[name] = replace(known, name=name, beside=configs_of(known.beside))
         return known is not None
 
-    def content(self, name: str) -> LastContent | None:
+    def content(self, name: str) -> LastContent:
         """What a checkpoint of this name is compared with before it is published."""
-        return self.entries[name].content if name in self.entries else None
+        return self.entries[name].content if name in self.entries else NO_CONTENT
 
-    def content_of(self, candidate: Candidate) -> LastContent | None:
+    def content_of(self, candidate: Candidate) -> LastContent:
         """As `content`; for a new name, of the checkpoint whose files these seem to be: hard links change the
         ctime."""
         weights = without_ctime(candidate.weights)
@@ -257,13 +256,12 @@ class Inbox:
             name
             for name, entry in self.entries.items()
             if entry.outcome in (InboxOutcome.EXISTING, InboxOutcome.PASSED_OVER)
-            and not entry.behind
-            and (entry.content is None or not entry.content.sample)
+            and not (entry.behind or entry.content.sample)
         ]
 
     def sampled(self, name: str, sample: str) -> None:
-        content = (self.content(name) or LastContent()).but(sample=sample)
-        self.entries[name] = replace(self.entries[name], content=content)
+        entry = self.entries[name]
+        self.entries[name] = replace(entry, content=entry.content.but(sample=sample))
 
     def ignore_existing(self, candidates: Iterable[Candidate], began_ns: int | None) -> Sequence[str]:
         """At the very first start: what is complete now was there before, unless it was completed after
@@ -418,15 +416,10 @@ class Inbox:
             self._note(InboxOutcome.PASSED_OVER, passed, behind=choice.chosen.name)
 
     def _note(self, outcome: InboxOutcome, candidate: Candidate, **facts: Any) -> None:
-        beside, last = (candidate.files | candidate.hidden) - candidate.weights, self.content(candidate.name)
-        entry = InboxEntry(
-            candidate.name,
-            outcome,
-            candidate.weights,
-            beside=beside,
-            content=None if last is None else last.but(sample=""),
-        )
-        self.entries[candidate.name] = replace(entry, **facts)
+        name, weights = candidate.name, candidate.weights
+        beside = (candidate.files | candidate.hidden) - weights
+        entry = InboxEntry(name, outcome, weights, beside=beside, content=self.content(name).but(sample=""))
+        self.entries[name] = replace(entry, **facts)
 
     def succeed(self, name: str, version: int, root: str = "") -> None:
         """`root`: empty where only the channel can say it."""
@@ -456,20 +449,20 @@ class Inbox:
         """The publication did not happen: it and those passed over for it are new again."""
         for other, entry in list(self.entries.items()):
             if other == name or entry.behind == name:
-                self._replace(other, entry.content_alone())
+                self._forget_files(other)
 
-    def _replace(self, name: str, entry: InboxEntry | None) -> None:
-        if entry is None:
+    def _forget_files(self, name: str) -> None:
+        left = self.entries[name].content_alone()
+        if left is None:
             del self.entries[name]
         else:
-            self.entries[name] = entry
+            self.entries[name] = left
 
     def refuse(self, candidate: Candidate, failure: Failure) -> None:
-        content = self.content(candidate.name)
-        self.give_up(candidate.name)
-        self.entries[candidate.name] = InboxEntry(
-            candidate.name, InboxOutcome.REFUSED, candidate.files, failure=failure, content=content
-        )
+        name, content = candidate.name, self.content(candidate.name)
+        self.give_up(name)
+        outcome = InboxOutcome.REFUSED
+        self.entries[name] = InboxEntry(name, outcome, candidate.files, failure=failure, content=content)
 
     def resume(self, made_for: Callable[[str, int], int | None]) -> list[str]:
         """After a kill. `made_for`: which version came of a request, if it is one after another version.
@@ -505,18 +498,14 @@ class Inbox:
         was published and consumed is known by its content before long."""
         vanished = [name for name in self.entries if name not in present]
         ended = [name for name in vanished if self.rules.consume and self.entries[name].outcome in _PUBLISHED]
-        for name in _but_last(ended, _CONSUMED_KEPT):
-            left = self.entries[name].content_alone()
-            self._replace(name, left if left is not None and left.content and left.content.root else None)
-        for name in (*_but_last(vanished, _VANISHED_KEPT), *_but_last(ended, _CONTENTS_KEPT)):
-            self.entries.pop(name, None)
+        rootless = [name for name in ended[:-_CONSUMED_KEPT] if not self.entries[name].content.root]
+        for name in {*vanished[:-_VANISHED_KEPT], *ended[:-_CONTENTS_KEPT], *rootless}:
+            del self.entries[name]
+        for name in self.entries.keys() & ended[:-_CONSUMED_KEPT]:
+            self._forget_files(name)
 
     def refused(self) -> list[tuple[str, Failure]]:
         return [(name, entry.failure) for name, entry in self.entries.items() if entry.failure is not None]
-
-
-def _but_last(names: Sequence[str], count: int) -> Sequence[str]:
-    return names[: max(0, len(names) - count)]
 
 
 def holds_weights(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,6 +24,7 @@ from weightcast.publisher.daemon.sources.layouts import ROOT, Unpublished, paren
 from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
 from weightcast.shared.daemon.loop import failure_of
+from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import Checkpoint, is_other_format, open_checkpoint
 from weightcast.shared.files.paths import exists, is_plain, printable
 
@@ -109,7 +109,7 @@ def look(
             # Weights without a file are links that lead nowhere.
             if (files or tree[name].has_weights) and not is_known(name, files):
                 if tree[name].temporary:
-                    unknown.append(Candidate(name, files, frozenset(), 0, False, temporary=True))
+                    unknown.append(Candidate(name, files, temporary=True))
                 else:
                     unknown.append(observe_candidate(watch, name, files, marker, has_arrived(name, files)))
         except FileNotFoundError:
@@ -245,7 +245,7 @@ def observe_candidate(watch: Path, name: str, files: Marks, marker: str | None, 
     try:
         checkpoint = open_checkpoint(directory, follow_links=True)
     except WeightcastError as error:
-        return Candidate(name, files, frozenset(), 0, finished, failure_of(error))
+        return Candidate(name, files, finished=finished, problem=failure_of(error))
     names = weight_names(checkpoint)
     weights = frozenset(mark for mark in files if mark.name in names)
     if len(weights) != len(names):
@@ -322,11 +322,8 @@ def _blocks(nbytes: int, at: int, total: int) -> Iterator[tuple[int, int]]:
 def clock_offset(watch: Path) -> float:
     """Seconds by which the watched file system's clock is ahead of this machine's; 0.0 where that is
     unknown, or less than what clocks of one machine differ."""
-    probe = watch / f"{OURS}clock-{secrets.token_hex(8)}"
     try:
-        with probe.open("x") as file:
-            offset = os.fstat(file.fileno()).st_ctime - time.time()
-        probe.unlink()
+        offset = durable.file_system_time(watch) - time.time()
     except OSError:
         return 0.0
     return offset if abs(offset) > _ONE_CLOCK else 0.0

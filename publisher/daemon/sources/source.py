@@ -66,6 +66,9 @@ class LastContent(Facts):
     """of what was left alone or passed over, and so never read in full"""
 
 
+NO_CONTENT = LastContent()
+
+
 def new_request() -> str:
     return secrets.token_hex(8)
 

@@ -171,7 +171,7 @@ class WatchedDirectory:
     def version_with(self, root: str) -> int | None:
         """An earlier version with this content, as far as it came from here."""
         contents = [entry.content for entry in self.inbox.entries.values()]
-        return next((each.version for each in contents if each is not None and each.root == root), None)
+        return next((each.version for each in contents if each.root == root), None)
 
     def sample_unread(self) -> None:
         """Of what was left alone or passed over, so that a change of its files alone is seen as that."""
@@ -280,7 +280,7 @@ class WatchedJob(SourceJob):
         return weights
 
     def known(self) -> LastContent:
-        content = self._watched.inbox.content_of(self._chosen) or LastContent()
+        content = self._watched.inbox.content_of(self._chosen)
         if content.root or content.version is None:
             return content
         return content.but(root=self._publisher.root_of(content.version))
