@@ -170,8 +170,10 @@ def test_a_rewritten_config_file_is_looked_at_when_all_is_still() -> None:
 
 def test_finished_and_damaged_is_refused_but_not_what_holds_no_weights() -> None:
     inbox = Inbox(InboxRules())
-    chosen = inbox.choose([seen("step_1", whole=False), seen("step_2", 2)], 0.0).chosen
-    assert chosen is not None and chosen.name == "step_1", "to say what is wrong with it"
+    damaged, whole = seen("step_1", whole=False), seen("step_2", 2)
+    choice = inbox.choose([damaged, whole], 0.0)
+    assert choice.chosen is whole and choice.passed == choice.waiting == ()
+    assert inbox.choose([damaged], 0.0).chosen is damaged, "to say what is wrong with it"
     logs = Candidate("logs", frozenset({FileMark("a.txt", 1, 1, 1)}), frozenset(), 0, True, DAMAGED)
     choice = inbox.choose([logs, seen("step_2", whole=False, finished=False)], 0.0)
     assert choice.chosen is None and {each.name for each in choice.waiting} == {"logs", "step_2"}

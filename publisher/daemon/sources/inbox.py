@@ -307,7 +307,7 @@ class Inbox:
             for name, wait in waits.items()
             if wait is not None and wait.reason and all(name != each.name for each in damaged)
         )
-        if damaged or not ready:
+        if not ready:
             return Choice(damaged[0] if damaged else None, waiting=waiting)
         if self.rules.every:
             # One that is older and only has to settle comes first.
