@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import ExitStack
 
 from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.routes import publication_routes, repair_routes
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.daemon.sources.watched import RenamedDirectories
 from weightcast.publisher.daemon.status import PublisherStatus, host_status
 from weightcast.publisher.fleet.metrics import FleetMetrics
 from weightcast.publisher.fleet.routes import PAGE_PATHS, fleet_routes, page_routes
@@ -21,6 +21,9 @@ from weightcast.shared.daemon.metrics import new_registry, watch_loop
 from weightcast.shared.daemon.status import STATUS, LoopStatus, Snapshot, warm_up_in_background
 from weightcast.shared.daemon.watch import Watcher
 
+_RENAMED_KEPT = 4096
+"""names, until the next step: an older one has to settle"""
+
 
 def run_publisher(settings: PublisherSettings) -> None:
     """Runs until SIGTERM. Raises what ends the daemon: see `run_daemon`, and Refused once another publisher
@@ -28,7 +31,7 @@ def run_publisher(settings: PublisherSettings) -> None:
     registry, wakeup, stop = new_registry(), Wakeup(), Stop()
     loop = Snapshot(LoopStatus())
     watch_loop(registry, loop)
-    renamed = RenamedDirectories()
+    renamed = deque[str](maxlen=_RENAMED_KEPT)
     view = FleetView(
         settings.channel,
         settings.upkeep.retention,
@@ -66,7 +69,7 @@ def run_publisher(settings: PublisherSettings) -> None:
         view.start()
         around.callback(view.stop)
         if settings.watch is not None:
-            around.enter_context(Watcher(settings.watch, wakeup, renamed.note))
+            around.enter_context(Watcher(settings.watch, wakeup, renamed.append))
         run_daemon(
             app, publish_loop.step, wakeup, settings, publish_loop.start, publish_loop.close, loop, stop
         )

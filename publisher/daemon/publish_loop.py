@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 
 from weightcast.publisher.daemon.metrics import PublisherMetrics
 from weightcast.publisher.daemon.record import Meter, Record
@@ -12,7 +13,7 @@ from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.handed import HandOverSource
 from weightcast.publisher.daemon.sources.queue import Queue
 from weightcast.publisher.daemon.sources.source import LastContent, Source, SourceJob, read_back
-from weightcast.publisher.daemon.sources.watched import RenamedDirectories, WatchedDirectory
+from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.daemon.start import open_publisher, open_watched, ready_channel
 from weightcast.publisher.daemon.status import InboxStatus, PublisherStatus, UpkeepStatus
 from weightcast.publisher.maintenance.orders import Held
@@ -48,10 +49,11 @@ class PublishLoop:
         registry: Metrics,
         wakeup: Wakeup,
         stop: Stop,
-        renamed: RenamedDirectories,
+        renamed: deque[str],
         began: float | None = None,
     ) -> None:
-        """`began`: when the process began, as unix time; None: now."""
+        """`renamed`: names in the watched directory that were seen to be renamed into place; `began`: when
+        the process began, as unix time; None: now."""
         self._began = time.time() if began is None else began
         self.queue: Queue | None = None
         """None until the channel is taken"""
@@ -75,7 +77,6 @@ class PublishLoop:
         self._look_due, self._owner_due = Due(_LOOK_SECONDS), Due(_LOOK_SECONDS)
         self._scrub = Scrub(int(settings.verify_rate), stop=lambda: stop.requested)
         self._check = ChannelCheck(int(settings.verify_rate))
-        self._held: str | None = None
         self._background: Background | None = None
         self._full_bytes = 0
 
@@ -98,7 +99,15 @@ class PublishLoop:
             self._meter.end()
         try:
             queue = Queue(paths.room / _QUEUE, settings.roots, settings.rules, self._watched)
-            self._take_up(self._publisher, queue)
+            self._sources = [queue]
+            if settings.hand_over is not None:
+                memory = paths.room / _HANDED
+                self._sources.append(HandOverSource(settings.hand_over, memory, settings.rules))
+            if self._watched is not None:
+                self._sources.append(self._watched)
+            self._resume()
+            self.queue = queue
+            self._show()
         except BaseException:
             self.close()
             raise
@@ -107,21 +116,15 @@ class PublishLoop:
         if self._publisher.left_behind:
             log.info("files left behind", files=list(self._publisher.left_behind))
 
-    def _take_up(self, publisher: ServicePublisher, queue: Queue) -> None:
-        settings = self._settings
-        self._sources = [queue]
-        if settings.hand_over is not None:
-            memory = LocalPaths(settings.local).room / _HANDED
-            self._sources.append(HandOverSource(settings.hand_over, memory, settings.rules))
-        if self._watched is not None:
-            self._sources.append(self._watched)
-        self._resume(publisher)
-        self.queue = queue
-        self._show()
+    @property
+    def _owned(self) -> ServicePublisher:
+        if self._publisher is None:
+            raise RetryLater("the publisher has not started")
+        return self._publisher
 
-    def _resume(self, publisher: ServicePublisher) -> None:
+    def _resume(self) -> None:
         for source in self._sources:
-            source.resume(publisher)
+            source.resume(self._owned)
         self._recovered = True
 
     def close(self) -> None:
@@ -140,42 +143,36 @@ class PublishLoop:
         self._show()
 
     def _step(self) -> None:
-        if self._publisher is None:
-            raise RetryLater("the publisher has not started")
-        publisher = self._publisher
+        publisher = self._owned
         if self._owner_due.take():
-            self._check_owner(publisher)
+            self._check_owner()
         # before recovery: that may fail for what a repair fixes
         self.record.repaired(publisher.obey_repair())
         if not self._recovered:
             publisher.recover()
-            self._resume(publisher)
+            self._resume()
         order = publisher.obey_orders()
-        self._held = None if order is None else f"rolled back to version {order.to}"
+        self.record.show(held=None if order is None else f"rolled back to version {order.to}")
         if order is not None:
             # what waits goes on waiting
             return
-        job = self._next_job(publisher)
+        jobs = (source.next(publisher) for source in self._sources)
+        job = next((job for job in jobs if job is not None), None)
         if job is not None:
-            self._publish(publisher, job)
+            self._publish(job)
             self._wakeup.set()
         self.record.patched(publisher.settle())
         publisher.verify_some(self._scrub)
         self.record.repaired(publisher.check_channel(self._check))
 
-    def _next_job(self, publisher: ServicePublisher) -> SourceJob | None:
-        """Of the first source that has one."""
-        jobs = (source.next(publisher) for source in self._sources)
-        return next((job for job in jobs if job is not None), None)
-
-    def _publish(self, publisher: ServicePublisher, job: SourceJob) -> None:
+    def _publish(self, job: SourceJob) -> None:
         self._meter.begin(job.name, self._full_bytes)
         try:
             known = job.known()
-            if known is not None and (job.has_sample(known) or self._is_published(publisher, job, known)):
+            if job.has_sample(known) or self._is_published(job, known):
                 job.unchanged(known)
             else:
-                job.done(self._publish_new(publisher, job, job.begin(publisher.version)))
+                job.done(self._publish_new(job, job.begin(self._owned.version)))
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, WeightcastError):
                 error = disk_error(error, job.name)
@@ -184,24 +181,22 @@ class PublishLoop:
         finally:
             self._meter.end()
 
-    def _is_published(self, publisher: ServicePublisher, job: SourceJob, known: LastContent) -> bool:
+    def _is_published(self, job: SourceJob, known: LastContent) -> bool:
         """Whether the job has the content of that version. False for what cannot be compared:
         publishing it says what is wrong with it."""
         if known.version is None or not known.root:
             return False
         self._meter.phase("compare")
         try:
-            return publisher.has_content(job.open, known.version, known.root, self._meter.advance)
+            return self._owned.has_content(job.open, known.version, known.root, self._meter.advance)
         except (Refused, NeedsReseed, FileNotFoundError):
             return False
 
-    def _publish_new(
-        self, publisher: ServicePublisher, job: SourceJob, request: str
-    ) -> Publication | Failure:
+    def _publish_new(self, job: SourceJob, request: str) -> Publication | Failure:
         """What became of it. Raises what may pass: the same publication is then tried again."""
-        before = publisher.version
+        before = self._owned.version
         try:
-            report = publisher.publish_weights(
+            report = self._owned.publish_weights(
                 job.open,
                 step=job.step,
                 advance=self._meter.advance,
@@ -211,16 +206,15 @@ class PublishLoop:
         except Held as error:
             raise RetryLater(error.message, remedy=error.remedy) from error
         except (Refused, NeedsReseed, FileNotFoundError, RetryLater) as error:
-            return self._judge(publisher, error, before, job.name, request)
+            return self._judge(error, before, job.name, request)
         if report.anchor_problem:
             log.warning("no anchor", version=report.version, error=report.anchor_problem)
         return self._done(publication(report, job.name))
 
-    def _judge(
-        self, publisher: ServicePublisher, error: Exception, before: int, source: str, request: str
-    ) -> Publication | Failure:
+    def _judge(self, error: Exception, before: int, source: str, request: str) -> Publication | Failure:
         """An error after the commit point leaves a version to be finished, not a failure."""
-        self._check_owner(publisher)
+        publisher = self._owned
+        self._check_owner()
         if isinstance(error, RetryLater):
             # the local checkpoint catches up in the next step, not only at the next publication
             self._recovered = False
@@ -235,10 +229,10 @@ class PublishLoop:
         self.record.failed(error_kind(error), failure, source)
         return failure
 
-    def _check_owner(self, publisher: ServicePublisher) -> None:
+    def _check_owner(self) -> None:
         """Raises Refused where another publisher has the channel now, and ends the daemon."""
         try:
-            publisher.check_owner()
+            self._owned.check_owner()
         except Refused as error:
             self.superseded = error
             self._stop.request()
@@ -257,7 +251,6 @@ class PublishLoop:
         self.record.show(
             inbox=None if self._watched is None else InboxStatus.of(self._watched),
             verify=verify_status(self._scrub.status),
-            held=self._held,
             ready=not problem,
             not_ready_reasons=(problem,) if problem else (),
         )

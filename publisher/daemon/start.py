@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 from weightcast.publisher.api import PublisherOptions
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.daemon.record import Meter
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.daemon.sources.inbox import InboxRules
-from weightcast.publisher.daemon.sources.watched import RenamedDirectories, WatchedDirectory
+from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
@@ -29,29 +29,15 @@ from weightcast.shared.files.side_files import side_files
 log = get_log("publisher")
 
 
-def open_watched(
-    settings: PublisherSettings, renamed: RenamedDirectories, began: float
-) -> WatchedDirectory | None:
+def open_watched(settings: PublisherSettings, renamed: deque[str], began: float) -> WatchedDirectory | None:
     """Before the channel is made: what is complete now was there before. `began`: when the process began, as
     unix time. None where nothing is watched. Raises Refused."""
     if settings.watch is None:
         return None
     if settings.consume and is_directory(settings.watch):
         require("--watch", settings.watch, CONSUME_NEEDS)
-    rules = InboxRules(
-        settings.every,
-        settings.marker,
-        settings.settle_seconds,
-        settings.existing,
-        settings.consume,
-        settings.watch_pattern,
-    )
-    # A trainer may save over the base, as over any checkpoint.
-    own = [path for name, path in settings.own_places.items() if name != "base"]
-    paths = LocalPaths(settings.local)
-    memory = paths.room / "inbox.json"
-    watched = WatchedDirectory(settings.watch, memory, rules, renamed, own, settings.rules)
-    ensure_room(paths)
+    watched = WatchedDirectory(settings.watch, settings, renamed)
+    ensure_room(LocalPaths(settings.local))
     watched.ignore_existing(began, _version_of(settings.channel))
     return watched
 

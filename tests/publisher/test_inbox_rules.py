@@ -3,11 +3,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.inbox import (
     Candidate,
     FileMark,
@@ -15,7 +17,6 @@ from weightcast.publisher.daemon.sources.inbox import (
     InboxEntry,
     InboxMemory,
     InboxOutcome,
-    InboxRules,
     may_be_checkpoint,
 )
 from weightcast.publisher.daemon.sources.layouts import step_of
@@ -27,6 +28,10 @@ REQUEST = "0123456789abcdef"
 DAMAGED = Failure(error="DamagedFile", message="cut short")
 
 
+def rules(**settings: Any) -> PublisherSettings:
+    return PublisherSettings(channel="/channel", local="/local", watch="/watch", **settings)  # type: ignore[arg-type]
+
+
 def stored(entries: Mapping[str, InboxEntry]) -> bytes:
     return InboxMemory(entries=tuple(entries.values())).model_dump_json().encode()
 
@@ -34,7 +39,7 @@ def stored(entries: Mapping[str, InboxEntry]) -> bytes:
 def woken(inbox: Inbox) -> Inbox:
     """As after a restart."""
     memory = InboxMemory.model_validate_json(stored(inbox.entries), strict=True)
-    return Inbox(inbox.rules, memory.by_name(""))
+    return Inbox(inbox.settings, memory.by_name(""))
 
 
 def seen(name: str, at: int = 0, *, finished: bool = True, content: int = 1, whole: bool = True) -> Candidate:
@@ -46,7 +51,7 @@ def seen(name: str, at: int = 0, *, finished: bool = True, content: int = 1, who
 
 
 def test_newest_of_several_is_chosen_and_older_ones_are_passed_over() -> None:
-    inbox = Inbox(InboxRules())
+    inbox = Inbox(rules())
     looks = [seen("step_3", 3, content=3), seen("step_1", 1, content=1), seen("step_2", 2, content=2)]
     choice = inbox.choose(looks, 0.0)
     assert choice.chosen is looks[0] and {each.name for each in choice.passed} == {"step_1", "step_2"}
@@ -56,7 +61,7 @@ def test_newest_of_several_is_chosen_and_older_ones_are_passed_over() -> None:
 
 
 def test_every_checkpoint_in_order_of_completion_whatever_the_names() -> None:
-    inbox = Inbox(InboxRules(every=True))
+    inbox = Inbox(rules(every=True))
     looks = [seen("a", 3, content=3), seen("b", 1, content=1), seen("c", 2, content=2)]
     published = []
     while looks:
@@ -70,12 +75,12 @@ def test_every_checkpoint_in_order_of_completion_whatever_the_names() -> None:
 
 
 def test_completed_in_one_tick_of_the_clock_numbers_in_names_decide() -> None:
-    choice = Inbox(InboxRules()).choose([seen("step_9", 1, content=1), seen("step_10", 1, content=2)], 0.0)
+    choice = Inbox(rules()).choose([seen("step_9", 1, content=1), seen("step_10", 1, content=2)], 0.0)
     assert choice.chosen is not None and choice.chosen.name == "step_10"
 
 
 def test_what_is_written_in_its_place_needs_two_equal_looks() -> None:
-    inbox = Inbox(InboxRules(settle_seconds=2.0))
+    inbox = Inbox(rules(settle_seconds=2.0))
     look = seen("step_1", finished=False)
     assert inbox.choose([look], 10.0).chosen is None
     assert inbox.choose([look], 11.9).chosen is None
@@ -86,13 +91,13 @@ def test_what_is_written_in_its_place_needs_two_equal_looks() -> None:
 
 
 def test_even_without_a_settle_time_one_look_is_not_enough() -> None:
-    inbox = Inbox(InboxRules(settle_seconds=0.0))
+    inbox = Inbox(rules(settle_seconds=0.0))
     assert inbox.choose([seen("step_1", finished=False)], 10.0).chosen is None
     assert inbox.choose([seen("step_1", finished=False)], 10.1).chosen is not None
 
 
 def test_with_a_marker_only_the_marker_counts() -> None:
-    inbox = Inbox(InboxRules(marker="DONE", settle_seconds=0.0))
+    inbox = Inbox(rules(marker="DONE", settle_seconds=0.0))
     old, new = seen("step_1", 1, finished=False), seen("step_2", 2, content=2)
     for now in (0.0, 100.0, 200.0):
         choice = inbox.choose([old], now)
@@ -103,7 +108,7 @@ def test_with_a_marker_only_the_marker_counts() -> None:
 
 
 def test_a_marker_older_than_the_weights_is_told_from_none() -> None:
-    inbox = Inbox(InboxRules(marker="DONE"))
+    inbox = Inbox(rules(marker="DONE"))
     look = seen("step_1", finished=False)
     look = replace(look, files=look.files | {FileMark("DONE", 8, 0, 8)})
     choice = inbox.choose([look], 0.0)
@@ -111,21 +116,21 @@ def test_a_marker_older_than_the_weights_is_told_from_none() -> None:
 
 
 def test_every_waits_for_an_older_one_that_only_has_to_settle() -> None:
-    inbox = Inbox(InboxRules(every=True, settle_seconds=1.0))
+    inbox = Inbox(rules(every=True, settle_seconds=1.0))
     old, new = seen("step_1", 1, finished=False), seen("step_2", 2, content=2)
     assert inbox.choose([old, new], 0.0).chosen is None
     assert inbox.choose([old, new], 1.0).chosen is old
 
 
 def test_newest_passes_over_an_older_one_that_only_has_to_settle() -> None:
-    inbox = Inbox(InboxRules())
+    inbox = Inbox(rules())
     old, new = seen("step_1", 1, finished=False), seen("step_2", 2, content=2)
     choice = inbox.choose([old, new], 0.0)
     assert choice.chosen is new and choice.passed == (old,)
 
 
 def test_a_refused_newest_gives_way_to_the_next_newest() -> None:
-    inbox = Inbox(InboxRules())
+    inbox = Inbox(rules())
     looks = [seen("step_1", 1, content=1), seen("step_2", 2, content=2)]
     inbox.begin(inbox.choose(looks, 0.0), 0, REQUEST)
     inbox.refuse(looks[1], DAMAGED)
@@ -135,7 +140,7 @@ def test_a_refused_newest_gives_way_to_the_next_newest() -> None:
 
 
 def test_refused_until_anything_in_it_changes() -> None:
-    inbox = Inbox(InboxRules())
+    inbox = Inbox(rules())
     inbox.refuse(seen("step_1"), DAMAGED)
     assert inbox.is_known("step_1", seen("step_1").files)
     other_config = seen("step_1").weights | {FileMark("config.json", 9, 3, 10)}
@@ -143,7 +148,7 @@ def test_refused_until_anything_in_it_changes() -> None:
 
 
 def test_files_beside_the_weights_make_no_new_checkpoint() -> None:
-    inbox = Inbox(InboxRules())
+    inbox = Inbox(rules())
     inbox.begin(inbox.choose([seen("step_1")], 0.0), 0, REQUEST)
     inbox.succeed("step_1", 1)
     assert inbox.is_known("step_1", seen("step_1").files | {FileMark("optimizer.pt", 5, 5, 5)})
@@ -153,7 +158,7 @@ def test_files_beside_the_weights_make_no_new_checkpoint() -> None:
 
 def test_a_rewritten_config_file_is_looked_at_when_all_is_still() -> None:
     """In place it may be the first file of a new save."""
-    inbox = Inbox(InboxRules(settle_seconds=1.0))
+    inbox = Inbox(rules(settle_seconds=1.0))
     old = seen("step_1", finished=False)
     inbox.adopt(old, 1)
     inbox = woken(inbox)
@@ -163,13 +168,13 @@ def test_a_rewritten_config_file_is_looked_at_when_all_is_still() -> None:
     assert inbox.is_known("step_1", old.files | {FileMark("trainer_state.json", 8, 3, 10)})
     new = replace(old, files=weights | {config})
     assert [inbox.choose([new], now).chosen for now in (0.0, 59.0, 60.0)] == [None, None, new]
-    assert Inbox(InboxRules(), inbox.entries).choose([replace(new, finished=True)], 0.0).chosen is not None
+    assert Inbox(rules(), inbox.entries).choose([replace(new, finished=True)], 0.0).chosen is not None
     inbox.adopt(new, 1)
     assert inbox.is_known("step_1", new.files) and not inbox.is_known("step_1", old.files)
 
 
 def test_finished_and_damaged_is_refused_but_not_what_holds_no_weights() -> None:
-    inbox = Inbox(InboxRules())
+    inbox = Inbox(rules())
     damaged, whole = seen("step_1", whole=False), seen("step_2", 2)
     choice = inbox.choose([damaged, whole], 0.0)
     assert choice.chosen is whole and choice.passed == choice.waiting == ()
@@ -181,7 +186,7 @@ def test_finished_and_damaged_is_refused_but_not_what_holds_no_weights() -> None
 
 @pytest.mark.parametrize(("version", "known"), [(None, False), (5, True)])
 def test_a_kill_while_publishing_is_judged_by_the_channel(version: int | None, known: bool) -> None:
-    inbox = Inbox(InboxRules())
+    inbox = Inbox(rules())
     looks = [seen("step_1", 1, content=1), seen("step_2", 2, content=2)]
     inbox.begin(inbox.choose(looks, 0.0), 4, REQUEST)
     later = woken(inbox)
@@ -197,7 +202,7 @@ def test_a_kill_while_publishing_is_judged_by_the_channel(version: int | None, k
 
 
 def test_memory_is_bounded_and_keeps_what_is_there() -> None:
-    inbox = Inbox(InboxRules())
+    inbox = Inbox(rules())
     looks = [seen(f"step_{n}", n, content=n) for n in range(1, 5000)]
     inbox.ignore_existing(looks, None)
     inbox.forget_vanished(frozenset({"step_1"}))
@@ -263,7 +268,7 @@ def test_memory_of_an_older_release(tmp_path: Path) -> None:
         b'"version":8,"behind":"","failure":null}]}'
     )
     memory = Memory(path, InboxMemory(), 1 << 20, "remove it").value
-    inbox = Inbox(InboxRules(), memory.by_name("/any"))
+    inbox = Inbox(rules(), memory.by_name("/any"))
     assert not memory.tree and inbox.is_known("step_1", frozenset({FileMark("m.safetensors", 2, 3, 4, 5)}))
     assert inbox.content("step_1") == LastContent(version=8)
 
@@ -302,7 +307,7 @@ def test_a_damaged_memory_is_refused(tmp_path: Path, old: bytes, new: bytes) -> 
 
 @pytest.mark.parametrize("consume", [True, False])
 def test_what_was_consumed_is_forgotten_in_time(consume: bool) -> None:
-    inbox = Inbox(InboxRules(every=True, existing=False, consume=consume))
+    inbox = Inbox(rules(every=True, existing=False, consume=consume))
     inbox.ignore_existing([seen("before", content=5000)], None)
     for number in range(200):
         inbox.begin(inbox.choose([seen(f"step_{number}", content=number)], 0.0), number, REQUEST)
@@ -316,7 +321,7 @@ def test_what_was_consumed_is_forgotten_in_time(consume: bool) -> None:
 
 def test_a_checkpoint_saved_over_file_by_file_waits_for_the_last_one() -> None:
     """Whole by its headers all the while. A writer that leaves files as they are is waited for longer."""
-    inbox = Inbox(InboxRules(settle_seconds=1.0))
+    inbox = Inbox(rules(settle_seconds=1.0))
     first, second = (FileMark(f"model-{n}.safetensors", n, 10, 1) for n in (1, 2))
 
     def look(*files: FileMark) -> Candidate:
@@ -333,11 +338,11 @@ def test_a_checkpoint_saved_over_file_by_file_waits_for_the_last_one() -> None:
     assert inbox.choose([both], 61.0).chosen is None
     assert inbox.choose([both], 62.0).chosen == both
     finished = replace(half, finished=True)
-    assert Inbox(InboxRules(), dict(inbox.entries)).choose([finished], 0.0).chosen == finished
+    assert Inbox(rules(), dict(inbox.entries)).choose([finished], 0.0).chosen == finished
 
 
 def test_saved_over_in_part_a_marker_from_before_is_not_enough() -> None:
-    inbox = Inbox(InboxRules(marker="DONE", settle_seconds=1.0))
+    inbox = Inbox(rules(marker="DONE", settle_seconds=1.0))
     first, second = (FileMark(f"model-{n}.safetensors", n, 10, 1) for n in (1, 2))
     done = FileMark("DONE", 3, 0, 1)
 
@@ -355,7 +360,7 @@ def test_saved_over_in_part_a_marker_from_before_is_not_enough() -> None:
 
 
 def test_what_was_consumed_long_ago_is_known_by_its_content() -> None:
-    inbox = Inbox(InboxRules(every=True, consume=True))
+    inbox = Inbox(rules(every=True, consume=True))
     for number in range(2000):
         inbox.begin(inbox.choose([seen(f"step_{number}", content=number)], 0.0), number, REQUEST)
         inbox.succeed(f"step_{number}", number + 1, f"{number:064x}")

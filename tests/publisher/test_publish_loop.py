@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from waiting import wait_until
 from weightcast.publisher import PublisherOptions
 from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.daemon.sources.watched import RenamedDirectories, WatchedJob
+from weightcast.publisher.daemon.sources.watched import WatchedJob
 from weightcast.publisher.daemon.status import REFUSED_SHOWN
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.publisher.service_publisher import ServicePublisher
@@ -44,7 +45,7 @@ class Office:
     """A desk with its places."""
 
     def __init__(self, places: Places, **settings: Any) -> None:
-        self.places, self.stop, self.renamed = places, Stop(), RenamedDirectories()
+        self.places, self.stop, self.renamed = places, Stop(), deque[str]()
         self.registry = Metrics()
         values: dict[str, Any] = {
             "channel": places.channel,
@@ -130,7 +131,7 @@ def test_a_rename_that_was_seen_needs_no_second_look(places: Places, opened: Ope
     write(places.watch / "step_1", weights(1))
     office.step()
     assert places.latest() == ""
-    office.renamed.note("step_1")
+    office.renamed.append("step_1")
     office.step()
     assert places.latest() == "000001"
 
@@ -138,7 +139,7 @@ def test_a_rename_that_was_seen_needs_no_second_look(places: Places, opened: Ope
 def test_an_arrival_counts_until_the_directory_changes(places: Places, opened: Opening) -> None:
     office = opened(settle_seconds=3600.0, marker=None)
     (places.watch / "step_1").mkdir()
-    office.renamed.note("step_1")
+    office.renamed.append("step_1")
     office.step()
     write(places.watch / "step_1", weights(1))
     office.step()
@@ -392,7 +393,7 @@ def test_put_back_while_it_is_saved_over_is_no_arrival(places: Places, opened: O
     rename_in(places.watch / "policy", weights(1))
     with watched(save_over):
         office.step()
-    office.renamed.note("policy")
+    office.renamed.append("policy")
     office.step()
     assert places.latest() == "000001"
     assert (places.watch / "policy" / shards[0]).read_bytes() == new[shards[0]]
@@ -545,7 +546,7 @@ def test_damaged_checkpoints_change_nothing(places: Places, opened: Opening, dam
         case "config":
             (hidden / "config.json").write_bytes(b'{"hidden_size": ')
     hidden.rename(places.watch / "step_1")
-    office.renamed.note("step_1")
+    office.renamed.append("step_1")
     office.settle()
     assert snapshot(places.channel) == channel
     assert [each.name for each in office.publish_loop.status().inbox.refused] == ["step_1"]  # type: ignore[union-attr]
@@ -902,7 +903,7 @@ def test_all_refused_checkpoints_are_counted_as_long_as_they_lie_there(
         write(places.watch / ".damaged", weights(1))
         (places.watch / ".damaged" / INDEX).write_bytes(b"junk")
         (places.watch / ".damaged").rename(directory)
-        office.renamed.note(directory.name)
+        office.renamed.append(directory.name)
     (places.watch / "growing").mkdir()
     (places.watch / "growing" / INDEX).write_bytes(b"{")
     for _ in range(REFUSED_SHOWN + 5):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,6 @@ from disk_errors import Disk, watched
 
 from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.daemon.sources.watched import RenamedDirectories
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
@@ -48,7 +48,7 @@ def publish_loop(places: Places) -> Iterator[PublishLoop]:
         settle_seconds=0.0,
         consume=True,
     )
-    made = PublishLoop(settings, Metrics(), Wakeup(), Stop(), RenamedDirectories())
+    made = PublishLoop(settings, Metrics(), Wakeup(), Stop(), deque[str]())
     made.start()
     yield made
     made.close()

@@ -110,7 +110,7 @@ def test_one_that_is_renamed_with_the_directory_around_it_needs_no_second_look(
     office = opened(settle_seconds=3600.0)
     write(places.root / "unfinished" / "actor" / "hf", weights(1))
     (places.root / "unfinished").rename(places.watch / "global_step_1")
-    office.renamed.note("global_step_1")
+    office.renamed.append("global_step_1")
     office.step()
     assert sources(office) == ["global_step_1/actor/hf"]
     write(places.watch / "global_step_1" / "actor" / "hf", weights(2))

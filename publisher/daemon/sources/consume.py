@@ -133,18 +133,15 @@ def _parents(watch: Path, names: Iterable[str]) -> list[Path]:
 
 def _require_known(at: Path, directory: Path, known: Marks) -> None:
     """`directory`: what it was called when it was published."""
-    problem = _reason_to_keep(at, known)
-    if problem:
-        raise Refused(f"{directory} is not consumed: {problem}", remedy="remove it by hand")
-
-
-def _reason_to_keep(directory: Path, known: Marks) -> str:
-    if is_link(directory):
-        return "it is a link"
-    if not _only_files(directory):
-        return "it holds links or directories"
-    found = all_files(directory)
-    return "" if known in (found, without_ctime(found)) else "it was changed after it was chosen"
+    if is_link(at):
+        problem = "it is a link"
+    elif not _only_files(at):
+        problem = "it holds links or directories"
+    elif known not in (found := all_files(at), without_ctime(found)):
+        problem = "it was changed after it was chosen"
+    else:
+        return
+    raise Refused(f"{directory} is not consumed: {problem}", remedy="remove it by hand")
 
 
 def _put_back(aside: Path, directory: Path) -> bool:

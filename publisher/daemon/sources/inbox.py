@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, PlainSerializer, SerializerFunctionWrapHandler, model_serializer
 
+from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.layouts import ROOT, Fit, Layouts, Unpublished, pattern_of, save_of
 from weightcast.publisher.daemon.sources.source import NO_CONTENT, LastContent
 from weightcast.publisher.weights.side_configs import is_config
@@ -179,19 +180,6 @@ class InboxMemory(Frozen):
 
 
 @dataclass(frozen=True)
-class InboxRules:
-    every: bool = False
-    """all in order of completion; otherwise the newest, and older ones are passed over"""
-    marker: str | None = None
-    settle_seconds: float = 1.0
-    existing: bool = False
-    consume: bool = False
-    """what was published is deleted"""
-    pattern: str | None = None
-    """of the checkpoints' relative paths; None: any, where it is clear"""
-
-
-@dataclass(frozen=True)
 class Choice:
     """`chosen` is to be published now, which says what is wrong with it if it is damaged; `passed` are older
     and complete."""
@@ -214,14 +202,14 @@ def is_temporary(name: str) -> bool:
 class Inbox:
     """What is known of one watched directory. Whoever changes it stores `entries` before it acts on that."""
 
-    rules: InboxRules
+    settings: PublisherSettings
     entries: dict[str, InboxEntry] = field(default_factory=dict)
     _base: TensorTable | None = None
     _since: dict[str, tuple[Marks, float]] = field(default_factory=dict)
     """per name: what was seen, and when first, on a monotonic clock"""
 
     def __post_init__(self) -> None:
-        self.layouts = Layouts(self.rules.pattern)
+        self.layouts = Layouts(self.settings.watch_pattern)
 
     def compare_with(self, base: TensorTable | None) -> None:
         """`base`: None where its tensors have other names than those of checkpoints."""
@@ -309,7 +297,7 @@ class Inbox:
         )
         if not ready:
             return Choice(damaged[0] if damaged else None, waiting=waiting)
-        if self.rules.every:
+        if self.settings.every:
             # One that is older and only has to settle comes first.
             return Choice(ready[0] if ready[0] is whole[0] else None, waiting=waiting)
         newest = ready[-1]
@@ -318,7 +306,7 @@ class Inbox:
     def _is_whole(self, candidate: Candidate) -> bool:
         if not candidate.weights or self._is_no_model(candidate):
             return False
-        return candidate.finished or self.rules.marker is None
+        return candidate.finished or self.settings.marker is None
 
     def _is_no_model(self, candidate: Candidate) -> bool:
         """Whether other safetensors are in the watched directory itself."""
@@ -357,7 +345,7 @@ class Inbox:
         needed even if the clock says otherwise: one look shows no stillness."""
 
         def is_still(times: int = 1) -> bool:
-            return 0 < quiet >= self.rules.settle_seconds * times
+            return 0 < quiet >= self.settings.settle_seconds * times
 
         def wait(reason: str, remedy: str = "") -> Unpublished:
             is_checkpoint = not candidate.files or any(
@@ -376,13 +364,13 @@ class Inbox:
             return wait("none of its tensors is in the base", "move files that are not a model elsewhere")
         if candidate.finished and not self._is_marked_as_before(candidate):
             return None
-        marker = self.rules.marker
+        marker = self.settings.marker
         if marker is not None and not candidate.finished:
             old = any(mark.name == marker for mark in candidate.files)
             reason = f"{marker} is {'older than the weights' if old else 'not there'}"
             return wait(reason, f"write {marker} into it after all weights (--marker)")
         if self._is_mixed(candidate):
-            wanted = self.rules.settle_seconds * _MIXED_TIMES
+            wanted = self.settings.settle_seconds * _MIXED_TIMES
             reason = f"some of its files are those from before: waits until nothing changed for {wanted:g} s"
             return None if is_still(_MIXED_TIMES) else wait(reason)
         return None if is_still() else wait("may still be written: waits for a second look")
@@ -402,10 +390,10 @@ class Inbox:
     def _is_marked_as_before(self, candidate: Candidate) -> bool:
         """Whether it is saved over in part, and its marker is that of the save before, given a new ctime."""
         own = self.entries.get(candidate.name)
-        if own is None or self.rules.marker is None or not self._is_mixed(candidate):
+        if own is None or self.settings.marker is None or not self._is_mixed(candidate):
             return False
         before = without_ctime(own.files | own.beside)
-        return any(mark.name == self.rules.marker for mark in without_ctime(candidate.files) & before)
+        return any(mark.name == self.settings.marker for mark in without_ctime(candidate.files) & before)
 
     def begin(self, choice: Choice, version: int, request: str) -> None:
         """`version`: the channel's before the publication."""
@@ -497,7 +485,9 @@ class Inbox:
         """Keeps the memory bounded. The latest vanished ones are kept: a mount may be away for a moment. What
         was published and consumed is known by its content before long."""
         vanished = [name for name in self.entries if name not in present]
-        ended = [name for name in vanished if self.rules.consume and self.entries[name].outcome in _PUBLISHED]
+        ended = [
+            name for name in vanished if self.settings.consume and self.entries[name].outcome in _PUBLISHED
+        ]
         rootless = [name for name in ended[:-_CONSUMED_KEPT] if not self.entries[name].content.root]
         for name in {*vanished[:-_VANISHED_KEPT], *ended[:-_CONTENTS_KEPT], *rootless}:
             del self.entries[name]

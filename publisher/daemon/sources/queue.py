@@ -12,7 +12,14 @@ from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM
 from pathlib import Path
 from typing import Literal
 
-from weightcast.publisher.daemon.sources.source import LastContent, Memory, SourceJob, new_request, read_back
+from weightcast.publisher.daemon.sources.source import (
+    NO_CONTENT,
+    LastContent,
+    Memory,
+    SourceJob,
+    new_request,
+    read_back,
+)
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.publish.report import Publication
 from weightcast.publisher.service_publisher import ServicePublisher
@@ -188,15 +195,7 @@ class Queue:
 def _again(job: Job) -> Job:
     """To be compared with its earlier answer, if it has one."""
     earlier = job.earlier if job.report is None else job.report
-    facts = {
-        "state": "queued",
-        "earlier": earlier,
-        "report": None,
-        "error": None,
-        "note": "",
-        "repeat": False,
-    }
-    return job.model_copy(update=facts)
+    return Job(id=job.id, checkpoint=job.checkpoint, step=job.step, key=job.key, earlier=earlier)
 
 
 def _compared(job: Job, report: Publication) -> str:
@@ -230,10 +229,10 @@ class QueueJob(SourceJob):
                 remedy="let the publisher's user read the checkpoint and its files, and ask again",
             ) from error
 
-    def known(self) -> LastContent | None:
+    def known(self) -> LastContent:
         earlier = self._job.earlier
         if earlier is None:
-            return None
+            return NO_CONTENT
         root = earlier.root or self._publisher.root_of(earlier.version)
         return LastContent(version=earlier.version, root=root)
 

@@ -83,9 +83,9 @@ class SourceJob:
         """Raises Refused for weights that changed since they were chosen, or cannot be read."""
         raise NotImplementedError
 
-    def known(self) -> LastContent | None:
-        """Content that was published before under this name or key; None: publish without a comparison."""
-        return None
+    def known(self) -> LastContent:
+        """Content that was published before under this name or key."""
+        return NO_CONTENT
 
     def has_sample(self, known: LastContent) -> bool:
         """Whether a sample of the bytes is enough to tell that the content is the known one."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Iterable
+from collections import deque
 from pathlib import Path
 
+from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources import observation
 from weightcast.publisher.daemon.sources.consume import Consumer
 from weightcast.publisher.daemon.sources.inbox import (
@@ -15,7 +15,6 @@ from weightcast.publisher.daemon.sources.inbox import (
     Choice,
     Inbox,
     InboxMemory,
-    InboxRules,
     Marks,
     may_be_checkpoint,
     without_ctime,
@@ -24,14 +23,15 @@ from weightcast.publisher.daemon.sources.layouts import ROOT, Unpublished, is_ne
 from weightcast.publisher.daemon.sources.source import LastContent, Memory, SourceJob, new_request
 from weightcast.publisher.publish.report import Publication
 from weightcast.publisher.service_publisher import ServicePublisher
-from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.errors import Refused, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.status import Failure
 from weightcast.shared.files.paths import is_directory
 
+_MEMORY = "inbox.json"
 _EXISTING = "before the first version, restart with --existing to publish them; later, `POST /v1/publish`"
 _REMEDY = "remove the file: present checkpoints then count as published"
 _LIMIT = 256 << 20
@@ -42,42 +42,20 @@ _SKIPPED_KEPT = 20
 log = get_log("inbox")
 
 
-class RenamedDirectories:
-    """Names of directories that were seen to be renamed into place: noted by one thread, taken by another."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._names: set[str] = set()
-
-    def note(self, name: str) -> None:
-        with self._lock:
-            self._names.add(name)
-
-    def take(self) -> set[str]:
-        with self._lock:
-            taken, self._names = self._names, set()
-            return taken
-
-
 class WatchedDirectory:
-    """Used by one thread. `memory`: the file that survives restarts."""
+    """Used by one thread."""
 
-    def __init__(
-        self,
-        directory: Path,
-        memory: Path,
-        rules: InboxRules,
-        renamed: RenamedDirectories,
-        own: Iterable[Path] = (),
-        export_rules: ExportRules = NO_RULES,
-    ) -> None:
-        """`own`: directories of weightcast's that may lie in it."""
-        self.directory, self.export_rules = directory, export_rules
+    def __init__(self, directory: Path, settings: PublisherSettings, renamed: deque[str]) -> None:
+        """`renamed`: names that were seen to be renamed into place."""
+        self.directory = directory
         self.waiting: tuple[Unpublished, ...] = ()
         self.skipped: dict[str, str] = {}
         """by name, newest last: known content whose files changed, and which content that is"""
         self.skips = 0
+        # A trainer may save over the base, as over any checkpoint.
+        own = [path for name, path in settings.own_places.items() if name != "base"]
         self._own = frozenset(map(os.path.realpath, own))
+        self.settings = settings
         self._renamed = renamed
         self._arriving: set[str] = set()
         self._arrived: dict[str, Marks] = {}
@@ -87,18 +65,18 @@ class WatchedDirectory:
         self._present: frozenset[str] | None = None
         """what the last look saw"""
         self._place = os.path.realpath(directory)
-        self._memory = Memory(memory, InboxMemory(), _LIMIT, _REMEDY)
+        self._memory = Memory(LocalPaths(settings.local).room / _MEMORY, InboxMemory(), _LIMIT, _REMEDY)
         known = self._memory.value
         self._is_first = self._memory.is_new or not known.is_of(self._place)
         self._covers_tree = known.tree or self._is_first
-        self.inbox = Inbox(rules, known.by_name(self._place))
+        self.inbox = Inbox(settings, known.by_name(self._place))
         self._consumer = Consumer(directory, self.inbox)
 
     def ignore_existing(self, began: float, version: int) -> None:
         """Before anything else, if this directory was never watched from here: what is complete now was
         there before, also if this start comes to nothing, unless the channel has no `version` yet and it was
         completed after this process `began` (unix time)."""
-        existing = self.inbox.rules.existing
+        existing = self.settings.existing
         if existing:
             self.inbox.forget_existing()
         if (existing if self._is_first else self._covers_tree) or not is_directory(self.directory):
@@ -119,7 +97,7 @@ class WatchedDirectory:
             return None if index is None else index.version
 
         # names of an export that is renamed are not the base's
-        self.inbox.compare_with(None if self.export_rules.rename else publisher.run[1].table)
+        self.inbox.compare_with(None if self.settings.rename else publisher.run[1].table)
         for name in self.inbox.resume(version):
             self.consume(name)
         self.store()
@@ -128,7 +106,7 @@ class WatchedDirectory:
     def next(self, publisher: ServicePublisher) -> WatchedJob | None:
         """Raises RetryLater when the directory is not there."""
         failpoint("inbox.looked", self.directory)
-        if self.inbox.rules.consume:
+        if self.settings.consume:
             self._consumer.finish()
         found = self._look()
         choice = self.inbox.choose(found.unknown, time.monotonic())
@@ -139,10 +117,11 @@ class WatchedDirectory:
 
     def _look(self) -> observation.Observation:
         # Being put back does not count: the writer may be at it.
-        self._arriving = self._renamed.take() - self._consumer.changed
+        arriving = {self._renamed.popleft() for _ in range(len(self._renamed))}
+        self._arriving = arriving - self._consumer.changed
         found = observation.look(
             self.directory,
-            self.inbox.rules.marker,
+            self.settings.marker,
             self.inbox.is_known,
             self._has_arrived,
             self.inbox.layouts.is_left,
@@ -216,7 +195,7 @@ class WatchedDirectory:
         """Refused for good, unless it is not the checkpoint any more that was chosen."""
         name = candidate.name
         try:
-            found = observation.marks_of(self.directory, name, self.inbox.rules.marker)
+            found = observation.marks_of(self.directory, name, self.settings.marker)
         except FileNotFoundError:
             found = None
         if found == candidate.files:
@@ -251,7 +230,7 @@ class WatchedDirectory:
         self._told |= {(each.name, each.reason) for each in new}
 
     def consume(self, name: str) -> None:
-        if self.inbox.rules.consume:
+        if self.settings.consume:
             self._consumer.consume(name)
 
     def store(self) -> None:
@@ -270,7 +249,7 @@ class WatchedJob(SourceJob):
     def open(self) -> NewWeights:
         """From here on the checkpoint itself tells when it changes."""
         directory = self._watched.directory / self.name
-        weights = self._publisher.open_checkpoint(directory, self._watched.export_rules)
+        weights = self._publisher.open_checkpoint(directory, self._watched.settings.rules)
         if not self._chosen.weights <= observation.marks(directory):
             weights.close()
             raise Refused(
