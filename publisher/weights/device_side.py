@@ -269,29 +269,26 @@ class Baselines:
             held = None
         if held is None:
             held = self._new(chunk, old, device)
-        if held is None:
-            return on_host(old).to(device)
-        return held.words.to(device, non_blocking=True)
+        return on_host(old).to(device) if held is None else held.words.to(device, non_blocking=True)
 
     def _new(self, chunk: Chunk, old: Words, device: Any) -> _Held | None:
-        for pinned in (False, True):
-            if self._take(pinned, old.nbytes):
-                words = self._pinned(old, device) if pinned else on_host(old).to(device, copy=True)
-                if words is not None:
-                    held = self._held[chunk.key] = _Held(chunk, device, words, pinned)
-                    return held
-        return None
-
-    def _pinned(self, old: Words, device: Any) -> Any:
-        """None when the host has no more memory to pin."""
         import torch
 
-        here = on_host(old)
-        try:
-            return torch.empty_like(here, pin_memory=device.type == "cuda").copy_(here)
-        except RuntimeError:
-            self._room[True] = -math.inf
+        if self._take(False, old.nbytes):
+            words, pinned = on_host(old).to(device, copy=True), False
+        elif self._take(True, old.nbytes):
+            here = on_host(old)
+            try:
+                words = torch.empty_like(here, pin_memory=device.type == "cuda").copy_(here)
+            except RuntimeError:
+                # the host has no more memory to pin
+                self._room[True] = -math.inf
+                return None
+            pinned = True
+        else:
             return None
+        held = self._held[chunk.key] = _Held(chunk, device, words, pinned)
+        return held
 
     def _take(self, pinned: bool, nbytes: int) -> bool:
         with self._lock:
