@@ -23,7 +23,7 @@ from weightcast.shared.files.safetensors import START, check_kind
 CONFIG = "config.json"
 Place = tuple[str, ...]
 """the names that lead to a member"""
-_LIMIT = 64 << 20
+_LIMIT = 256 << 20
 _REMEDY = "hosts keep the base's: leave the file out, or save the base's own beside the weights"
 _NAMED = 5
 """members that a message names"""
@@ -55,10 +55,10 @@ _ROPE_TYPES = {"mrope": "default", "su": "longrope"}
 
 def read_config(path: Path) -> dict[str, Any]:
     """Raises FileNotFoundError, and Refused where it is no JSON object."""
-    return _parsed(_read(path), path)
+    return _parsed(read_bytes(path), path)
 
 
-def _read(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
     try:
         return durable.read_file(path, _LIMIT, follow_links=True)
     except DamagedFile as error:
@@ -82,11 +82,11 @@ def check_config(given: Path, base: Path | None, records: Sequence[FileRecord]) 
     weights compute, and Refused where it is not JSON. `base`: a directory with the base's own; `records`: of
     its files."""
     recorded = next((record.blake3 for record in records if record.name == CONFIG), None)
-    theirs = _bytes_of(given)
-    if recorded is None or theirs is None or _digest(theirs) == recorded:
+    theirs = bytes_of(given)
+    if recorded is None or theirs is None or digest_of(theirs) == recorded:
         return
-    own = None if base is None else _bytes_of(base / CONFIG)
-    if base is None or own is None or _digest(own) != recorded:
+    own = None if base is None else bytes_of(base / CONFIG)
+    if base is None or own is None or digest_of(own) != recorded:
         raise WrongRun(f"{given} differs from the run's config, which is not available here", remedy=_REMEDY)
     try:
         found = sorted(_differing(_parsed(own, base / CONFIG), _parsed(theirs, given)))
@@ -98,14 +98,14 @@ def check_config(given: Path, base: Path | None, records: Sequence[FileRecord]) 
         raise WrongRun(f"{given} contradicts the run's base: {names}", remedy=_REMEDY)
 
 
-def _bytes_of(path: Path) -> bytes | None:
+def bytes_of(path: Path) -> bytes | None:
     try:
-        return _read(path)
+        return read_bytes(path)
     except FileNotFoundError:
         return None
 
 
-def _digest(data: bytes) -> str:
+def digest_of(data: bytes) -> str:
     return blake3(data).hexdigest()
 
 

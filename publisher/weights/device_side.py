@@ -183,6 +183,9 @@ class _Held:
     def nbytes(self) -> int:
         return self.chunk.words * self.chunk.kind.width
 
+    def keep(self, place: Any, words: Any) -> None:
+        self.later = (place.to(self.words.device), words.to(self.words.device))
+
     def arrive(self) -> None:
         if self.later is not None:
             place, words = self.later
@@ -301,7 +304,7 @@ class Baselines:
         """What the publication under way changes."""
         held = self._held.get(key)
         if held is not None:
-            held.later = (place.to(held.words.device), words.to(held.words.device))
+            held.keep(place, words)
 
     def drop(self, key: ChunkKey) -> None:
         held = self._held.pop(key, None)

@@ -12,13 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
-from weightcast.publisher.weights.config import CONFIG, READ_BY_ENGINES
+from weightcast.publisher.weights.config import CONFIG, READ_BY_ENGINES, bytes_of, digest_of, read_bytes
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.index_records import CARRIED_LIMIT, is_carriable
 from weightcast.shared.channel.run_files import Base
-from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import Checkpoint
 from weightcast.shared.files.paths import is_file, matching, printable
 
@@ -31,7 +28,6 @@ _CONFIG = re.compile(
 )
 CARRY_CONFIG = "Versions carry changed tokenizer, chat template, generation and processor files to hosts."
 CONFIG_REMEDY = "publish with --carry-config to give them to hosts; all but config.json"
-_LIMIT = 256 << 20
 _ASIDE = frozenset(
     ("transformers_version", "_from_model_config", "name_or_path", "_name_or_path", "tokenizer_file",
      "special_tokens_map_file", "vocab_file", "merges_file", "added_tokens_file")
@@ -53,16 +49,16 @@ def changed_configs(export: Checkpoint, own: Path | None, base: Base) -> Mapping
     base's; without it every other byte counts."""
     known = {record.name: record.blake3 for record in base.all_files}
     found: dict[str, str] = {}
-    aside, template = _ASIDE, export.directory / _TEMPLATE
+    aside = _ASIDE
     if own is not None and _template(own) == _template(export.directory):
         # releases of transformers moved it from one of the two files into the other
         aside = aside | {"chat_template"}
-        known = {**known, _TEMPLATE: _digest_of(template)}
+        known = {**known, _TEMPLATE: digest_of(bytes_of(export.directory / _TEMPLATE) or b"")}
         if _template(own) is not None:
             found[_TEMPLATE] = ""
     for name in sorted(set(_names(export, known))):
-        data = durable.read_file(export.directory / name, _LIMIT, follow_links=True)
-        digest = blake3(data).hexdigest()
+        data = read_bytes(export.directory / name)
+        digest = digest_of(data)
         same = digest == known.get(name) or _says_the_same(name, data, own, known.get(name), aside)
         found[name] = "" if same else digest
     return found
@@ -72,9 +68,9 @@ def carried_bytes(export: Path, configs: Mapping[str, str]) -> Mapping[str, byte
     """The files that differ and may be carried. Raises Refused for more than a version may carry, and where
     one changed since."""
     names = [name for name, digest in configs.items() if digest and is_carriable(name)]
-    data = {name: durable.read_file(export / name, _LIMIT, follow_links=True) for name in names}
+    data = {name: read_bytes(export / name) for name in names}
     for name in names:
-        if blake3(data[name]).hexdigest() != configs[name]:
+        if digest_of(data[name]) != configs[name]:
             raise Refused(
                 f"{export / name} changed while it was read", remedy="publish it after it is written"
             )
@@ -96,27 +92,22 @@ def _names(export: Checkpoint, known: Mapping[str, str]) -> Iterator[str]:
 
 def _template(directory: Path) -> object:
     """The chat template, wherever it is written."""
-    if is_file(directory / _TEMPLATE):
-        return durable.read_file(directory / _TEMPLATE, _LIMIT, follow_links=True).decode(errors="replace")
+    template = bytes_of(directory / _TEMPLATE)
+    if template is not None:
+        return template.decode(errors="replace")
     try:
-        said = json.loads(durable.read_file(directory / _TOKENIZER, _LIMIT, follow_links=True))
+        said = json.loads(read_bytes(directory / _TOKENIZER))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     return said.get("chat_template") if isinstance(said, dict) else None
 
 
-def _digest_of(path: Path) -> str:
-    return blake3(durable.read_file(path, _LIMIT, follow_links=True)).hexdigest() if is_file(path) else ""
-
-
 def _says_the_same(
     name: str, data: bytes, own: Path | None, digest: str | None, aside: frozenset[str]
 ) -> bool:
-    if own is None or digest is None or not name.endswith(".json") or not is_file(own / name):
-        return False
-    ours = durable.read_file(own / name, _LIMIT, follow_links=True)
+    ours = None if own is None or not name.endswith(".json") else bytes_of(own / name)
     try:
-        return blake3(ours).hexdigest() == digest and _alike(name, data, ours, aside)
+        return ours is not None and digest_of(ours) == digest and _alike(name, data, ours, aside)
     except (ValueError, RecursionError):
         return False
 

@@ -122,13 +122,19 @@ def _aside(directory: Path) -> Path:
 def set_aside(watch: Path, names: Iterable[str] = ()) -> list[str]:
     """Names of checkpoints that a kill or an error left renamed and not compared. `names`: of checkpoints
     that may be among them, where they are not directly in `watch`."""
-    found = [path for parent in _parents(watch, names) for path in matching(parent, f"{_ASIDE}*")]
-    asides = [path.relative_to(watch) for path in found if is_own_directory(path)]
+    asides = [path.relative_to(watch) for path in _left_behind(watch, names, _ASIDE)]
     return [str(path.with_name(path.name.removeprefix(_ASIDE))) for path in asides]
 
 
-def _parents(watch: Path, names: Iterable[str]) -> list[Path]:
-    return sorted({watch, *((watch / name).parent for name in names if name != ROOT)})
+def delete_leftovers(watch: Path, names: Iterable[str] = ()) -> None:
+    """What a kill left of directories being deleted. `names`: see `set_aside`."""
+    for path in _left_behind(watch, names, _CONSUMED):
+        _remove(path)
+
+
+def _left_behind(watch: Path, names: Iterable[str], prefix: str) -> list[Path]:
+    parents = sorted({watch, *((watch / name).parent for name in names if name != ROOT)})
+    return [path for parent in parents for path in matching(parent, f"{prefix}*") if is_own_directory(path)]
 
 
 def _require_known(at: Path, directory: Path, known: Marks) -> None:
@@ -161,14 +167,6 @@ def _put_back(aside: Path, directory: Path) -> bool:
 def _only_files(directory: Path) -> bool:
     with os.scandir(directory) as scan:
         return all(entry.is_file(follow_symlinks=False) for entry in scan)
-
-
-def delete_leftovers(watch: Path, names: Iterable[str] = ()) -> None:
-    """What a kill left of directories being deleted. `names`: see `set_aside`."""
-    for parent in _parents(watch, names):
-        for path in matching(parent, f"{_CONSUMED}*"):
-            if is_own_directory(path):
-                _remove(path)
 
 
 def _remove(grave: Path) -> None:

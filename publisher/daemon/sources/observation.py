@@ -25,7 +25,7 @@ from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
 from weightcast.shared.daemon.loop import failure_of
 from weightcast.shared.files import durable
-from weightcast.shared.files.hf_checkpoint import Checkpoint, is_other_format, open_checkpoint
+from weightcast.shared.files.hf_checkpoint import is_other_format, open_checkpoint
 from weightcast.shared.files.paths import exists, is_plain, printable
 
 OURS = ".weightcast-"
@@ -44,9 +44,8 @@ _NAME = "rename it if it is a checkpoint: printable characters, 255 at most"
 _TOO_MANY = "watch a directory that contains only checkpoints, or give --watch-pattern"
 _READABLE = "let the publisher's user read it, or move it out of the watched directory"
 
-
-_Problems = dict[str, tuple[str, str]]
-"""why a directory could not be read, and what to do, by name"""
+_Problems = dict[str, Unpublished]
+"""directories that could not be read, by name"""
 
 
 @dataclass(frozen=True)
@@ -116,10 +115,9 @@ def look(
             continue  # removed meanwhile
         except OSError as error:
             # An unreadable checkpoint must not keep others from being published.
-            problems[name] = failure_of(error).message, _READABLE
-    waiting = tuple(Unpublished(name, *problem) for name, problem in problems.items())
+            problems[name] = Unpublished(name, failure_of(error).message, _READABLE)
     nothing = frozenset() if ROOT in tree and tree[ROOT].has_weights else frozenset({ROOT})
-    return Observation(tuple(unknown), frozenset({*tree, *problems}) - nothing, waiting)
+    return Observation(tuple(unknown), frozenset({*tree, *problems}) - nothing, tuple(problems.values()))
 
 
 def _walk(watch: Path, own: Collection[str]) -> tuple[dict[str, _Directory], _Problems]:
@@ -135,7 +133,8 @@ def _walk(watch: Path, own: Collection[str]) -> tuple[dict[str, _Directory], _Pr
         level = [name for each in scanned for name in each.inner]
         entries += sum(len(each.files) + len(each.inner) for each in scanned)
         if depth and level and entries > _MOST_ENTRIES:
-            problems[ROOT] = f"more than {_MOST_ENTRIES:,} files: nested directories were left out", _TOO_MANY
+            reason = f"more than {_MOST_ENTRIES:,} files: nested directories were left out"
+            problems[ROOT] = Unpublished(ROOT, reason, _TOO_MANY)
             break
     for name in links:
         target = os.path.relpath(os.path.realpath(watch / name), os.path.realpath(watch))
@@ -160,7 +159,7 @@ def _scanned(watch: Path, name: str, own: Collection[str], problems: _Problems) 
     except OSError as error:
         if name == ROOT:
             raise
-        problems[name] = failure_of(error).message, _READABLE
+        problems[name] = Unpublished(name, failure_of(error).message, _READABLE)
         return None
     ours = f"{name}/.weightcast" in found.inner or "channel.json" in found.files
     return None if name != ROOT and (ours or os.path.realpath(watch / name) in own) else found
@@ -174,7 +173,8 @@ def _sort(found: _Directory, entry: os.DirEntry[str], problems: _Problems) -> No
     except OSError:
         kind = found.links  # scanned later, which tells why it fails
     if kind is not found.files and not (is_plain(entry.name) and len(entry.name) <= 255):
-        problems[printable(entry.name)] = "its name has characters that are not allowed", _NAME
+        name = printable(entry.name)
+        problems[name] = Unpublished(name, "its name has characters that are not allowed", _NAME)
     elif not entry.name.startswith(OURS):
         kind.append(entry.name if kind is found.files or found.name == ROOT else f"{found.name}/{entry.name}")
 
@@ -210,31 +210,24 @@ def marks_of(watch: Path, name: str, marker: str | None = None) -> Marks:
 
 def marks(directory: Path) -> Marks:
     """Of all regular files in it that are not hidden, through links. Raises FileNotFoundError."""
-    return frozenset(mark for mark in all_files(directory) if is_plain(mark.name) and not _is_hidden(mark))
-
-
-def _is_hidden(mark: FileMark) -> bool:
-    return mark.name.startswith(".")
+    found = all_files(directory)
+    return frozenset(mark for mark in found if is_plain(mark.name) and not mark.name.startswith("."))
 
 
 def all_files(directory: Path) -> Marks:
     found = set()
     with os.scandir(directory) as scan:
         for entry in scan:
-            at = _stat(entry)
-            if at is not None and stat.S_ISREG(at.st_mode):
+            try:
+                # Not entry.stat(): that may answer from what the listing knew.
+                at = os.stat(entry.path)
+            except OSError as error:
+                if error.errno in (ENOENT, ELOOP):
+                    continue
+                raise
+            if stat.S_ISREG(at.st_mode):
                 found.add(FileMark(entry.name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns))
     return frozenset(found)
-
-
-def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
-    try:
-        # Not entry.stat(): that may answer from what the listing knew.
-        return os.stat(entry.path)
-    except OSError as error:
-        if error.errno in (ENOENT, ELOOP):
-            return None
-        raise
 
 
 def observe_candidate(watch: Path, name: str, files: Marks, marker: str | None, arrived: bool) -> Candidate:
@@ -246,22 +239,18 @@ def observe_candidate(watch: Path, name: str, files: Marks, marker: str | None, 
         checkpoint = open_checkpoint(directory, follow_links=True)
     except WeightcastError as error:
         return Candidate(name, files, finished=finished, problem=failure_of(error))
-    names = weight_names(checkpoint)
+    index = () if checkpoint.index_file is None else (checkpoint.index_file,)
+    names = {path.name for path in (*checkpoint.weight_files, *index)}
     weights = frozenset(mark for mark in files if mark.name in names)
     if len(weights) != len(names):
         raise FileNotFoundError(f"{directory} grew while it was looked at")
     signs = [directory / each for each in names] + ([] if found is None else [found])
-    hidden = frozenset(mark for mark in all_files(directory) if is_plain(mark.name) and _is_hidden(mark))
+    hidden = frozenset(m for m in all_files(directory) if is_plain(m.name) and m.name.startswith("."))
     if finished and name != ROOT:
         signs += [watch / around for around in (name, *parents_of(name)) if around.startswith(save_of(name))]
     # ctime, since copies keep the mtime of their originals
     completed_ns = max((sign.lstat().st_ctime_ns for sign in signs if exists(sign)), default=0)
     return Candidate(name, files, weights, completed_ns, finished, hidden=hidden, table=checkpoint.table)
-
-
-def weight_names(checkpoint: Checkpoint) -> set[str]:
-    index = () if checkpoint.index_file is None else (checkpoint.index_file,)
-    return {path.name for path in (*checkpoint.weight_files, *index)}
 
 
 def _marker_after(watch: Path, name: str, files: Marks, marker: str) -> Path | None:
