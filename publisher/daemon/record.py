@@ -99,14 +99,13 @@ class Record:
 
 
 def _log_published(done: Publication) -> None:
+    about = log.bind(version=done.version, source=done.source)
     for note in done.notes:
-        log.info("publication note", version=done.version, source=done.source, note=note)
-    log.info(
+        about.info("publication note", note=note)
+    about.info(
         "version published",
         sentence=_published(done),
-        version=done.version,
         step=done.step,
-        source=done.source,
         root=done.root,
         density=round(done.density_elements, 6),
         delta_bytes=done.delta_bytes,
@@ -115,22 +114,13 @@ def _log_published(done: Publication) -> None:
         **{f"{phase}_s": round(seconds, 4) for phase, seconds in done.seconds.items()},
     )
     if done.not_carried:
-        log.warning(
-            "config changed beside the weights: hosts keep the base's",
-            version=done.version,
-            source=done.source,
-            files=list(done.not_carried),
-            remedy=CONFIG_REMEDY,
-        )
+        reason = "config changed beside the weights: hosts keep the base's"
+        about.warning(reason, files=list(done.not_carried), remedy=CONFIG_REMEDY)
     if len(done.not_carried) < len(done.config_changed):
-        log.info("config carried", version=done.version, files=list(done.carried))
-    if done.resumed_from_step is not None:
-        log.warning(
-            "step went back: the trainer resumed from an earlier step",
-            version=done.version,
-            step=done.step,
-            resumed_from_step=done.resumed_from_step,
-        )
+        about.info("config carried", files=list(done.carried))
+    if (before := done.resumed_from_step) is not None:
+        reason = "step went back: the trainer resumed from an earlier step"
+        about.warning(reason, step=done.step, resumed_from_step=before)
 
 
 def _published(done: Publication) -> str:
