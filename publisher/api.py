@@ -51,7 +51,7 @@ from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
-from weightcast.shared.checkpoint.state.known_bases import recorded_base
+from weightcast.shared.checkpoint.update.sources import recorded_base
 from weightcast.shared.files.paths import exists, require_no_overlap, require_places
 from weightcast.shared.files.probes import CHANNEL_NEEDS, COMMIT_NEEDS, require
 

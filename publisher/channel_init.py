@@ -24,8 +24,7 @@ from weightcast.shared.channel.run_files import (
 )
 from weightcast.shared.channel.signing import PrivateKey, signature_key, stated_by_base, write_signature
 from weightcast.shared.channel.store import AlreadyExists, Store
-from weightcast.shared.checkpoint.state.known_bases import remember_base
-from weightcast.shared.checkpoint.update.sources import open_base
+from weightcast.shared.checkpoint.update.sources import open_base, remember_base
 from weightcast.shared.checkpoint.verify.seed import describe
 from weightcast.shared.files.hf_checkpoint import Checkpoint
 from weightcast.shared.files.paths import exists, require_directory, require_no_overlap

@@ -17,8 +17,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.layout import read_pointer
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room
-from weightcast.shared.checkpoint.state.known_bases import find_base
-from weightcast.shared.checkpoint.update.sources import open_base
+from weightcast.shared.checkpoint.update.sources import find_base, open_base
 from weightcast.shared.checkpoint.verify.seed import check_other_files, check_table
 from weightcast.shared.daemon.hooks import run_hook
 from weightcast.shared.daemon.logs import get_log

@@ -52,10 +52,9 @@ from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
-from weightcast.shared.checkpoint.state.known_bases import find_base
 from weightcast.shared.checkpoint.state.side_files import SideFiles
 from weightcast.shared.checkpoint.update.fetch import ROOM_BYTES, Delta, journal_bytes
-from weightcast.shared.checkpoint.update.sources import open_base
+from weightcast.shared.checkpoint.update.sources import find_base, open_base
 from weightcast.shared.checkpoint.update.stage import Staged, stage
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.side_files import side_files

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WrongRun
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
@@ -47,7 +48,7 @@ from weightcast.shared.checkpoint.update.sources import (
     repair_sources,
     seed_source,
 )
-from weightcast.shared.checkpoint.update.stage import Staged, prepare
+from weightcast.shared.checkpoint.update.stage import Staged, files_of, stage
 from weightcast.shared.checkpoint.verify.hashing import Differs
 from weightcast.shared.checkpoint.verify.inspect import is_lost, recover_state, sound_state
 from weightcast.shared.checkpoint.verify.repair import Repaired, repair
@@ -241,8 +242,8 @@ class LocalUpdater:
     def _check_run(self, channel: Channel | None, state: LocalState) -> None:
         if channel is None:
             return
-        ours = "run in slime format" if state.foreign else f"run {state.run_id}"
-        theirs = "run in slime format" if channel.file is None else f"run {channel.file.run_id}"
+        ours = "a run in slime format" if state.foreign else f"run {state.run_id}"
+        theirs = "a run in slime format" if channel.file is None else f"run {channel.file.run_id}"
         if ours != theirs:
             raise WrongRun(
                 f"{self.paths.directory} belongs to {ours}, the channel to {theirs}",
@@ -336,22 +337,59 @@ class LocalUpdater:
         self.trouble = ""
 
     def prepare(self, route: Route, leg: Sequence[int], advance: Advance | None = None) -> Staged:
-        """Fetches and stages the versions of a leg; nothing of the checkpoint is written."""
+        """Fetches and stages the versions of a leg into one journal; nothing of the checkpoint is written."""
         self._stop_prefetch(finish=True)
         with self.damaged_sources.delta(route.leads_from):
-            deltas = [route.delta(version) for version in leg]
+            deltas, local = [route.delta(version) for version in leg], self._require()
             self._fetcher.drop_others([delta.index for delta in deltas])
-            position = None if self.local is None else self.local.state.position
-            self.side_files.note(position, deltas[-1].index, route.files(leg[-1]))
-            return prepare(
-                self._require(),
-                deltas,
-                self._fetcher,
-                self.options.patience,
-                advance,
-                on_phase=self.options.on_phase,
-                on_misfit=lambda: self._rehash(advance),
-            )
+            self.side_files.note(local.state.position, deltas[-1].index, route.files(leg[-1]))
+            check_space(self.paths, [delta.index for delta in deltas])
+            self.options.on_phase("fetch")
+            fetched = [self._fetcher.fetched(delta) for delta in deltas]
+            try:
+                with ThreadPoolExecutor(1, thread_name_prefix="stage") as pool:
+                    try:
+                        staging = pool.submit(stage, local, fetched)
+                        for delta, copy in zip(deltas, fetched, strict=True):
+                            with files_of(delta.index.version):
+                                self._fetcher.fetch(delta, copy.incoming, self.options.patience, advance)
+                        self.options.on_phase("stage")
+                        return self._staged(local, fetched, staging, advance)
+                    except BaseException as failure:
+                        for copy in fetched:
+                            copy.incoming.fail(failure)
+                        raise
+            finally:
+                for delta in deltas:
+                    self._fetcher.drop(delta.index)
+
+    def _staged(
+        self,
+        local: LocalCheckpoint,
+        fetched: Sequence[Delta],
+        staging: Future[Staged],
+        advance: Advance | None,
+    ) -> Staged:
+        """Stages again where a file had to be read twice, even when the result shows no fault: only the
+        digests of the index tell forged words from published ones. Verified shards that do not apply are
+        wrong, or the local words are: NeedsReseed then. Those are read once per generation."""
+        restarted = any(copy.incoming.restarted for copy in fetched)
+        try:
+            try:
+                staged = staging.result()
+                if not restarted:
+                    return staged
+                patching.drop_journal(local, staged.step)
+            except DamagedFile:
+                if not restarted:
+                    raise
+            return stage(local, fetched)
+        except DamagedFile:
+            if self._intact != local.state.generation:
+                with local.patching():
+                    patching.rehash(local, advance=advance)
+                self._intact = local.state.generation
+            raise
 
     def fetch_ahead(self, after: int, most: int | None = None) -> None:
         """Begins to fetch the version after `after` in a thread, if it is published and not above `most`."""
@@ -377,15 +415,6 @@ class LocalUpdater:
             prefetch.finish(self.options.wait)
         elif prefetch is not None:
             prefetch.stop()
-
-    def _rehash(self, advance: Advance | None) -> None:
-        """For verified shards that do not apply: either they are wrong, or the local words are. Raises
-        NeedsReseed for the latter. Bytes are read once per generation."""
-        local = self._require()
-        if self._intact != local.state.generation:
-            with local.patching():
-                patching.rehash(local, advance=advance)
-            self._intact = local.state.generation
 
     def patch(self, staged: Staged, *, undoable: bool = True) -> None:
         """The caller holds the patch lock. As `patching.patch`."""

@@ -29,13 +29,12 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "tests" / "subscriber")]
 
 import crash_processes  # noqa: E402
+from crash_failpoints import FAILPOINTS  # noqa: E402
 from crash_processes import NotReached, Order, preload  # noqa: E402
 from crash_scenarios import DISTURBED, RANDOM, SCENARIOS, Run, Scenario  # noqa: E402
 from crash_world import Shape, World  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
-
-from weightcast.shared.base.failpoints import FAILPOINTS  # noqa: E402
 
 USES_OF_A_WORLD = 30
 WEIGHTS = {

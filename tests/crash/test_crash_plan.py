@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crash_failpoints import FAILPOINTS
 from crash_processes import Order
 from crash_run import Plan, Tally, never_reached, short, uncovered
 from crash_scenarios import Run
-
-from weightcast.shared.base.failpoints import FAILPOINTS
 
 SEED = 20
 

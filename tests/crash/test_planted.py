@@ -29,6 +29,8 @@ def copied(target: Path, name: str) -> Path:
     for package in (*PACKAGES, "tests"):
         left_out = shutil.ignore_patterns("golden", "e2e", "planted", ".pytest_cache")
         shutil.copytree(ROOT / package, target / package, ignore=left_out)
+    (target / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "failpoints.md", target / "docs")
     patch = Path(__file__).parent / "planted" / f"{name}.patch"
     apply = ["git", "apply", "--verbose", str(patch)]
     # not as a part of a repository around the copy

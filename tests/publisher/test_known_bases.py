@@ -11,7 +11,7 @@ from core_cases import bytes_of, read_checkpoint
 from daemonkit import Daemon, Places, base_tensors, changed, rename_in, write
 from in_process import Command
 
-from weightcast.shared.checkpoint.state import known_bases
+from weightcast.shared.checkpoint.update import sources
 
 
 @pytest.fixture
@@ -65,9 +65,9 @@ def test_what_was_tried_is_said(places: Places, weightcast: Command, tmp_path: P
 
 
 def test_records_are_the_newest(places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_bases, "_KEPT", 2)
+    monkeypatch.setattr(sources, "_BASES_KEPT", 2)
     for run in ("a", "b", "a", "c"):
-        known_bases.remember_base(run, tmp_path / run)
+        sources.remember_base(run, tmp_path / run)
     record = json.loads((tmp_path / "cache" / "bases" / "bases.json").read_text())
     assert record == {"a": str(tmp_path / "a"), "c": str(tmp_path / "c")}
 

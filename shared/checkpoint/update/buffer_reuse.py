@@ -12,13 +12,13 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import BufferedWriter
 from pathlib import Path
 
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.files.disk_errors import NoRoom
-from weightcast.shared.files.paths import exists, is_directory, matching
+from weightcast.shared.files.paths import exists, matching
 from weightcast.shared.files.system import file_system, space_of, taken_bytes
 
 _LOOKS = 16
@@ -31,27 +31,23 @@ _PIECE = 1 << 20
 def keep_journal(paths: LocalPaths, journal: Path) -> None:
     """Makes the spare of `journal`, if it is there and has no other name. The one before is dropped."""
     with contextlib.suppress(FileNotFoundError):
-        _keep(journal, paths.spare, in_memory=_in_memory(journal))
+        _keep(journal, paths.spare)
 
 
 def keep_shards(paths: LocalPaths, directory: Path) -> None:
     """Makes spares of the files in `directory`. Those of other shards are dropped."""
-    files = sorted(directory.iterdir()) if is_directory(directory) else []
+    files = matching(directory, "*")
     spares = [paths.spare_shard(number) for number in range(len(files))]
-    in_memory = bool(files) and _in_memory(files[0])
     for file, spare in zip(files, spares, strict=True):
-        _keep(file, spare, in_memory=in_memory)
-    for spare in set(_shards(paths)) - set(spares):
+        _keep(file, spare)
+    for spare in set(matching(paths.room, "spare.[0-9]*")) - set(spares):
         spare.unlink(missing_ok=True)
 
 
-def _in_memory(file: Path) -> bool:
-    return file_system(os.lstat(file).st_dev) == "tmpfs"
-
-
-def _keep(file: Path, spare: Path, *, in_memory: bool) -> None:
+def _keep(file: Path, spare: Path) -> None:
     found = os.lstat(file)
-    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not in_memory and _is_cached(file):
+    alone = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+    if alone and file_system(found.st_dev) != "tmpfs" and _is_cached(file):
         file.rename(spare)
     else:
         file.unlink()
@@ -92,21 +88,15 @@ def make_ready(paths: LocalPaths, nbytes: int, between: Callable[[], None]) -> N
         paths.unready_spare.unlink(missing_ok=True)
 
 
-def _shards(paths: LocalPaths) -> Iterator[Path]:
-    return (path for path in matching(paths.room, "spare.*") if path.suffix[1:].isdecimal())
-
-
-def _all(paths: LocalPaths) -> Iterator[Path]:
-    yield paths.spare
-    yield paths.unready_spare
-    yield from _shards(paths)
+def _all(paths: LocalPaths) -> list[Path]:
+    return matching(paths.room, "spare*")
 
 
 def spare_bytes(paths: LocalPaths) -> int:
     """What dropping them gives back."""
     found = 0
     for spare in _all(paths):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(FileNotFoundError):
             found += taken_bytes(os.lstat(spare))
     return found
 

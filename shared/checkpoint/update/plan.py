@@ -37,8 +37,8 @@ class Link:
     digest: str
     root: str
     epoch: int
-    grid: str
-    """equal for versions that fold; empty for anchors"""
+    grid: object
+    """equal for versions whose chunks fold onto each other"""
     nbytes: int
 
 
@@ -276,7 +276,7 @@ def _seed(facts: PlanFacts, reason: str) -> Plan:
 
 def _legs(facts: PlanFacts, way: _Way) -> Patch:
     legs: list[list[int]] = []
-    grid: str | None = None
+    grid: object = None
     for hop in way.hops:
         link = _link(facts, hop)
         found = "" if link is None else link.grid

@@ -1,18 +1,16 @@
-"""Gathers the facts that `plan` asks for, from the channel. Reads indexes only."""
+"""Gathers the facts that `plan` asks for, reading indexes only; finds full weights and bases."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from blake3 import blake3
 
-from weightcast.shared.base.elements import Part, TensorTable
+from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import (
     MEND_CHANNEL,
     DamagedFile,
@@ -44,11 +42,14 @@ from weightcast.shared.checkpoint.update.plan import (
 )
 from weightcast.shared.checkpoint.update.stage import BadDelta
 from weightcast.shared.checkpoint.verify.repair import RepairSource
-from weightcast.shared.checkpoint.verify.seed import SeedSource, describe, start_of
+from weightcast.shared.checkpoint.verify.seed import SeedSource, check_table, describe, start_of
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.files.hf_checkpoint import Checkpoint, open_checkpoint
+from weightcast.shared.files.paths import is_directory
 from weightcast.shared.files.side_files import check_pointers
+from weightcast.shared.files.strict_json import parse_object, write_object
+from weightcast.shared.kernels.loader import private_directory
 
 
 @dataclass(frozen=True)
@@ -205,16 +206,9 @@ def link_of(index: AnyIndex) -> Link:
         index.version_digest,
         index.root,
         index.epoch,
-        grid_digest(index.parts),
+        index.parts,
         sum(file.size for file in index.files),
     )
-
-
-@lru_cache(maxsize=4)
-def grid_digest(parts: tuple[Part, ...]) -> str:
-    """Equal for versions whose chunks fold onto each other."""
-    plain = [[[s.tensor, s.start, s.stop] for s in part.segments] for part in parts]
-    return blake3(json.dumps(plain).encode()).hexdigest()
 
 
 def repair_sources(
@@ -325,6 +319,62 @@ def open_base(directory: Path) -> Checkpoint:
         raise Refused(
             f"{directory} is missing", remedy="give an HF checkpoint directory as --base"
         ) from error
+
+
+_BASES = "bases.json"
+"""in this user's cache directory: where the bases of runs are on this machine. A hint: whoever seeds from the
+base compares its files and every byte with the channel"""
+_BASES_LIMIT = 4 << 20
+_BASES_KEPT = 256
+"""runs, the newest"""
+
+
+def remember_base(run_id: str, base: Path) -> None:
+    """Does nothing where no directory is writable: then the base must be given."""
+    directory = private_directory(os.environ, "bases")
+    if directory is None:
+        return
+    known = _known_bases(directory)
+    known.pop(run_id, None)
+    known[run_id] = str(base.absolute())
+    with contextlib.suppress(OSError, UnicodeError):
+        newest = dict(list(known.items())[-_BASES_KEPT:])
+        durable.replace(directory / _BASES, write_object(newest), sync=False)
+
+
+def recorded_base(channel: Channel) -> Path | None:
+    """The base from which this user made `channel` on this machine, not looked at. None: no record, or it is
+    gone."""
+    path = _base_path(channel)
+    return path if path is not None and is_directory(path) else None
+
+
+def _base_path(channel: Channel) -> Path | None:
+    directory = private_directory(os.environ, "bases")
+    found = None if directory is None else _known_bases(directory).get(channel.require_ours()[0].run_id)
+    return Path(found) if isinstance(found, str) else None
+
+
+def find_base(channel: Channel) -> Path:
+    """As `recorded_base`, with its tensors compared. Raises Refused, with what was tried."""
+    file, described = channel.require_ours()
+    base = recorded_base(channel)
+    if base is None:
+        gone = _base_path(channel)
+        why = "this user has no record of it on this machine" if gone is None else f"{gone} is gone"
+        raise Refused(
+            f"unknown base of run {file.run_id}: {why}",
+            remedy="give --base with the checkpoint that the run starts from",
+        )
+    check_table(base, open_base(base).table, described.table)
+    return base
+
+
+def _known_bases(directory: Path) -> dict[str, object]:
+    try:
+        return parse_object(durable.read_file(directory / _BASES, _BASES_LIMIT), _BASES)
+    except (OSError, DamagedFile):
+        return {}
 
 
 SourceKey = tuple[int, int]

@@ -1,7 +1,7 @@
 """Stage: fetched versions become one journal, everything checked, nothing of the checkpoint written.
 
-`prepare` stages while it fetches, block by block. A version's files are verified as a whole before its
-journal is complete; where a file had to be read twice, staging starts over.
+Staging may begin while files are fetched, block by block. A version's files are verified as a whole before
+its journal is complete; where a file had to be read twice, staging starts over.
 
 Checked here: each blob's checksum, S_old and S_new of each chunk, each changed tensor's lanes, the root of
 every version on the way. The old words are read from the checkpoint itself.
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +24,9 @@ from weightcast.shared.channel.delta_writer import ChunkStep
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, Step, pack_lanes, unpack_lanes
-from weightcast.shared.checkpoint.update.fetch import Delta, Fetcher, Patience, check_space
+from weightcast.shared.checkpoint.update.fetch import Delta
 from weightcast.shared.checkpoint.update.journal import JournalHeader, JournalWriter
 from weightcast.shared.checkpoint.update.journal_records import Packed, pack_changes, pack_whole
-from weightcast.shared.checkpoint.update.patch import drop_journal
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.digest.checksums import LanesArray, StepSums
 from weightcast.shared.digest.root import root
@@ -210,56 +208,3 @@ def _check_version(index: Index, table: TensorTable, lanes: LanesArray, sums: St
         raise DamagedFile(f"{where}: {records.names[row]} does not get the stated lanes", remedy=remedy)
     if found != index.root:
         raise DamagedFile(f"{where}: root {found[:16]}, stated {index.root[:16]}", remedy=remedy)
-
-
-def prepare(
-    local: LocalCheckpoint,
-    deltas: Sequence[Delta],
-    fetcher: Fetcher,
-    patience: Patience,
-    advance: Advance | None,
-    *,
-    on_phase: Callable[[str], None],
-    on_misfit: Callable[[], None],
-) -> Staged:
-    """Fetches and stages consecutive versions into one journal. Nothing of the checkpoint is written; what
-    was fetched is dropped. Raises what fetching or staging raise; `on_misfit` is called before, when verified
-    shards do not fit the local words."""
-    check_space(local.paths, [delta.index for delta in deltas])
-    on_phase("fetch")
-    fetched = [fetcher.fetched(delta) for delta in deltas]
-    try:
-        with ThreadPoolExecutor(1, thread_name_prefix="stage") as pool:
-            staging = pool.submit(stage, local, fetched)
-            try:
-                for delta, one in zip(deltas, fetched, strict=True):
-                    with files_of(delta.index.version):
-                        fetcher.fetch(delta, one.incoming, patience, advance)
-                on_phase("stage")
-                try:
-                    return _staged(local, fetched, staging)
-                except DamagedFile:
-                    on_misfit()
-                    raise
-            except BaseException as failure:
-                for one in fetched:
-                    one.incoming.fail(failure)
-                raise
-    finally:
-        for one in fetched:
-            fetcher.drop(one.index)
-
-
-def _staged(local: LocalCheckpoint, fetched: Sequence[Delta], staging: Future[Staged]) -> Staged:
-    """Stages again where a file had to be read twice, even when the result shows no fault: only the digests
-    of the index tell forged words from published ones."""
-    restarted = any(one.incoming.restarted for one in fetched)
-    try:
-        staged = staging.result()
-        if not restarted:
-            return staged
-        drop_journal(local, staged.step)
-    except DamagedFile:
-        if not restarted:
-            raise
-    return stage(local, fetched)

@@ -36,6 +36,14 @@ class _Run(NamedTuple):
     tensors: NDArray[np.int64]
     pieces: NDArray[np.int64]
 
+    @classmethod
+    def of(cls, file: Path, rows: Sequence[tuple[int, int, int, int]]) -> _Run:
+        """`rows`: begin and end in the file, begin in the tensor, tensor; ascending."""
+        begins, ends, starts, tensors = np.array(rows, np.int64).T
+        begin, end = int(begins[0]), int(ends.max())
+        pieces = np.stack([begins - begin, ends - begin, starts // 8], 1)
+        return cls(Place(file, begin, end - begin), tensors, pieces)
+
 
 def hash_tensors(
     table: TensorTable,
@@ -63,35 +71,22 @@ def hash_tensors(
 
 def _runs(places: Sequence[Place], numbers: Iterable[int]) -> Iterator[_Run]:
     """Every byte of the tensors once, each file from its begin on."""
-    tensors_in: dict[Path, list[int]] = {}
+    pieces_in: dict[Path, list[tuple[int, int, int, int]]] = {}
     for tensor in numbers:
-        tensors_in.setdefault(places[tensor].file, []).append(tensor)
-    for file, tensors in tensors_in.items():
-        rows = np.array([(places[tensor].offset, places[tensor].nbytes) for tensor in tensors], np.int64)
-        # an empty tensor begins where another does, and ends before that
-        order = np.lexsort((rows[:, 1], rows[:, 0]))
-        begins = rows[order, 0]
-        yield from _runs_in(file, np.array(tensors)[order], begins, begins + rows[order, 1])
-
-
-def _runs_in(
-    file: Path, tensors: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]
-) -> Iterator[_Run]:
-    """Begins and ends ascend. A tensor longer than a run has runs of its own."""
-    at = 0
-    while at < len(tensors):
-        begin, stop = int(begins[at]), int(np.searchsorted(ends, begins[at] + _RUN, side="right"))
-        if stop > at:
-            those, end = slice(at, stop), int(ends[stop - 1])
-            pieces = np.stack([begins[those] - begin, ends[those] - begin, np.zeros_like(tensors[those])], 1)
-            yield _Run(Place(file, begin, end - begin), tensors[those], pieces)
-            at = stop
-            continue
-        for start in range(begin, int(ends[at]), _RUN):
-            nbytes = min(_RUN, int(ends[at]) - start)
-            pieces = np.array([[0, nbytes, (start - begin) // 8]], np.int64)
-            yield _Run(Place(file, start, nbytes), tensors[at : at + 1], pieces)
-        at += 1
+        file, offset, nbytes = places[tensor]
+        pieces_in.setdefault(file, []).extend(
+            (offset + start, offset + min(start + _RUN, nbytes), start, tensor)
+            for start in range(0, nbytes, _RUN)
+        )
+    for file, pieces in pieces_in.items():
+        pieces.sort()
+        first = 0
+        for number, (_, end, _, _) in enumerate(pieces):
+            if end - pieces[first][0] > _RUN:
+                yield _Run.of(file, pieces[first:number])
+                first = number
+        if pieces:
+            yield _Run.of(file, pieces[first:])
 
 
 @dataclass(frozen=True, eq=False)
