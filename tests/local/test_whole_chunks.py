@@ -3,7 +3,6 @@ There, back, folded, to engines."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +55,7 @@ def half_changed(before: Tensor, rng: np.random.Generator) -> Tensor:
     """By small steps."""
     words = before.data.view(np.uint32).copy()
     words[rng.random(len(words)) < 0.5] ^= 1
-    return replace(before, data=words.view(np.uint8))
+    return before._replace(data=words.view(np.uint8))
 
 
 def records(updater: LocalUpdater, step: Step) -> dict[str, PackedRecord]:
