@@ -32,7 +32,7 @@ from weightcast.publisher.weights.device_side import (
 from weightcast.shared.base.elements import Chunk, TensorSpec, TensorTable, Words, grid, whole_part
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.warm_up import warm_up
-from weightcast.shared.digest.checksums import Lanes, hash_bytes, span_sums
+from weightcast.shared.digest.checksums import hash_bytes, span_sums
 
 from .chunks import Case, simulated
 
@@ -64,9 +64,19 @@ class _Step:
         self.case, self.device = case, device
         self.old, self.new = (on_host(words).to(device, copy=True) for words in (case.old, case.new))
 
-    def device_comparison(self, options: OnDevice) -> DeviceComparison:
-        baselines = Baselines(options, whole_old=False)
-        return DeviceComparison(baselines, lambda _: self.new, {0: self.device}, [Lanes()])
+    def scans(self, device_bytes: int, pinned_bytes: int) -> Callable[[], None]:
+        """Scans all chunks, by turns to the new words and back: a scan leaves the baseline at what it found."""
+        turns = [(self.case.old, self.new), (self.case.new, self.old)]
+        baselines = Baselines(OnDevice("always", device_bytes, pinned_bytes), whole_old=False)
+        comparison = DeviceComparison(baselines, lambda _: turns[0][1], {0: self.device})
+
+        def scan() -> None:
+            for chunk in self.chunks:
+                if comparison.scan(chunk, self.host(turns[0][0], chunk)) is None:
+                    raise RuntimeError("not compared on the device: is it out of memory?")
+            turns.reverse()
+
+        return scan
 
     def host(self, words: Words, chunk: Chunk) -> Words:
         (span,) = chunk.spans
@@ -76,16 +86,13 @@ class _Step:
 def ways(step: _Step) -> Mapping[str, tuple[Callable[[], object], float]]:
     """By name: the work over all chunks, and what it cannot but move."""
     spare = torch.empty_like(step.new)
-    held, pinned, fresh = (
-        step.device_comparison(OnDevice("always", *room)) for room in ((_ALL, 0), (0, _ALL), (0, 0))
-    )
     return {
         "copy on the device": (lambda: spare.copy_(step.new), 2),
         "compare": (lambda: [_compare(step, chunk) for chunk in step.chunks], 2),
         "hash": (lambda: [_hash(step, chunk) for chunk in step.chunks], 1),
-        "all, baseline on the device": (lambda: _scan(step, held), 2),
-        "all, baseline pinned": (lambda: _scan(step, pinned), 3),
-        "all, baseline brought": (lambda: _scan(step, fresh), 3),
+        "all, baseline on the device": (step.scans(_ALL, 0), 2),
+        "all, baseline pinned": (step.scans(0, _ALL), 3),
+        "all, baseline brought": (step.scans(0, 0), 3),
         "all, on the host": (lambda: [_on_host(step, chunk) for chunk in step.chunks], 0),
     }
 
@@ -100,12 +107,6 @@ def _compare(step: _Step, chunk: Chunk) -> Any:
 def _hash(step: _Step, chunk: Chunk) -> Any:
     (span,) = chunk.spans
     return span_lanes(chunk, step.new[span.start : span.stop])
-
-
-def _scan(step: _Step, on_device: DeviceComparison) -> None:
-    for chunk in step.chunks:
-        if on_device.scan(chunk, step.host(step.case.old, chunk)) is None:
-            raise RuntimeError("not compared on the device: is it out of memory?")
 
 
 def _on_host(step: _Step, chunk: Chunk) -> object:

@@ -1,9 +1,8 @@
 """Tensors that live on a device are compared there, against what was published last.
 
 A *baseline* is a chunk's words as the local checkpoint has them, held on the device, else in pinned host
-memory, else brought from the local checkpoint for every publication. It is a cache: a publication leaves its
-changes beside the baseline, and the next one applies them if the local checkpoint's lanes say that they were
-published, leaves them if it still is where it was, and forgets everything if it is anywhere else.
+memory, else brought from the local checkpoint for every publication. It is a cache: a publication changes it
+as it compares, and the next one forgets it unless the local checkpoint's lanes say that it was published.
 
 What the device finds is held to what is recorded: the full lanes of the new words, summed on the device, must
 be the recorded lanes plus what the found changes make of them (`diff.write_difference`).
@@ -170,26 +169,16 @@ class OnDevice:
 
 @dataclass
 class _Held:
-    """`words`: the baseline, on `device` or pinned. `later`: int64 positions and words that the publication
-    under way changes, beside `words`."""
+    """`words`: the baseline, on `device` or pinned."""
 
     chunk: Chunk
     device: Any
     words: Any
     pinned: bool
-    later: tuple[Any, Any] | None = None
 
     @property
     def nbytes(self) -> int:
         return self.chunk.words * self.chunk.kind.width
-
-    def keep(self, place: Any, words: Any) -> None:
-        self.later = (place.to(self.words.device), words.to(self.words.device))
-
-    def arrive(self) -> None:
-        if self.later is not None:
-            place, words = self.later
-            self.words[place] = words
 
 
 class Baselines:
@@ -205,8 +194,7 @@ class Baselines:
         self._held: dict[ChunkKey, _Held] = {}
         self._base = ""
         self._lanes: Mapping[int, Lanes] = {}
-        self._later: Mapping[int, Lanes] = {}
-        """of the tensors that are held: as they are, and as they are once `_Held.later` is applied"""
+        """of the tensors that are held"""
         self._lock = threading.Lock()
         self._under_way = False
 
@@ -223,38 +211,24 @@ class Baselines:
             return None
         _settle(set(devices.values()))
         recorded = lanes_list(local.state.position.lanes)
-        if local.base.digest != self._base:
+        same_base = local.base.digest == self._base
+        if not same_base or any(recorded[tensor] != lanes for tensor, lanes in self._lanes.items()):
             self.forget()
-        self._move({tensor: recorded[tensor] for tensor in self._lanes})
         self._base, self._under_way = local.base.digest, True
-        return DeviceComparison(self, flat, devices, recorded)
-
-    def _move(self, now: Mapping[int, Lanes]) -> None:
-        """To where the local checkpoint is, which `now` says."""
-        import torch
-
-        if now not in (self._lanes, self._later):
-            return self.forget()
-        if now == self._later:
-            try:
-                for held in self._held.values():
-                    held.arrive()
-            except torch.cuda.OutOfMemoryError:
-                self.forget()
+        return DeviceComparison(self, flat, devices)
 
     def forget(self) -> None:
         for key in list(self._held):
             self.drop(key)
-        self._lanes, self._later = {}, {}
+        self._lanes = {}
 
-    def done(
-        self, seen: Collection[ChunkKey], before: Mapping[int, Lanes], after: Mapping[int, Lanes]
-    ) -> None:
-        """`seen`: chunks that were compared; of others nothing is known from now on."""
+    def done(self, seen: Collection[ChunkKey], full: Mapping[int, Lanes]) -> None:
+        """`seen`: chunks that were compared; of others nothing is known from now on. `full`: new lanes of
+        each tensor."""
         for key in list(self._held):
             if key not in seen:
                 self.drop(key)
-        self._lanes, self._later, self._under_way = before, after, False
+        self._lanes, self._under_way = full, False
         self.compared = len(seen)
 
     def out_of_memory(self) -> None:
@@ -300,11 +274,11 @@ class Baselines:
             self._room[pinned] -= nbytes
             return True
 
-    def keep(self, key: ChunkKey, place: Any, words: Any) -> None:
-        """What the publication under way changes."""
+    def change(self, key: ChunkKey, place: Any, words: Any) -> None:
+        """To what the publication under way makes of it."""
         held = self._held.get(key)
         if held is not None:
-            held.keep(place, words)
+            held.words[place.to(held.words.device)] = words.to(held.words.device)
 
     def drop(self, key: ChunkKey) -> None:
         held = self._held.pop(key, None)
@@ -316,10 +290,8 @@ class Baselines:
 class DeviceComparison:
     """One publication's comparison of the tensors on devices."""
 
-    def __init__(
-        self, baselines: Baselines, flat: Flat, devices: Mapping[int, Any], recorded: list[Lanes]
-    ) -> None:
-        self._baselines, self._flat, self._devices, self._recorded = baselines, flat, devices, recorded
+    def __init__(self, baselines: Baselines, flat: Flat, devices: Mapping[int, Any]) -> None:
+        self._baselines, self._flat, self._devices = baselines, flat, devices
         self._seen: set[ChunkKey] = set()
 
     def scan(self, chunk: Chunk, old: Words) -> Scan | None:
@@ -341,7 +313,7 @@ class DeviceComparison:
 
     def done(self, full: Mapping[int, Lanes]) -> None:
         """All chunks were compared and agree with what is recorded. `full`: new lanes of each tensor."""
-        self._baselines.done(self._seen, {tensor: self._recorded[tensor] for tensor in full}, full)
+        self._baselines.done(self._seen, full)
 
     def _found(self, chunk: Chunk, old: Words) -> Found | None:
         import torch
@@ -354,7 +326,7 @@ class DeviceComparison:
         if _FEW * len(place) > sum(span.words for span in chunk.spans):
             return None
         changed = new[place]
-        self._baselines.keep(chunk.key, place, changed)
+        self._baselines.change(chunk.key, place, changed)
         return fetch(place.to(torch.int32), changed, span_lanes(chunk, new), chunk.kind)
 
     def _gathered(self, chunk: Chunk) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import SecretStr
 
-from weightcast.publisher.daemon.routes import publication_routes
+from weightcast.publisher.daemon.daemon import publication_routes
 from weightcast.publisher.daemon.sources.queue import Queue
 from weightcast.shared.daemon.http import make_app
 from weightcast.shared.daemon.metrics import new_registry

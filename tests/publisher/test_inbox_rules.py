@@ -136,7 +136,7 @@ def test_a_refused_newest_gives_way_to_the_next_newest() -> None:
     inbox.refuse(looks[1], DAMAGED)
     left = [each for each in looks if not inbox.is_known(each.name, each.files)]
     choice = inbox.choose(left, 0.0)
-    assert choice.chosen is looks[0] and inbox.refused() == [("step_2", DAMAGED)]
+    assert choice.chosen is looks[0] and inbox.entries["step_2"].failure == DAMAGED
 
 
 def test_refused_until_anything_in_it_changes() -> None:

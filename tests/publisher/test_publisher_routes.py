@@ -13,7 +13,7 @@ from daemonkit import base_tensors, write
 from prometheus_client import CollectorRegistry
 from waiting import wait_until
 
-from weightcast.publisher.daemon.routes import publication_routes
+from weightcast.publisher.daemon.daemon import publication_routes
 from weightcast.publisher.daemon.sources.queue import QUEUE_LIMIT, Queue, check_checkpoint
 from weightcast.publisher.publish.report import Publication
 from weightcast.shared.base.errors import Refused

@@ -289,14 +289,9 @@ class Inbox:
         self._judge_layouts([each for each in whole if waits[each.name] is None])
         whole = [each for each in whole if self.layouts.is_clear(each.name)]
         ready = [each for each in whole if waits[each.name] is None]
-        damaged = [each for each in candidates if each.is_damaged]
-        waiting = tuple(
-            wait
-            for name, wait in waits.items()
-            if wait is not None and wait.reason and all(name != each.name for each in damaged)
-        )
+        waiting = tuple(wait for wait in waits.values() if wait is not None and wait.reason)
         if not ready:
-            return Choice(damaged[0] if damaged else None, waiting=waiting)
+            return Choice(next((each for each in candidates if each.is_damaged), None), waiting=waiting)
         if self.settings.every:
             # One that is older and only has to settle comes first.
             return Choice(ready[0] if ready[0] is whole[0] else None, waiting=waiting)
@@ -341,8 +336,8 @@ class Inbox:
         return {name: now - changed[save_of(name)] for name in self._since}
 
     def _wait(self, candidate: Candidate, quiet: float) -> Unpublished | None:
-        """Why it is not published yet; without a reason where there is nothing to say yet. Two looks are
-        needed even if the clock says otherwise: one look shows no stillness."""
+        """Why it is not published yet; without a reason where there is nothing to say yet, or it is about to
+        be refused. Two looks are needed even if the clock says otherwise: one look shows no stillness."""
 
         def is_still(times: int = 1) -> bool:
             return 0 < quiet >= self.settings.settle_seconds * times
@@ -357,9 +352,10 @@ class Inbox:
         if candidate.temporary:
             reason = "temporary name: hidden, or ends in .tmp" if is_still(_RENAME_TIMES) else ""
             return wait(reason, "rename it when it is complete, with the directories around it")
-        if not candidate.weights:
-            problem = candidate.problem
-            return wait("incomplete") if problem is None else wait(problem.message, problem.remedy)
+        if candidate.is_damaged:
+            return wait("")
+        if candidate.problem is not None:
+            return wait(candidate.problem.message, candidate.problem.remedy)
         if self._is_no_model(candidate):
             return wait("none of its tensors is in the base", "move files that are not a model elsewhere")
         if candidate.finished and not self._is_marked_as_before(candidate):
@@ -493,9 +489,6 @@ class Inbox:
             del self.entries[name]
         for name in self.entries.keys() & ended[:-_CONSUMED_KEPT]:
             self._forget_files(name)
-
-    def refused(self) -> list[tuple[str, Failure]]:
-        return [(name, entry.failure) for name, entry in self.entries.items() if entry.failure is not None]
 
 
 def holds_weights(name: str) -> bool:

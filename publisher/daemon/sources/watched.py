@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 
 from weightcast.publisher.daemon.settings import PublisherSettings
@@ -155,9 +156,7 @@ class WatchedDirectory:
     def sample_unread(self) -> None:
         """Of what was left alone or passed over, so that a change of its files alone is seen as that."""
         for name in self.inbox.unsampled():
-            if self._present is not None and name not in self._present:
-                continue
-            found = self.sample(name, self.inbox.entries[name].files)
+            found = self.sample(name, self.inbox.entries[name].files) if name in self._there else ""
             if found:
                 self.inbox.sampled(name, found)
         self.store()
@@ -208,11 +207,16 @@ class WatchedDirectory:
 
     def refused(self) -> list[tuple[str, Failure]]:
         """Of those that are there."""
-        there = self._present
-        return [each for each in self.inbox.refused() if there is None or each[0] in there]
+        entries = [entry for name, entry in self.inbox.entries.items() if name in self._there]
+        return [(entry.name, entry.failure) for entry in entries if entry.failure is not None]
 
     def left_alone(self) -> list[Unpublished]:
-        return self.inbox.left_alone(self.inbox.entries if self._present is None else self._present)
+        return self.inbox.left_alone(self._there)
+
+    @property
+    def _there(self) -> Collection[str]:
+        """Before the first look all that is known."""
+        return self.inbox.entries if self._present is None else self._present
 
     def _tell(self) -> None:
         """Logs each checkpoint that waiting may not publish, once; of many at once, the first ones."""
