@@ -65,7 +65,7 @@ class _Step:
         self.old, self.new = (on_host(words).to(device, copy=True) for words in (case.old, case.new))
 
     def scans(self, device_bytes: int, pinned_bytes: int) -> Callable[[], None]:
-        """Scans all chunks, by turns to the new words and back: a scan leaves the baseline at what it found."""
+        """Scans all chunks, to the new words and back by turns: a scan moves the baseline."""
         turns = [(self.case.old, self.new), (self.case.new, self.old)]
         baselines = Baselines(OnDevice("always", device_bytes, pinned_bytes), whole_old=False)
         comparison = DeviceComparison(baselines, lambda _: turns[0][1], {0: self.device})
