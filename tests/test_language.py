@@ -33,12 +33,12 @@ UNCHECKED = (
 """the page that quotes the words, pages of figures, pages made from strings of the source, history"""
 BUDGET = {
     "publisher": 23,
-    "publisher/daemon": 10,
+    "publisher/daemon": 2,
     "publisher/maintenance": 17,
     "publisher/publish": 23,
     "publisher/ranks": 9,
     "publisher/trainer": 2,
-    "publisher/weights": 17,
+    "publisher/weights": 6,
     "shared/base": 3,
     "shared/checkpoint": 0,
     "shared/cli": 3,

@@ -162,7 +162,7 @@ class PublisherStatus(Frozen):
     verify: VerifyStatus | None = None
     last_error: DatedFailure | None = None
     last_refused: DatedRefusal | None = None
-    """the last checkpoint that failed for good"""
+    """the last checkpoint that failed permanently"""
     held: str | None = None
     repair: RepairStatus | None = None
     config_changed: tuple[str, ...] = ()

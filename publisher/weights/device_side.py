@@ -155,7 +155,7 @@ _FEW = 4
 class OnDevice:
     """`when`: auto compares tensors on CUDA devices (ROCm's too) there, always also torch's on the CPU.
     `device_bytes`, `pinned_bytes`: how much of a baseline may be held on the devices together and in pinned
-    host memory; beside it each device needs about 200 MB while a chunk is compared, for each thread."""
+    host memory; in addition each device needs about 200 MB while a chunk is compared, for each thread."""
 
     when: When = "auto"
     device_bytes: int = 0

@@ -157,7 +157,7 @@ def shard_of(name: str, tensor: Any) -> Shard | None:
 
 
 def _local_shard(name: str, tensor: Any) -> Shard:
-    """Where the local shard of a DTensor lies, from what torch's distributed checkpoints ask it for."""
+    """Where the local shard of a DTensor is, from what torch's distributed checkpoints ask it for."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise Refused(f"{name} is a partial sum on each rank", remedy="redistribute it to shards first")
     chunks = tensor.__create_chunk_list__()

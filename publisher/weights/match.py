@@ -1,7 +1,7 @@
 """Names of the new weights against the run's tensors: rules without IO.
 
 Names are read as `names.resolve` does. Aliases (tied tensors) may be given or left out; frozen tensors may be
-left out. Everything else that does not fit is looked for, told in one error, and nothing is published.
+left out. Everything else that does not fit is looked for, reported in one error, and nothing is published.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _Misfit:
             raise Refused(f"the weights do not fit the run: {listing(problems)}", remedy=self._remedy())
 
     def _forms(self) -> Iterator[str]:
-        """Many tensors that differ in the dtype alone are told as one."""
+        """Many tensors that differ in the dtype alone are reported as one."""
         dtypes = Counter((a.dtype, b.dtype) for a, b in self.forms if a.shape == b.shape)
         for (found, wanted), count in dtypes.items():
             if count > _FEW:

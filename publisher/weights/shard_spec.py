@@ -29,7 +29,7 @@ class Box:
         return math.prod(self.sizes)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it lies inside a tensor of this shape."""
+        """Whether it is inside a tensor of this shape."""
         if not len(self.offsets) == len(self.sizes) == len(shape):
             return False
         places = zip(self.offsets, self.sizes, shape, strict=True)
@@ -52,7 +52,7 @@ class Run:
         return self.count * self.length
 
     def clip(self, start: int, stop: int) -> Iterator[Run]:
-        """What of it lies in words [start, stop) of the tensor, ascending: at most three runs."""
+        """What of it is in words [start, stop) of the tensor, ascending: at most three runs."""
         low = max(0, (start - self.first - self.length) // self.stride + 1)
         high = min(self.count, -(-(stop - self.first) // self.stride))
         if low < high and self._begin(low) < start:
@@ -70,7 +70,7 @@ class Run:
         return self.first + number * self.stride
 
     def _stretch(self, number: int, start: int, stop: int) -> Run:
-        """Stretch `number` as far as it lies in [start, stop)."""
+        """Stretch `number` as far as it is in [start, stop)."""
         begin = self._begin(number)
         low, high = max(begin, start), min(begin + self.length, stop)
         return Run(low, high - low, 1, high - low, self.at + number * self.length + low - begin)

@@ -74,7 +74,7 @@ class NewWeights(ABC):
         return Box.whole(self.table[self.table.numbers[name]].shape)
 
     def pieces(self) -> Sequence[str]:
-        """Names of the tensors of which not all is given."""
+        """Names of the tensors that are given in part."""
         return ()
 
     def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> Words | None:
@@ -166,8 +166,8 @@ def refuse_local(checkpoint: Path, local: Path) -> None:
 
 @dataclass(frozen=True)
 class _Given:
-    """A tensor of the caller's: a numpy array or a torch tensor on any device. `whole`: the tensor of which
-    it is the piece `box`."""
+    """A tensor of the caller's: a numpy array or a torch tensor on any device. `whole`: the tensor whose
+    piece `box` it is."""
 
     spec: TensorSpec
     tensor: Any

@@ -69,7 +69,7 @@ class HandOverSource:
         return request
 
     def end(self) -> None:
-        """It is published, or refused for good."""
+        """It is published, or refused permanently."""
         self._memory.store(self._memory.value.model_copy(update={"before": None}))
 
 

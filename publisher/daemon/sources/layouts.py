@@ -85,7 +85,7 @@ def pattern_of(name: str) -> str:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """`pattern`: a glob per component; `**` stands for any number of components, `.` for the root."""
+    """`pattern`: a glob per component; `**` is any number of components, `.` for the root."""
     return _matches(
         *([part for part in text.split("/") if part not in ("", ".")] for text in (name, pattern))
     )

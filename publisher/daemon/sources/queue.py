@@ -110,7 +110,7 @@ class Queue:
         return self.ask(checkpoint, step, key)
 
     def ask(self, checkpoint: str, step: int | None, key: str | None) -> Job:
-        """The job, or the one that was made for this key: queued once more if it has ended, since its
+        """The job, or the earlier job of this key: queued once more if it has ended, since its
         checkpoint has to be compared. Raises Answer when the queue is full, and for a key reused."""
         with self._lock:
             known = self._of_key(checkpoint, step, key)

@@ -191,7 +191,7 @@ class WatchedDirectory:
             self.store()
 
     def fail(self, candidate: Candidate, failure: Failure) -> None:
-        """Refused for good, unless it is not the checkpoint any more that was chosen."""
+        """Refused permanently, unless it is not the checkpoint any more that was chosen."""
         name = candidate.name
         try:
             found = observation.marks_of(self.directory, name, self.settings.marker)
