@@ -111,8 +111,8 @@ def _entry_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class InboxEntry:
-    """What became of a directory. `files`: its weights, or everything in it if it was refused. `version`: what
-    it became; while publishing, the channel's version before."""
+    """What became of a directory. `files`: its weights, or everything in it if it was refused.
+    `version`: what it became; while publishing, the channel's version before."""
 
     name: Annotated[str, AfterValidator(_entry_name)]
     outcome: InboxOutcome
