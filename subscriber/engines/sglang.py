@@ -248,7 +248,7 @@ def require_sglang(spec: EngineSpec, settings: Mapping[str, object]) -> str:
     StaleDrafter for one that a reload would leave old.
 
     By the releases' sources: from 0.5.11 the draft model is loaded after the main model, from the same
-    directory; before that it stays as it is. A draft model of a directory of its own is not in that one.
+    directory; before that it stays as it is. A draft model with its own directory is not in it.
     """
     if "speculative_algorithm" not in settings:
         return UNKNOWN

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightcast_engine.update.places import has_memory, storage
+from weightcast_engine.update.places import has_memory, storage, tensors_in
 
 NOT_WEIGHTS = frozenset({"kv_cache"})
 """attributes that hold no weights"""
@@ -86,7 +86,7 @@ def own_tensors(model: nn.Module) -> Iterator[OwnTensor]:
             if attribute in NOT_WEIGHTS or attribute in _OF_TORCH:
                 continue
             flat = [value] if isinstance(value, Tensor) else value if isinstance(value, list | tuple) else []
-            for tensor in _tensors(value):
+            for tensor in tensors_in(value, 3):
                 deep = not any(tensor is one for one in flat)
                 if _is_own(tensor, registered, module, recurse=not deep):
                     yield OwnTensor(
@@ -161,14 +161,6 @@ def _is_own(tensor: Tensor, registered: Collection[int], module: nn.Module, *, r
     counts = {8 * tensor.nbytes // bits for bits in _BITS}
     weights = _weights_of(module, recurse=recurse)
     return any(weight.numel() in counts for weight in weights if weight is not tensor)
-
-
-def _tensors(value: object, depth: int = 3) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, list | tuple | dict):
-        for item in list(value.values() if isinstance(value, dict) else value):
-            yield from _tensors(item, depth - 1)
 
 
 _DEPTH, _MOST_OBJECTS = 4, 200_000

@@ -5,61 +5,20 @@ from __future__ import annotations
 import gc
 import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock, Thread, get_ident
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightcast_engine.loader.derived import live_tensors, places_of
-from weightcast_engine.update.places import storage
+from weightcast_engine.update.places import storage, tensors_in
 from weightcast_engine.update.refusals import RELOAD_AND_TELL, InDoubt
-
-_EMPTY = frozenset({"empty", "zeros", "ones", "full", "empty_strided"})
-"""calls that make memory of nothing; of what else comes from nothing, others may know the memory too"""
-
-
-class Made:
-    """Storages of one run. An unfilled one lacks what a load would have put there, a tensor on `meta` always.
-    `kept`: those of the model."""
-
-    def __init__(self, kept: Collection[int]) -> None:
-        self._kept = kept
-        self._own: dict[int, StorageWeakRef] = {}
-        """the references keep the numbers from being given again"""
-        self._unfilled: dict[int, StorageWeakRef] = {}
-
-    def came(self, call: str, given: Sequence[Tensor], results: Iterable[Tensor]) -> None:
-        """`results` were computed from `given`."""
-        if not given and call not in _EMPTY:
-            return
-        lie = {storage(tensor) for tensor in given}
-        unfilled = self.is_unfilled(given)
-        for result in results:
-            key = storage(result)
-            if key not in lie and key not in self._kept:
-                self._own[key] = StorageWeakRef(result.untyped_storage())
-                if unfilled or result.is_meta:
-                    self._unfilled[key] = self._own[key]
-
-    def takes(self, written: Iterable[Tensor], given: Iterable[Tensor]) -> bool:
-        """Whether a call that writes into these may be carried out. What stays unwritten is unfilled."""
-        keys = {storage(tensor) for tensor in written}
-        if keys <= self._own.keys() and not self.is_unfilled(given):
-            return True
-        self._unfilled |= {key: self._own[key] for key in keys & self._own.keys()}
-        return False
-
-    def is_unfilled(self, tensors: Iterable[Tensor]) -> bool:
-        return any(tensor.is_meta or storage(tensor) in self._unfilled for tensor in tensors)
-
-    def unfilled(self) -> list[StorageWeakRef]:
-        return list(self._unfilled.values())
 
 
 def are_left(references: Iterable[StorageWeakRef]) -> bool:
@@ -140,7 +99,7 @@ class NoWrites(TorchDispatchMode):  # type: ignore[misc]
         written = _written_by(func)
         if written:
             given = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
-            keys = {storage(one) for one in _tensors(given)}.intersection(self._kept)
+            keys = {storage(one) for one in tensors_in(given)}.intersection(self._kept)
             if keys:
                 self._written |= keys
                 raise Unseen(f"{func} would change weights in a way that cannot be followed")
@@ -153,14 +112,6 @@ def _written_by(func: Any) -> list[tuple[int, str]]:
     schema = getattr(func, "_schema", None)  # operators of a higher order have none
     arguments = enumerate(() if schema is None else schema.arguments)
     return [(place, one.name) for place, one in arguments if one.alias_info and one.alias_info.is_write]
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _tensors(value)
-        elif value is not None:
-            yield value
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightcast_engine.update.places import (
     Block,
@@ -28,6 +29,8 @@ from weightcast_engine.update.places import (
     view_of,
 )
 
+_EMPTY = frozenset({"empty", "zeros", "ones", "full", "empty_strided"})
+"""calls that make memory of nothing; of what else comes from nothing, others may know the memory too"""
 _COPIES = frozenset({"contiguous", "clone"})
 """calls that copy a tensor as it is"""
 
@@ -54,73 +57,95 @@ class Mirror:
         return bool(torch.equal(seen, kept))
 
 
-class Origins:
-    """The weights behind the tensors that a loader computes. `weights`: storages of these, and of
-    what else a model keeps."""
+class Storages:
+    """Of the tensors that a run of a loader makes: which weights each is computed from, and which lack what a
+    load would have put there, as a tensor on `meta` always does. `kept`: those of the model, weights and what
+    else its modules keep."""
 
-    def __init__(self, weights: Collection[int]) -> None:
-        self._weights = weights
+    def __init__(self, kept: Collection[int]) -> None:
+        self._kept = kept
         self._made_of: dict[int, frozenset[int]] = {}
         self._copies: dict[int, Mirror] = {}
         """by storage, of the last copy: one is enough, and bounds the memory"""
-        self.loads = 0
-        """copies into weights until now"""
+        self._own: dict[int, StorageWeakRef] = {}
+        """the references keep the numbers from being given again"""
+        self._unfilled: dict[int, StorageWeakRef] = {}
+        self._loads = 0
+
+    def loaded(self) -> int:
+        """The number of a copy into a weight, from 1."""
+        self._loads += 1
+        return self._loads
 
     def of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
+        """The weights behind these."""
         found = frozenset[int]()
         for tensor in tensors:
             key = storage(tensor)
-            found |= {key} if key in self._weights else self._made_of.get(key, frozenset())
+            found |= {key} if key in self._kept else self._made_of.get(key, frozenset())
         return found
 
-    def made(self, call: str, given: Sequence[Tensor], results: Iterable[Tensor]) -> None:
+    def came(self, call: str, given: Sequence[Tensor], results: Iterable[Tensor]) -> None:
         """`results` were computed from `given`."""
         lie = {storage(tensor) for tensor in given}
+        made_of, unfilled = self.of(given), self.is_unfilled(given)
         for result in results:
             key = storage(result)
-            if key in lie or key in self._weights:
+            if key in lie or key in self._kept:
                 continue
-            self._forget(key)
-            made_of = self.of(given)
-            if made_of:
-                self._made_of[key] = made_of
-                if call in _COPIES and _same_form(result, given[0]) and result.is_contiguous():
-                    self._copies = {key: Mirror(result, given[0], view_of(given[0]), self.loads)}
+            self._come_from(key, made_of)
+            if made_of and call in _COPIES and _same_form(result, given[0]) and result.is_contiguous():
+                self._copies = {key: Mirror(result, given[0], view_of(given[0]), self._loads)}
+            if given or call in _EMPTY:
+                self._own[key] = StorageWeakRef(result.untyped_storage())
+                if unfilled or result.is_meta:
+                    self._unfilled[key] = self._own[key]
 
     def changed(self, tensor: Tensor, others: Iterable[Tensor]) -> None:
         """`tensor`, none of the weights, has something of `others` in it now."""
-        key = storage(tensor)
-        made_of = self.of([tensor, *others])
-        self._forget(key)
+        self._come_from(storage(tensor), self.of([tensor, *others]))
+
+    def _come_from(self, key: int, made_of: frozenset[int]) -> None:
+        self._made_of.pop(key, None)
+        self._copies.pop(key, None)
         if made_of:
             self._made_of[key] = made_of
 
-    def outlived(self, kept: Collection[int]) -> frozenset[int]:
-        """Weights with a computed value that outlives the load, in none of the storages `kept`."""
+    def takes(self, written: Iterable[Tensor], given: Iterable[Tensor]) -> bool:
+        """Whether a call that writes into these may be carried out. What stays unwritten is unfilled."""
+        keys = {storage(tensor) for tensor in written}
+        if keys <= self._own.keys() and not self.is_unfilled(given):
+            return True
+        self._unfilled |= {key: self._own[key] for key in keys & self._own.keys()}
+        return False
+
+    def is_unfilled(self, tensors: Iterable[Tensor]) -> bool:
+        return any(tensor.is_meta or storage(tensor) in self._unfilled for tensor in tensors)
+
+    def unfilled(self) -> list[StorageWeakRef]:
+        return list(self._unfilled.values())
+
+    def outlived(self) -> frozenset[int]:
+        """Weights with a computed value that outlives the load, in none of the model's storages."""
         self._copies.clear()
-        if not self._lasting(kept):
+        if not self._lasting():
             return frozenset()
         gc.collect()  # what only refers to itself is nobody's
-        return frozenset[int]().union(*self._lasting(kept))
+        return frozenset[int]().union(*self._lasting())
 
-    def _lasting(self, kept: Collection[int]) -> list[frozenset[int]]:
-        made = {key: made_of for key, made_of in self._made_of.items() if key not in kept}
-        if not made:
+    def _lasting(self) -> list[frozenset[int]]:
+        if not self._made_of:
             return []
-        return [made[key] for key in map(storage, living_tensors()) if key in made]
-
-    def _forget(self, key: int) -> None:
-        self._made_of.pop(key, None)
-        self._copies.pop(key, None)
+        return [self._made_of[key] for key in map(storage, living_tensors()) if key in self._made_of]
 
     def mirror(self, live: Tensor, tensor: Tensor) -> Mirror | None:
         """Of a copy of `tensor` into `live`; None where it holds anything but elements of one weight."""
-        if storage(tensor) in self._weights:
-            return Mirror(live, tensor, view_of(tensor), self.loads)
+        if storage(tensor) in self._kept:
+            return Mirror(live, tensor, view_of(tensor), self._loads)
         copied = self._copies.get(storage(tensor))
         if copied is None or copied.weight.dtype != tensor.dtype:
             return None
-        if storage(copied.weight) not in self._weights:
+        if storage(copied.weight) not in self._kept:
             return None
         found = _through(view_of(tensor), view_of(copied.live), copied.source)
         return None if found is None else replace(copied, live=live, source=found)

@@ -10,7 +10,7 @@ tensor parallel ranks, fused projections, shards of the vocabulary, tied weights
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from weightcast_engine.loader.guard import Made, NoWrites, Unseen, no_threads
-from weightcast_engine.loader.mirrors import Mirror, Origins, is_whole, with_mirrors
+from weightcast_engine.loader.guard import NoWrites, Unseen, no_threads
+from weightcast_engine.loader.mirrors import Mirror, Storages, is_whole, with_mirrors
 from weightcast_engine.update.elements import DTYPES, Form
 from weightcast_engine.update.places import (
     Key,
@@ -31,6 +31,7 @@ from weightcast_engine.update.places import (
     flat_of,
     has_memory,
     storage,
+    tensors_in,
     view_of,
 )
 
@@ -53,47 +54,6 @@ _SAME = frozenset({"to", "cpu", "cuda", "type_as", "contiguous", "clone"})
 """calls that change a tensor's place, and no value unless a dtype is asked for"""
 
 
-@dataclass
-class Map:
-    """Of one rank. A tensor without pieces is on other ranks, or nowhere."""
-
-    pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    reached: set[int] = field(default_factory=set)
-    """storages that the loader puts anything into, refused or not"""
-    mirrored: set[int] = field(default_factory=set)
-    """storages that hold copies of pieces, and nothing else"""
-    unfilled: list[StorageWeakRef] = field(default_factory=list)
-    """what the loader made and did not get to fill: none of it may be left"""
-
-    def refuse(self, name: str, reason: str) -> None:
-        self.pieces.pop(name, None)
-        self.refused.setdefault(name, reason)
-
-    def keys(self, name: str) -> list[Key]:
-        return [piece.block.key for piece in self.pieces[name]]
-
-
-def trace(load: Loader, forms: Mapping[str, Form], live: Iterable[Tensor], own: Iterable[Tensor] = ()) -> Map:
-    """`live`: the model's parameters and buffers; `own`: what else its modules keep. Never raises for
-    what a loader does."""
-    found = Map()
-    weights = {storage(tensor) for tensor in live}
-    known = _Known(weights, weights | {storage(tensor) for tensor in own})
-    with torch.no_grad():
-        runs = _Runs(load, forms, known)
-        records = runs.all()
-        for name in forms:
-            _find(found, name, records, weights)
-        filled = [place for record in records for place in record.filled]
-        filled += _mirror(found, records)
-        filled += _refused_places(found, records, weights)
-        found.reached |= {storage(place) for place in filled}
-        found.unfilled = runs.unfilled
-    _refuse_shared_places(found, filled)
-    return found
-
-
 @dataclass(frozen=True)
 class _Known:
     """Storages."""
@@ -109,63 +69,126 @@ class _Copy:
     source: View
 
 
-def _find(found: Map, name: str, records: Sequence[_Record], weights: Collection[int]) -> None:
-    copies = [copy for record in records for copy in record.copies.get(name, ())]
-    reason = next((record.refused[name] for record in records if name in record.refused), None)
-    if any(storage(copy.live) not in weights for copy in copies):
-        reason = "is gathered in a tensor that is none of the model's"
-    if reason is None:
-        try:
-            found.pieces[name] = tuple(piece for copy in copies for piece in _pieces(copy))
-        except Scattered as error:
-            reason = str(error)
-    if reason is not None:
-        found.refuse(name, reason)
-    found.reached |= {storage(copy.live) for copy in copies}
+def trace(load: Loader, forms: Mapping[str, Form], live: Iterable[Tensor], own: Iterable[Tensor] = ()) -> Map:
+    """`live`: the model's parameters and buffers; `own`: what else its modules keep. Never raises for
+    what a loader does."""
+    weights = {storage(tensor) for tensor in live}
+    runs = _Runs(load, forms, _Known(weights, weights | {storage(tensor) for tensor in own}))
+    with torch.no_grad():
+        return Map(forms, runs.all(), weights, runs.unfilled)
 
 
-def _pieces(copy: _Copy) -> Iterator[Piece]:
-    flat = flat_of(copy.live)
-    for block in blocks_of(copy.source, view_of(copy.live)):
-        yield Piece(flat, block)
+class Map:
+    """Of one rank. A tensor without pieces is on other ranks, or nowhere."""
 
+    def __init__(
+        self,
+        names: Iterable[str],
+        records: Sequence[_Record],
+        weights: Collection[int],
+        unfilled: Sequence[StorageWeakRef],
+    ) -> None:
+        self.pieces: dict[str, tuple[Piece, ...]] = {}
+        self.refused: dict[str, str] = {}
+        self.reached: set[int] = set()
+        """storages that the loader puts anything into, refused or not"""
+        self.mirrored: set[int] = set()
+        """storages that hold copies of pieces, and nothing else"""
+        self.unfilled = unfilled
+        """what the loader made and did not get to fill: none of it may be left"""
+        for name in names:
+            self._find(name, records, weights)
+        filled = [place for record in records for place in record.filled]
+        filled += self._mirror(records)
+        # where the loader puts refused tensors others are not patched either
+        filled += [
+            copy.live
+            for record in records
+            for name, own in record.copies.items()
+            for copy in own
+            if name not in self.pieces and storage(copy.live) in weights
+        ]
+        self.reached |= {storage(place) for place in filled}
+        self._refuse_shared_places(filled)
 
-def _refused_places(found: Map, records: Iterable[_Record], weights: Collection[int]) -> list[Tensor]:
-    """Where the loader puts refused tensors: other tensors there are not patched either."""
-    copies = [
-        copy
-        for record in records
-        for name, own in record.copies.items()
-        if name not in found.pieces
-        for copy in own
-    ]
-    return [copy.live for copy in copies if storage(copy.live) in weights]
+    def refuse(self, name: str, reason: str) -> None:
+        self.pieces.pop(name, None)
+        self.refused.setdefault(name, reason)
 
+    def keys(self, name: str) -> list[Key]:
+        return [piece.block.key for piece in self.pieces[name]]
 
-def _mirror(found: Map, records: Sequence[_Record]) -> list[Tensor]:
-    """Pieces of what is kept elsewhere too; refused where that can't be followed. What was copied to from
-    there is given back."""
-    lie: dict[int, list[str]] = {}
-    for name, pieces in found.pieces.items():
-        for key in {storage(piece.flat) for piece in pieces}:
-            lie.setdefault(key, []).append(name)
-    # a loader that is run again makes them again
-    mirrors = list({mirror.place: mirror for record in records for mirror in record.mirrors}.values())
-    by_weight: dict[int, list[Mirror]] = {}
-    for mirror in mirrors:
-        by_weight.setdefault(storage(mirror.weight), []).append(mirror)
-    refused = {key: _COMPUTED for record in records for key in record.computed}
-    refused |= {key: _EARLY for record in records for key in record.early()}
-    for key, some in by_weight.items():
-        names = [name for name in lie.get(key, []) if name in found.pieces]
-        try:
-            _mirror_one(found, names, key, some)
-        except Scattered as error:
-            refused.setdefault(key, str(error))
-    for key, reason in _with_sources(refused, mirrors).items():
-        for name in lie.get(key, []):
-            found.refuse(name, reason)
-    return [mirror.live for key in refused for mirror in by_weight.get(key, [])]
+    def _find(self, name: str, records: Sequence[_Record], weights: Collection[int]) -> None:
+        copies = [copy for record in records for copy in record.copies.get(name, ())]
+        reason = next((record.refused[name] for record in records if name in record.refused), None)
+        if any(storage(copy.live) not in weights for copy in copies):
+            reason = "is gathered in a tensor that is none of the model's"
+        if reason is None:
+            try:
+                self.pieces[name] = tuple(
+                    Piece(flat, block)
+                    for copy in copies
+                    for flat in [flat_of(copy.live)]
+                    for block in blocks_of(copy.source, view_of(copy.live))
+                )
+            except Scattered as error:
+                reason = str(error)
+        if reason is not None:
+            self.refuse(name, reason)
+        self.reached |= {storage(copy.live) for copy in copies}
+
+    def _mirror(self, records: Sequence[_Record]) -> list[Tensor]:
+        """Pieces of what is kept elsewhere too; refused where that can't be followed. What was copied to from
+        there is given back."""
+        lie: dict[int, list[str]] = {}
+        for name, pieces in self.pieces.items():
+            for key in {storage(piece.flat) for piece in pieces}:
+                lie.setdefault(key, []).append(name)
+        # a loader that is run again makes them again
+        mirrors = list({mirror.place: mirror for record in records for mirror in record.mirrors}.values())
+        by_weight: dict[int, list[Mirror]] = {}
+        for mirror in mirrors:
+            by_weight.setdefault(storage(mirror.weight), []).append(mirror)
+        refused = {key: _COMPUTED for record in records for key in record.computed}
+        refused |= {key: _EARLY for record in records for key in record.early()}
+        for key, some in by_weight.items():
+            names = [name for name in lie.get(key, []) if name in self.pieces]
+            try:
+                self._mirror_one(names, key, some)
+            except Scattered as error:
+                refused.setdefault(key, str(error))
+        for key, reason in _with_sources(refused, mirrors).items():
+            for name in lie.get(key, []):
+                self.refuse(name, reason)
+        return [mirror.live for key in refused for mirror in by_weight.get(key, [])]
+
+    def _mirror_one(self, names: Sequence[str], key: int, mirrors: Sequence[Mirror]) -> None:
+        """`names`: of the tensors in the storage `key` whose parts have these mirrors."""
+        inside = [
+            (name, piece) for name in names for piece in self.pieces[name] if storage(piece.flat) == key
+        ]
+        cut = list(with_mirrors([piece for _, piece in inside], mirrors))
+        beside: dict[int, list[Piece]] = {}
+        for name in names:
+            self.pieces[name] = tuple(piece for piece in self.pieces[name] if storage(piece.flat) != key)
+        for (name, _), pieces in zip(inside, cut, strict=True):
+            self.pieces[name] += pieces
+            for piece in pieces:
+                beside.setdefault(storage(piece.flat), []).append(piece)
+        self.mirrored |= {other for other, pieces in beside.items() if other != key and is_whole(pieces)}
+
+    def _refuse_shared_places(self, filled: Iterable[Tensor]) -> None:
+        """Two tensors in one place, or one where the loader also puts something else: which of them a reload
+        leaves there is not for us to guess."""
+        by_storage: dict[int, list[tuple[str, Key]]] = {}
+        for name, pieces in self.pieces.items():
+            for piece in pieces:
+                by_storage.setdefault(storage(piece.flat), []).append((name, piece.block.place))
+        for tensor in filled:
+            by_storage.setdefault(storage(tensor), []).extend(("", place) for place in _filled(tensor))
+        for places in by_storage.values():
+            for name in _sharing(places):
+                self.refuse(name, "shares its place with something else that is loaded")
 
 
 def _with_sources(refused: Mapping[int, str], mirrors: Sequence[Mirror]) -> dict[int, str]:
@@ -181,18 +204,34 @@ def _with_sources(refused: Mapping[int, str], mirrors: Sequence[Mirror]) -> dict
     return found
 
 
-def _mirror_one(found: Map, names: Sequence[str], key: int, mirrors: Sequence[Mirror]) -> None:
-    """`names`: of the tensors in the storage `key` whose parts have these mirrors."""
-    inside = [(name, piece) for name in names for piece in found.pieces[name] if storage(piece.flat) == key]
-    cut = list(with_mirrors([piece for _, piece in inside], mirrors))
-    beside: dict[int, list[Piece]] = {}
-    for name in names:
-        found.pieces[name] = tuple(piece for piece in found.pieces[name] if storage(piece.flat) != key)
-    for (name, _), pieces in zip(inside, cut, strict=True):
-        found.pieces[name] += pieces
-        for piece in pieces:
-            beside.setdefault(storage(piece.flat), []).append(piece)
-    found.mirrored |= {other for other, pieces in beside.items() if other != key and is_whole(pieces)}
+def _filled(tensor: Tensor) -> list[Key]:
+    """Padding of columns is between a tensor's rows, and not over them."""
+    view = view_of(tensor)
+    try:
+        return [block.place for block in blocks_of(view, view)]
+    except Scattered:
+        return [_extent(view)]
+
+
+def _extent(view: View) -> Key:
+    if 0 in view.shape:
+        return (view.offset, 1, 0, 0)
+    last = sum((length - 1) * step for length, step in zip(view.shape, view.strides, strict=True))
+    return (view.offset, 1, last + 1, last + 1)
+
+
+def _sharing(places: list[tuple[str, Key]]) -> set[str]:
+    """Names of tensors with a place that overlaps another one; the name is empty of what is no tensor's."""
+    places = [(name, place) for name, place in places if place[3] > 0]
+    if disjoint([place for _, place in places]):
+        return set()
+    overlaps = (
+        {name, other}
+        for at, (name, place) in enumerate(places)
+        for other, elsewhere in places[at + 1 :]
+        if not disjoint([place, elsewhere])
+    )
+    return set[str]().union(*overlaps) - {""}
 
 
 class _Runs:
@@ -234,8 +273,7 @@ class _Runs:
             with no_threads(), NoWrites(self._known.kept, record.computed), record:
                 self._load(iter([(name, record.sources[name]) for name in names]))
         except Exception as error:  # a loader may raise anything
-            record.failure = f"{type(error).__name__}: {error}"
-            record.is_hopeless = isinstance(error, Unseen)
+            record.failed(error)
         self.unfilled += record.made.unfilled()
         return record
 
@@ -243,20 +281,19 @@ class _Runs:
 class _Record(TorchFunctionMode):  # type: ignore[misc]
     """What one run of a loader would do."""
 
-    failure: str | None = None
-    """what the loader raised"""
-    is_hopeless = False
-    """it does so whatever it loads"""
-
     def __init__(self, forms: Mapping[str, Form], known: _Known) -> None:
         super().__init__()
-        self._known, self._origins, self.made = known, Origins(known.kept), Made(known.kept)
+        self._known, self.made = known, Storages(known.kept)
         self.sources = {
             name: torch.empty(form.shape, dtype=DTYPES[form.dtype], device="meta")
             for name, form in forms.items()
         }
-        self.made.came("empty", [], self.sources.values())
+        self.made.came("empty", [], list(self.sources.values()))
         self.copies: dict[str, list[_Copy]] = {}
+        self.failure: str | None = None
+        """what the loader raised"""
+        self.is_hopeless = False
+        """it does so whatever it loads"""
         self.refused: dict[str, str] = {}
         self.filled: list[Tensor] = []
         self.mirrors: list[Mirror] = []
@@ -273,9 +310,12 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         for name in names:
             self.refused.setdefault(name, reason)
 
+    def failed(self, error: Exception) -> None:
+        self.failure, self.is_hopeless = f"{type(error).__name__}: {error}", isinstance(error, Unseen)
+
     def ended(self) -> None:
         """The loader is done: what it computed from weights and still lives is kept by somebody."""
-        self.computed |= self._origins.outlived(self._known.kept)
+        self.computed |= self.made.outlived()
 
     def early(self) -> Iterator[int]:
         """Storages with a part copied elsewhere before it was loaded, and not again after it."""
@@ -293,7 +333,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         name = getattr(func, "__name__", "")
         if func is Tensor.copy_:
             return self._copied(*args[:2])
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         written = list(_written_by(func, name, args, kwargs))
         if written:
             return self._written(name, written, func, args, kwargs)
@@ -301,7 +341,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
             if self.made.is_unfilled(tensor for tensor in tensors if not tensor.is_meta):
                 raise RuntimeError(f"{name} of what is not loaded yet")
             # what becomes of it nobody sees; and numpy would write into live memory
-            self.computed |= self._origins.of(tensors)
+            self.computed |= self.made.of(tensors)
             left = func(args[0].clone(), *args[1:], **kwargs)
             self.refuse(self._names(tensors), "is looked into by the loader")
             return left
@@ -311,8 +351,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         if names and name in _SAME and _keeps_dtype(args, kwargs):
             return args[0]
         result = func(*args, **kwargs)
-        self._origins.made(name, tensors, _tensors(result))
-        self.made.came(name, tensors, _tensors(result))
+        self.made.came(name, tensors, list(tensors_in(result)))
         return self._looked(result, names) if names else result
 
     @staticmethod
@@ -325,7 +364,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
 
     def _copied(self, live: Tensor, source: Tensor) -> Tensor:
         if live.device.type == "meta":
-            self._origins.changed(live, [source])
+            self.made.changed(live, [source])
             self._derive(live, self._names([live, source]))
             return live
         if self.made.takes([live], [source]):
@@ -349,18 +388,17 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
             self._fill(live, [])
         else:
             self.copies.setdefault(name, []).append(_Copy(live, view_of(source)))
-            self._origins.loads += 1
-            self._loads.setdefault(storage(live), []).append((self._origins.loads, _extent(view_of(live))))
+            self._loads.setdefault(storage(live), []).append((self.made.loaded(), _extent(view_of(live))))
         return live
 
     def _unknown(self, live: Tensor, source: Tensor) -> None:
         names = self._names([source])
         self.refuse(names, "is not loaded itself, but what is computed from it")
-        seen = None if names or _is_turned(live) or _is_turned(source) else self._origins.mirror(live, source)
+        seen = None if names or _is_turned(live) or _is_turned(source) else self.made.mirror(live, source)
         if seen is None or live.dtype != source.dtype or live.shape != source.shape:
             self._fill(live, [source])
         elif storage(live) not in self._known.kept:
-            self._origins.changed(live, [source])
+            self.made.changed(live, [source])
         elif (storage(live), view_of(live)) != (storage(seen.weight), seen.source):
             self.mirrors.append(seen)
 
@@ -368,20 +406,20 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         """With a value from outside the checkpoint that may be made of the weights in `others`."""
         if storage(live) in self._known.kept:
             self.filled.append(live)
-            self.computed |= self._origins.of(others) - {storage(live)}
+            self.computed |= self.made.of(others) - {storage(live)}
         else:
-            self._origins.changed(live, others)
+            self.made.changed(live, others)
 
     def _written(self, name: str, written: Sequence[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
         """A call that would change these of its tensors."""
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         names = self._names(tensors)
         if all(tensor.device.type == "meta" for tensor in tensors):
             for one in written:
-                self._origins.changed(one, tensors)
+                self.made.changed(one, tensors)
                 self._derive(one, names)
             result = func(*args, **kwargs)
-            self.made.came(name, tensors, _tensors(result))
+            self.made.came(name, tensors, list(tensors_in(result)))
             return self._looked(result, names)
         self.refuse(names, f"is put in its place by {name}, and not by a plain copy")
         for one in written:
@@ -402,7 +440,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         return found
 
     def _looked(self, result: Any, names: set[str]) -> Any:
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             if tensor.device.type != "meta":
                 self.refuse(names, "is not loaded itself, but what is computed from it")
             elif storage(tensor) not in self._whole:
@@ -418,16 +456,6 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
             self._derived[key] = self._derived.get(key, set()) | names
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
 def _is_turned(tensor: Tensor) -> bool:
     """Whether its elements are its memory's with another sign."""
     return bool(tensor.is_neg() or tensor.is_conj())
@@ -437,14 +465,14 @@ def _written_by(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> I
     """Those of the tensors of a call that it may change. An operator says by its schema that it does; which
     of them is not asked. A list that comes first is written as a whole."""
     if kwargs.get("out") is not None:
-        return _tensors(kwargs["out"])
+        return tensors_in(kwargs["out"])
     forms = [func] if isinstance(func, torch._ops.OpOverload) else []
     if isinstance(func, torch._ops.OpOverloadPacket):
         forms = [getattr(func, form) for form in func.overloads()]
     if forms:
-        return _tensors((args, kwargs)) if any(form._schema.is_mutable for form in forms) else ()
+        return tensors_in((args, kwargs)) if any(form._schema.is_mutable for form in forms) else ()
     if _writes(name) or kwargs.get("inplace") is True:
-        return _tensors(args[:1] if args else kwargs)
+        return tensors_in(args[:1] if args else kwargs)
     return ()
 
 
@@ -469,43 +497,3 @@ def _keeps_dtype(args: Any, kwargs: Mapping[str, Any]) -> bool:
     return not any(isinstance(value, type) for value in given) and all(
         (value if isinstance(value, torch.dtype) else value.dtype) == args[0].dtype for value in wanted
     )
-
-
-def _refuse_shared_places(found: Map, filled: Iterable[Tensor]) -> None:
-    """Two tensors in one place, or one where the loader also puts something else: which of them a reload
-    leaves there is not for us to guess."""
-    by_storage: dict[int, list[tuple[str, Key]]] = {}
-    for name, pieces in found.pieces.items():
-        for piece in pieces:
-            by_storage.setdefault(storage(piece.flat), []).append((name, piece.block.place))
-    for tensor in filled:
-        by_storage.setdefault(storage(tensor), []).extend(("", place) for place in _filled(tensor))
-    for places in by_storage.values():
-        for name, reason in _shared(places):
-            found.refuse(name, reason)
-
-
-def _filled(tensor: Tensor) -> list[Key]:
-    """Padding of columns is between a tensor's rows, and not over them."""
-    view = view_of(tensor)
-    try:
-        return [block.place for block in blocks_of(view, view)]
-    except Scattered:
-        return [_extent(view)]
-
-
-def _extent(view: View) -> Key:
-    if 0 in view.shape:
-        return (view.offset, 1, 0, 0)
-    last = sum((length - 1) * step for length, step in zip(view.shape, view.strides, strict=True))
-    return (view.offset, 1, last + 1, last + 1)
-
-
-def _shared(places: list[tuple[str, Key]]) -> Iterator[tuple[str, str]]:
-    if disjoint([place for _, place in places if place[3] > 0]):
-        return
-    for at, (name, place) in enumerate(places):
-        for other, elsewhere in places[at + 1 :]:
-            if place[3] and elsewhere[3] and not disjoint([place, elsewhere]):
-                for one in {name, other} - {""}:
-                    yield one, "shares its place with something else that is loaded"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from weightcast_engine.update.checksums import Lanes
@@ -34,10 +34,7 @@ WORDS = 1 << 21
 UNKNOWN = "is not in the engine's model directory"
 PLACE = "start the engine on the local checkpoint, with <local>/.weightcast/engine for patches"
 NOWHERE = "is taken nowhere by the model's loader, or not as a whole"
-_KINDS: Mapping[int, type[Refusal]] = {
-    kind.status: kind for kind in (BadPatch, OtherBase, NotPaused, InDoubt)
-}
-
+_MODULUS = 1 << 64
 Sums = dict[int, list[Lanes]]
 """number of a tensor: its sums over all ranks, once or before and after"""
 
@@ -60,28 +57,33 @@ class Controls(Protocol):
     async def relabel(self, label: str) -> None: ...
 
 
-@dataclass(frozen=True)
 class World:
-    """Where the checkpoint is on all ranks."""
+    """Where the checkpoint is on all ranks. `maps`: of each rank, as it tells them. Raises BadPatch for ranks
+    of different checkpoints."""
 
-    prints: tuple[str, ...]
-    elements: Mapping[str, int]
-    keys: Sequence[Mapping[str, Sequence[Key]]]
-    """per rank"""
-    refused: Mapping[str, str]
-
-    @classmethod
-    def of(cls, maps: Sequence[Answer]) -> World:
-        """`maps`: of each rank, as it tells them. Raises BadPatch for ranks of different checkpoints."""
-        elements = maps[0]["elements"]
-        if any(told["elements"] != elements for told in maps):
+    def __init__(self, maps: Sequence[Answer]) -> None:
+        self.maps = maps
+        self.elements: Mapping[str, int] = maps[0]["elements"]
+        if any(told["elements"] != self.elements for told in maps):
             raise BadPatch("the ranks have different checkpoints in their model directories", remedy=RELOAD)
-        keys = [{name: [_key(key) for key in rows] for name, rows in told["keys"].items()} for told in maps]
-        refused = {name: reason for told in maps for name, reason in told["refused"].items()}
-        for name, count in elements.items():
-            if name not in refused and not tile(list({key for own in keys for key in own[name]}), count):
-                refused[name] = NOWHERE
-        return cls(tuple(told["print"] for told in maps), elements, keys, refused)
+        self.keys: Sequence[Mapping[str, Sequence[Key]]] = [
+            {name: [_key(key) for key in rows] for name, rows in told["keys"].items()} for told in maps
+        ]
+        """per rank"""
+        self.refused = {name: reason for told in maps for name, reason in told["refused"].items()}
+        for name, count in self.elements.items():
+            keys = {key for own in self.keys for key in own.get(name, ())}
+            if name not in self.refused and not tile(list(keys), count):
+                self.refused[name] = NOWHERE
+
+    @property
+    def prints(self) -> list[str]:
+        return [told["print"] for told in self.maps]
+
+    def require_whole(self, name: str) -> None:
+        reason = self.refused.get(name) if name in self.elements else UNKNOWN
+        if reason is not None:
+            raise BadPatch(f"{name} {reason}", tensor=name, remedy=RELOAD)
 
 
 class Front:
@@ -90,7 +92,6 @@ class Front:
     def __init__(self, controls: Controls) -> None:
         self._controls = controls
         self._lock = asyncio.Lock()
-        self._told: list[Answer] = []
         self._world: World | None = None
 
     @property
@@ -144,7 +145,7 @@ class Front:
         async with self._lock:
             world, [staged, *_] = await self._look_around(), await self._stage(file)
             for name, *_ in staged["tensors"]:
-                _require_whole(world, name)
+                world.require_whole(name)
             order = {"do": "sums", "file": file, "turn": uuid.uuid4().hex}
             sums = await self._gather(order, world, [name for name, *_ in staged["tensors"]], CHANGES)
             _require_base(staged["tensors"], sums)
@@ -225,7 +226,7 @@ class Front:
         ended = label if alone else None
         answers = await self._controls.ranks({"do": "apply", "file": file, "label": ended})
         if any(answer["status"] != 200 for answer in answers):
-            await self._take_back(file)
+            await self._certain({"do": "rollback", "file": file})
             raise _refusal(answers)
         return answers if alone else await self._certain({"do": "commit", "file": file, "label": label})
 
@@ -241,9 +242,6 @@ class Front:
             "label": label,
             "seconds": {"write": written - began, "label": named - written},
         }
-
-    async def _take_back(self, file: str) -> None:
-        await self._certain({"do": "rollback", "file": file})
 
     async def _certain(self, order: Order) -> Sequence[Answer]:
         """An order that must not fail on any rank."""
@@ -303,26 +301,27 @@ class Front:
 
     async def _look_around(self) -> World:
         """Raises BadPatch where nothing can be patched."""
-        known = [told["print"] for told in self._told]
+        known = [] if self._world is None else self._world.prints
         answers = await self._all({"do": "map", "known": known})
-        told = [answer if "keys" in answer else self._told[number] for number, answer in enumerate(answers)]
-        if self._world is None or self._world.prints != tuple(answer["print"] for answer in answers):
-            self._world, self._told = World.of(told), told
+        if self._world is None or known != [answer["print"] for answer in answers]:
+            before = [] if self._world is None else self._world.maps
+            self._world = World([new if "keys" in new else before[rank] for rank, new in enumerate(answers)])
         return self._world
 
     async def _gather(self, order: Order, world: World, names: Sequence[str], budget: int) -> Sums:
         """All that the ranks sum for this order, in steps between which the engine serves. Raises OtherBase
         where ranks hold different words of the same elements, or another server's order came between."""
         await self._all(order)
-        found: dict[tuple[int, int, int], list[int]] = {}
+        found: dict[tuple[int, int, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
         done = False
         while not done:
             answers = await self._all({"do": "more", "turn": order["turn"], "budget": budget})
             done = all(answer["done"] for answer in answers)
             for rank, answer in enumerate(answers):
                 for number, piece, *lanes in answer["rows"]:
-                    _add(found, (rank, number, piece), lanes)
-        return _agreed(world, names, found)
+                    sums = found[rank, number, piece]
+                    sums[: len(lanes)] = [(one + new) % _MODULUS for one, new in zip(sums, lanes)]  # noqa: B905
+        return {number: _of_tensor(world, number, name, found) for number, name in enumerate(names)}
 
 
 def _misplaced(looks: Sequence[Answer]) -> str:
@@ -336,28 +335,20 @@ def _held(looks: Sequence[Answer]) -> Answer:
     return {"version": looks[0]["version"], "root": looks[0]["root"], "doubt": doubt}
 
 
-def _add(found: dict[tuple[int, int, int], list[int]], place: tuple[int, int, int], lanes: list[int]) -> None:
-    before = found.get(place, [0] * len(lanes))
-    found[place] = [(one + other) % (1 << 64) for one, other in zip(before, lanes, strict=True)]
-
-
-def _agreed(world: World, names: Sequence[str], found: Mapping[tuple[int, int, int], list[int]]) -> Sums:
-    return {number: _of_tensor(world, number, name, found) for number, name in enumerate(names)}
-
-
 def _of_tensor(
     world: World, number: int, name: str, found: Mapping[tuple[int, int, int], list[int]]
 ) -> list[Lanes]:
+    """Once, or before and after."""
+    nothing = [0, 0, 0, 0]
     parts: dict[Key, list[int]] = {}
     for rank, own in enumerate(world.keys):
         for piece, key in enumerate(own[name]):
-            lanes = found.get((rank, number, piece), [0, 0, 0, 0])
-            if any(parts.setdefault(key, lanes)) | any(lanes) and parts[key] != lanes:
+            sums = found.get((rank, number, piece), nothing)
+            if parts.setdefault(key, sums) != sums:
                 raise OtherBase(
                     f"{name}: places that hold the same elements differ", tensor=name, remedy=RELOAD_AND_TELL
                 )
-    columns = [[lanes[at] if at < len(lanes) else 0 for lanes in parts.values()] for at in range(4)]
-    total = [sum(column) % (1 << 64) for column in columns]
+    total = [sum(column) % _MODULUS for column in zip(nothing, *parts.values(), strict=True)]
     return [Lanes(total[0], total[1]), Lanes(total[2], total[3])]
 
 
@@ -373,12 +364,6 @@ def _require_base(tensors: Iterable[Sequence[str]], totals: Mapping[int, list[La
             )
 
 
-def _require_whole(world: World, name: str) -> None:
-    reason = world.refused.get(name) if name in world.elements else UNKNOWN
-    if reason is not None:
-        raise BadPatch(f"{name} {reason}", tensor=name, remedy=RELOAD)
-
-
 def _key(row: Sequence[int]) -> Key:
     source, rows, step, run = row
     return (source, rows, step, run)
@@ -386,8 +371,5 @@ def _key(row: Sequence[int]) -> Key:
 
 def _refusal(answers: Sequence[Answer]) -> Refusal:
     """Of the ranks that refused, the gravest."""
-    worst = max(
-        (answer for answer in answers if answer["status"] != 200), key=lambda answer: answer["status"] == 500
-    )
-    kind = _KINDS.get(worst["status"], InDoubt)
-    return kind(worst["error"], tensor=worst.get("tensor", ""), remedy=worst.get("remedy", ""))
+    failed = [answer for answer in answers if answer["status"] != 200]
+    return Refusal.of(max(failed, key=lambda answer: answer["status"] == InDoubt.status))

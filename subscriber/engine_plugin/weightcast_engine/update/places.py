@@ -195,6 +195,15 @@ def has_memory(tensor: Tensor) -> bool:
         return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def tensors_in(value: object, depth: int = 16) -> Iterator[Tensor]:
+    """In lists, tuples and dicts, and so many of these in each other."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | dict):
+        for item in list(value.values() if isinstance(value, dict) else value):
+            yield from tensors_in(item, depth - 1)
+
+
 def view_of(tensor: Tensor) -> View:
     return View(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
 

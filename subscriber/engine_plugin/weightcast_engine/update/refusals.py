@@ -9,7 +9,8 @@ Refusal
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 
 class Refusal(Exception):
@@ -21,8 +22,15 @@ class Refusal(Exception):
         super().__init__(message)
         self.message, self.tensor, self.remedy = message, tensor, remedy
 
+    @staticmethod
+    def of(told: Mapping[str, Any]) -> Refusal:
+        """From what `told` gave."""
+        kinds = {kind.status: kind for kind in Refusal.__subclasses__()}
+        kind = kinds.get(told["status"], InDoubt)
+        return kind(told["error"], tensor=told.get("tensor", ""), remedy=told.get("remedy", ""))
+
     def told(self) -> dict[str, object]:
-        """As it crosses processes, and as a door answers."""
+        """As it crosses processes, and as a route answers."""
         words = {"error": self.message, "tensor": self.tensor, "remedy": self.remedy}
         return {"status": self.status, **{key: word for key, word in words.items() if word}}
 
