@@ -70,7 +70,7 @@ def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[
     if engine is not None and ready_url is None:
         return _Loaded(HostEngine(open_engine(parse_engine(engine, local), timeouts=PROBING)).probe)
     if ready_url is not None and engine is None:
-        wire = Wire(_spec(ready_url, local), PROBING, Keys(NO_KEY))
+        wire = Wire(_spec(ready_url, local).url, PROBING, Keys(NO_KEY))
         return _Loaded(lambda: _look_at(wire))
     given = "neither" if engine is None else "both"
     raise NoProbe(

@@ -38,19 +38,19 @@ class LastError(Facts):
 class EngineVerifyStatus(Facts):
     """What was read of an engine's memory, since the start."""
 
-    done_bytes: int
+    done_bytes: int = 0
     """of this pass"""
-    total_bytes: int
-    passes: int
-    full_pass: float | None
+    total_bytes: int = 0
+    passes: int = 0
+    full_pass: float | None = None
     """unix time at which the last whole pass began"""
-    version: int | None
+    version: int | None = None
     """the last one at which every tensor was read and was right"""
-    refused: int
+    refused: int = 0
     """tensors in this pass that the engine cannot read back"""
-    faults: int
-    last_fault: str
-    last_fault_at: float | None
+    faults: int = 0
+    last_fault: str = ""
+    last_fault_at: float | None = None
     """unix time"""
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.checkpoint.state.state import EngineState, LocalState, Mark, Phase
 from weightcast.shared.daemon.status import SOFTWARE, Snapshot, verify_status
 from weightcast.subscriber.engines.host import Engines, HostEngine
-from weightcast.subscriber.engines.verify import EngineVerifyFacts
 from weightcast.subscriber.groups.lead import Lead, Line
 from weightcast.subscriber.status import (
     KEPT_UPDATES,
@@ -23,7 +21,6 @@ from weightcast.subscriber.status import (
     GroupStatus,
     HostStatus,
     LastError,
-    LiveStatus,
     MemberStatus,
     UpdateStatus,
     served,
@@ -147,7 +144,7 @@ def _of_state(state: LocalState | None) -> dict[str, object]:
 
 
 def engines_status(
-    engines: Engines, state: LocalState | None, verified: Mapping[str, EngineVerifyFacts]
+    engines: Engines, state: LocalState | None, verified: Mapping[str, EngineVerifyStatus]
 ) -> tuple[EngineStatus, ...]:
     in_sync = frozenset[str]() if state is None else engines.in_sync(state)
     serving = frozenset[str]() if state is None else engines.serving(state)
@@ -174,24 +171,10 @@ def engines_status(
             pause_seconds=None if last is None else last.pause_seconds,
             via=spec.via,
             drafter=facts.drafter,
-            live=_live_status(engine, verified.get(name)),
+            live=None if engine.live is None else engine.live.facts.but(verify=verified.get(name)),
         )
 
     return tuple(map(status, engines.engines))
-
-
-def _live_status(engine: HostEngine, verified: EngineVerifyFacts | None) -> LiveStatus | None:
-    if engine.live is None:
-        return None
-    facts = engine.live.facts
-    return LiveStatus(
-        way=facts.way,
-        patches=facts.patches,
-        reloads=facts.reloads,
-        because={str(why): count for why, count in facts.because.items()},
-        reason=facts.reason,
-        verify=None if verified is None else EngineVerifyStatus(**asdict(verified)),
-    )
 
 
 def _condition(

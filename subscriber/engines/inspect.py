@@ -146,23 +146,25 @@ def _facts(engine: Adapter) -> EngineFacts:
 
 def judge_engine(spec: EngineSpec, facts: EngineFacts) -> Iterator[Finding]:
     """Rules: no IO."""
+
+    def found(check: str, level: Level, says: str, remedy: str = "") -> Finding:
+        code = EngineFailed.exit_code if level == "failure" else Refused.exit_code
+        return Finding(spec.name, check, level, says, remedy, code)
+
     if not facts.reachable:
-        yield _silent(spec, facts)
+        silent = "does not answer as it should"
+        says = f"nothing listens at {spec.shown_url}" if facts.absent else f"{spec.shown_url} {silent}"
+        remedy = facts.remedy or "start the engine, or correct its URL; the subscriber waits for it"
+        yield found("answers", "failure", facts.hindrance or says, remedy)
         return
     release = f"{spec.kind} {facts.software}" if facts.software else f"{spec.kind}, which tells no version"
-    yield Finding(spec.name, "answers", "ok", f"{spec.shown_url}: {release}")
+    yield found("answers", "ok", f"{spec.shown_url}: {release}")
     if spec.kind == "vllm" and facts.paused is None:
-        yield Finding(
-            spec.name,
-            "control",
-            "failure",
-            "its control routes are not there: versions cannot be loaded",
-            DEV_MODE,
-            EngineFailed.exit_code,
+        yield found(
+            "control", "failure", "its control routes are not there: versions cannot be loaded", DEV_MODE
         )
     if facts.paused:
-        yield Finding(
-            spec.name,
+        yield found(
             "paused",
             "warning",
             "it is paused: requests wait",
@@ -171,40 +173,22 @@ def judge_engine(spec: EngineSpec, facts: EngineFacts) -> Iterator[Finding]:
         )
     if facts.process is None:
         remedy = facts.remedy or _RESTARTS[spec.kind]
-        yield Finding(spec.name, "restarts", "warning", "whether it restarted cannot be seen", remedy)
-    if facts.drafter not in ("", NONE):
-        yield _drafter(spec, facts)
-    if spec.via == "live" and spec.kind == "vllm":
-        yield _live(spec, facts)
-    if facts.label is None:
-        level: Level = "warning" if facts.remedy else "note"
-        yield Finding(spec.name, "label", level, "tells no version of its weights", facts.remedy)
-    else:
-        yield Finding(spec.name, "label", "ok", f"holds weights {facts.label!r}")
-
-
-def _live(spec: EngineSpec, facts: EngineFacts) -> Finding:
-    if facts.unpatchable:
-        says = f"versions are loaded from disk: {facts.unpatchable}"
-        return Finding(spec.name, "memory", "warning", says, "docs/engines.md, Live patch, says what can be")
-    return Finding(spec.name, "memory", "ok", "versions can be patched into its memory")
-
-
-def _drafter(spec: EngineSpec, facts: EngineFacts) -> Finding:
+        yield found("restarts", "warning", "whether it restarted cannot be seen", remedy)
     if facts.drafter == UNKNOWN:
-        return Finding(spec.name, "drafter", "note", CANNOT_TELL, _SETTINGS[spec.kind])
-    if spec.drafter == "keep":
+        yield found("drafter", "note", CANNOT_TELL, _SETTINGS[spec.kind])
+    elif facts.drafter not in ("", NONE) and spec.drafter == "keep":
         says = f"its draft model ({facts.drafter}) stays as it was loaded (drafter=keep)"
-        return Finding(spec.name, "drafter", "warning", says, "start the engine anew to load another one")
-    return Finding(spec.name, "drafter", "ok", f"its draft model ({facts.drafter}) is reloaded with it")
-
-
-def _silent(spec: EngineSpec, facts: EngineFacts) -> Finding:
-    says = (
-        f"nothing listens at {spec.shown_url}"
-        if facts.absent
-        else f"{spec.shown_url} does not answer as it should"
-    )
-    says = facts.hindrance or says
-    remedy = facts.remedy or "start the engine, or correct its URL; the subscriber waits for it"
-    return Finding(spec.name, "answers", "failure", says, remedy, EngineFailed.exit_code)
+        yield found("drafter", "warning", says, "start the engine anew to load another one")
+    elif facts.drafter not in ("", NONE):
+        yield found("drafter", "ok", f"its draft model ({facts.drafter}) is reloaded with it")
+    if spec.via == "live" and spec.kind == "vllm":
+        if facts.unpatchable:
+            says = f"versions are loaded from disk: {facts.unpatchable}"
+            yield found("memory", "warning", says, "docs/engines.md, Live patch, says what can be")
+        else:
+            yield found("memory", "ok", "versions can be patched into its memory")
+    if facts.label is None:
+        unknown = "tells no version of its weights"
+        yield found("label", "warning" if facts.remedy else "note", unknown, facts.remedy)
+    else:
+        yield found("label", "ok", f"holds weights {facts.label!r}")

@@ -11,7 +11,7 @@ from weightcast.subscriber.engines.base import EngineSpec, Timeouts
 from weightcast.subscriber.engines.sglang import SGLang, SGLangLive
 from weightcast.subscriber.engines.vllm import VLLM, VLLMLive
 from weightcast.subscriber.engines.webhook import Webhook
-from weightcast.subscriber.engines.wire import Wire, keys_of
+from weightcast.subscriber.engines.wire import Wire, keys_of, trusted
 
 
 def open_engine(
@@ -26,7 +26,8 @@ def open_engine(
     limits = Timeouts() if timeouts is None else timeouts
     if spec.deadline is not None:
         limits = replace(limits, reload=spec.deadline)
-    wire = Wire(spec, limits, keys_of(spec, environ))
+    trust = trusted(spec.url, spec.ca, verify=spec.verify)
+    wire = Wire(spec.url, limits, keys_of(spec, environ), trust)
     match spec.kind:
         case "sglang":
             return (SGLangLive if spec.via == "live" else SGLang)(spec, wire, limits)

@@ -12,9 +12,9 @@ engine that cannot take it loads the checkpoint from disk, and its offer says wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from weightcast.shared.base.errors import EngineFailed, WeightcastError
@@ -30,6 +30,7 @@ from weightcast.shared.files.disk_errors import disk_text
 from weightcast.subscriber.engines.adapter import LiveAdapter, guarded
 from weightcast.subscriber.engines.base import Confirmation, Done, HeldWeights, Intact, ReloadOutcome, Suspect
 from weightcast.subscriber.engines.rules import is_in_sync
+from weightcast.subscriber.status import LiveStatus
 
 if TYPE_CHECKING:
     from weightcast.subscriber.engines.host import HostEngine
@@ -57,27 +58,12 @@ class Offer:
     reason: str = "it was brought to the local version, as after its start"
 
 
-@dataclass(frozen=True)
-class LiveFacts:
-    """Since the start. `way`: how it came to what it holds; `because`: reloads from disk by their cause;
-    `reason`: of the last one, empty after a patch."""
-
-    way: Literal["", "live", "reload"] = ""
-    patches: int = 0
-    because: Mapping[Why, int] = field(default_factory=dict)
-    reason: str = ""
-
-    @property
-    def reloads(self) -> int:
-        return sum(self.because.values())
-
-
 class Live:
     """How an engine that takes patches is paused and brought to a version, and how that went."""
 
     def __init__(self, adapter: LiveAdapter) -> None:
         self.adapter = adapter
-        self.facts = LiveFacts()
+        self.facts = LiveStatus()
         self._aim: HeldWeights | None = None
         """what it holds after the next reload; None: it did not take our word for that"""
         self._untried: EnginePatch | None = None
@@ -101,7 +87,7 @@ class Live:
             offer, patch = Offer(), None
         self._aim, self._untried, self._why = held, patch, offer.why
         self._pauses_itself = patch is not None and not watched and self.adapter.pauses_itself
-        self.facts = replace(self.facts, reason=offer.reason)
+        self.facts = self.facts.but(reason=offer.reason)
 
     def pause(self) -> None:
         """Left to the patch where it pauses the engine itself."""
@@ -116,10 +102,10 @@ class Live:
             if isinstance(outcome, Done):
                 self._pauses_itself, self._why, self._failures = False, "align", 0
                 patches = self.facts.patches + 1
-                self.facts = replace(self.facts, way="live", patches=patches, reason="")
+                self.facts = self.facts.but(way="live", patches=patches, reason="")
                 return outcome
             self._why = "in-doubt" if isinstance(outcome, Suspect) else "rolled-back"
-            self.facts = replace(self.facts, reason=outcome.reason)
+            self.facts = self.facts.but(reason=outcome.reason)
             self._failures += 1
             self._wait = min(2 ** min(self._failures - 1, 30) - 1, MOST_WAITED)
             if isinstance(outcome, Suspect):
@@ -133,7 +119,7 @@ class Live:
         outcome = self.adapter.reload(path, label)
         if isinstance(outcome, Done):
             because = {**self.facts.because, self._why: self.facts.because.get(self._why, 0) + 1}
-            self.facts = replace(self.facts, way="reload", because=because)
+            self.facts = self.facts.but(way="reload", because=because, reloads=self.facts.reloads + 1)
             self._hold(label)
         return outcome
 
@@ -145,7 +131,7 @@ class Live:
                 self.adapter.hold(self._aim, label)
             except EngineFailed as failure:
                 self._aim = None
-                self.facts = replace(self.facts, reason=str(failure))
+                self.facts = self.facts.but(reason=str(failure))
 
     def read_back(self, label: str) -> Confirmation:
         return self.adapter.confirm(self._aim, label)

@@ -24,7 +24,6 @@ from weightcast.subscriber.engines.rules import (
     EngineResult,
     ResultState,
     after,
-    goes_on,
     in_doubt,
     is_another,
     label_of,
@@ -34,35 +33,15 @@ from weightcast.subscriber.engines.rules import (
 )
 
 
-@contextmanager
-def reloading(
-    engines: Engines,
-    local: LocalCheckpoint,
-    version: int,
-    *,
-    only: Sequence[HostEngine] | None = None,
-    report: Callable[[], None] = lambda: None,
-) -> Iterator[Reload]:
-    """A reload of the engines to `version`, under the patch lock, in the order that the block gives it.
-    `only`: these engines, else all that are due; those that map the files are always among them where the
-    block pauses them. `report` is called after every engine. An error in the block resumes engines that are
-    paused still, if no word of the files was written; else they stay paused, in doubt."""
-    chosen = [engine for engine in engines.engines if engine.is_due] if only is None else list(only)
-    reload = Reload(engines, local, version, chosen, report)
-    try:
-        yield reload
-    except BaseException as error:
-        reload.abandon(error)
-        raise
-    finally:
-        engines.forget_offers(local)
-
-
 class Reload:
-    """One reload of a host's engines. The verbs, in their order:
+    """One reload of a host's engines to `version`, in a `with` block that gives it its order:
 
     pause_mapping       where files are to be written: they are, between this and the first batch
     batches, run        the caller proves the files before it runs each batch
+
+    `only`: these engines, else all that are due; those that map the files are always among them where the
+    block pauses them. `report` is called after every engine. An error in the block resumes engines that are
+    paused still, if no word of the files was written; else they stay paused, in doubt.
     """
 
     def __init__(
@@ -70,16 +49,27 @@ class Reload:
         engines: Engines,
         local: LocalCheckpoint,
         version: int,
-        chosen: list[HostEngine],
-        report: Callable[[], None],
+        *,
+        only: Sequence[HostEngine] | None = None,
+        report: Callable[[], None] = lambda: None,
     ) -> None:
         self.results: list[EngineResult] = []
         self._engines, self._local, self._version = engines, local, version
         self._before = local.state.position
-        self._chosen = chosen
+        self._chosen = [engine for engine in engines.engines if engine.is_due] if only is None else list(only)
         self._notes = Notes(local, report)
         self._paused: list[EngineReload] = []
         """engines that map the files, in the order of their pauses; those whose process is absent, too"""
+
+    def __enter__(self) -> Reload:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                self._abandon(error)
+        finally:
+            self._engines.forget_offers(self._local)
 
     def pause_mapping(self) -> None:
         """Pauses all engines that map the files. Raises EngineFailed when one does not pause: then those
@@ -106,7 +96,8 @@ class Reload:
         if self._engines.order == "rolling":
             doubtful = self._notes.suspects | {one.name for one in self._engines.engines if one.failures}
             for number, engine in enumerate(reload_order(self._chosen, doubtful)):
-                goes_wrong = not all(goes_on(one, one.name in doubtful) for one in self.results)
+                # an engine that was broken before comes last and holds nobody back
+                goes_wrong = any(one.state != "served" and one.name not in doubtful for one in self.results)
                 if goes_wrong or (number and self._engines.stopping()):
                     return
                 yield (self._reload_of(engine),)
@@ -122,8 +113,7 @@ class Reload:
         else:
             self.results += side_by_side(batch, self._run_one)
 
-    def abandon(self, error: BaseException) -> None:
-        """After an error in the block of `reloading`."""
+    def _abandon(self, error: BaseException) -> None:
         state = self._local.state
         untouched = state.phase is Phase.CLEAN and state.position == self._before
         # the files of a group's other hosts may be patched already

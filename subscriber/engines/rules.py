@@ -64,12 +64,6 @@ def reload_order(engines: Sequence[HostEngine], suspects: Collection[str]) -> tu
     return tuple(sorted(engines, key=lambda engine: engine.name in suspects))
 
 
-def goes_on(result: EngineResult, doubtful: bool) -> bool:
-    """Whether the next engine of a rolling reload may be paused. An engine that was broken before
-    (`doubtful`) comes last and holds nobody back."""
-    return doubtful or result.state == "served"
-
-
 def needs_reload(
     facts: EngineFacts,
     served_process: str | None,

@@ -91,13 +91,15 @@ class SGLang(Adapter):
         try:
             seconds = self._timeouts.probe
             metrics = self._processes.read(lambda: self._wire.get("/metrics", seconds), _process_of)
-            facts = _facts_of(metrics)
-            label = self._steady_label(facts.process, lambda: self._read_label(seconds))
+            process, refusal = _process_of(metrics), "" if metrics.refusal is None else str(metrics.refusal)
+            unique = process is not None and start_time(metrics) is None
+            facts = EngineFacts(True, process=process, unique=unique, remedy=refusal)
+            label = self._steady_label(process, lambda: self._read_label(seconds))
             facts = replace(facts, label=label, source=self._source, remedy=self._unread or facts.remedy)
             if not facts.tell_something and not self._unread:
                 return not_an_engine(metrics)
             with suppress(NoReply):
-                return replace(facts, drafter=self._drafter(facts.process, seconds))
+                return replace(facts, drafter=self._drafter(process, seconds))
             return replace(facts, drafter=UNKNOWN)
         except (NotSent, NoReply, Misconfigured) as failure:
             if not isinstance(failure, Misconfigured):
@@ -113,6 +115,7 @@ class SGLang(Adapter):
         return require_sglang(self.spec, self._server.of(process, seconds))
 
     def _settings(self, seconds: float) -> Mapping[str, object]:
+        """Empty where it refuses to tell them."""
         try:
             return self._server_info(seconds)
         except (NotSent, NoReply):
@@ -279,31 +282,21 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def _process_of(metrics: Reply) -> str | None:
-    return start_time(metrics) or _start_taken(metrics)
+    """SGLang gathers the metrics of several processes, and then no page tells when one of them started. How
+    long its start took, in billionths of a second, tells one start from another as well."""
+    lines = metrics.body.splitlines() if metrics.status == httpx.codes.OK else ()
+    taken = (
+        line.rpartition(b" ")[2][:QUOTED].decode("ascii", "replace")
+        for line in lines
+        if line.startswith(STARTUP) and WHOLE in line
+    )
+    return start_time(metrics) or next(taken, None)
 
 
 def _start_of(settings: Mapping[str, object]) -> object:
     """The seed is drawn at each start; how long the start took came with 0.5.2x."""
     told = [settings.get(key) for key in ("random_seed", "startup_time")]
     return None if told == [None, None] else told
-
-
-def _facts_of(metrics: Reply) -> EngineFacts:
-    process = _process_of(metrics)
-    unique = process is not None and start_time(metrics) is None
-    refusal = "" if metrics.refusal is None else str(metrics.refusal)
-    return EngineFacts(True, process=process, unique=unique, remedy=refusal)
-
-
-def _start_taken(metrics: Reply) -> str | None:
-    """SGLang gathers the metrics of several processes, and then no page tells when one of them started. How
-    long its start took, in billionths of a second, tells one start from another as well."""
-    if metrics.status != 200:
-        return None
-    for line in metrics.body.splitlines():
-        if line.startswith(STARTUP) and WHOLE in line:
-            return line.rpartition(b" ")[2][:QUOTED].decode("ascii", "replace")
-    return None
 
 
 def _nothing_read(reply: Reply) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import EngineFailed
@@ -18,6 +17,7 @@ from weightcast.shared.checkpoint.state.state import Phase, Position, lanes_list
 from weightcast.shared.checkpoint.verify.hashing import Credit
 from weightcast.subscriber.engines.adapter import EngineLanes, guarded
 from weightcast.subscriber.engines.live import Live
+from weightcast.subscriber.status import EngineVerifyStatus
 
 _PIECE_BYTES = 32 << 20
 _PIECE_NAMES, _PIECE_NAME_BYTES = 256, 16 << 10
@@ -27,23 +27,6 @@ _TURN_SECONDS = 2.0
 _AGAIN_SECONDS = 60.0
 """until an engine that did not answer is asked again: versions wait for its answer meanwhile"""
 REASON_LIMIT = 500
-
-
-@dataclass(frozen=True)
-class EngineVerifyFacts:
-    """Of one engine, since the start. `refused`: tensors without lanes in this pass; `version`:
-    the last one at which every tensor was read and was right; `full_pass`: unix time at which the last whole
-    pass began."""
-
-    done_bytes: int = 0
-    total_bytes: int = 0
-    passes: int = 0
-    faults: int = 0
-    refused: int = 0
-    full_pass: float | None = None
-    version: int | None = None
-    last_fault: str = ""
-    last_fault_at: float | None = None
 
 
 _Stamp = tuple[object, ...]
@@ -60,7 +43,7 @@ class _Reading:
     """How far an engine's memory was read, and what came of that."""
 
     def __init__(self) -> None:
-        self.facts = EngineVerifyFacts()
+        self.facts = EngineVerifyStatus()
         self.next = 0
         """number of the tensor to read next"""
         self.hurried = False
@@ -91,23 +74,22 @@ class _Reading:
 
     def begin(self, stamp: _Stamp, total_bytes: int, now: float) -> None:
         self._began, self._stamp = now, stamp
-        self.facts = replace(self.facts, done_bytes=0, refused=0, total_bytes=total_bytes)
+        self.facts = self.facts.but(done_bytes=0, refused=0, total_bytes=total_bytes)
 
     def advance(self, stop: int, nbytes: int, refused: int) -> None:
         self.next = stop
         done = self.facts.done_bytes + nbytes
-        self.facts = replace(self.facts, done_bytes=done, refused=self.facts.refused + refused)
+        self.facts = self.facts.but(done_bytes=done, refused=self.facts.refused + refused)
 
     def fault(self, text: str, now: float) -> None:
         self.next, self.hurried = 0, False
         faults = self.facts.faults + 1
-        self.facts = replace(self.facts, faults=faults, last_fault=text, last_fault_at=now)
+        self.facts = self.facts.but(faults=faults, last_fault=text, last_fault_at=now)
 
     def end(self, stamp: _Stamp, version: int) -> None:
         self.next, self.hurried = 0, False
         whole = self._stamp == stamp and not self.facts.refused
-        self.facts = replace(
-            self.facts,
+        self.facts = self.facts.but(
             passes=self.facts.passes + 1,
             full_pass=self._began,
             version=version if whole else self.facts.version,
@@ -137,7 +119,7 @@ class EngineVerify:
         self._readings: dict[str, _Reading] = {}
         self._turns = 0
 
-    def facts(self, name: str) -> EngineVerifyFacts | None:
+    def facts(self, name: str) -> EngineVerifyStatus | None:
         """None until it was first read."""
         known = self._readings.get(name)
         return None if known is None else known.facts

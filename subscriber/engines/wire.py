@@ -19,7 +19,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
 import httpx
@@ -192,29 +191,18 @@ class Reply:
         return self
 
 
-class CallPlace(Protocol):
-    """Where to call; as in EngineSpec."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def url(self) -> str: ...
-    @property
-    def ca(self) -> Path | None: ...
-    @property
-    def verify(self) -> bool: ...
-
-
 class Wire:
     """Calls to one engine. Raises NotSent (NobodyListens), NoReply; a reply of any status is returned."""
 
-    def __init__(self, spec: CallPlace, timeouts: Timeouts, keys: Keys | None = None) -> None:
-        self._url, self._shown_url = spec.url, without_query(spec.url)
-        self._timeouts = timeouts
-        self.keys = Keys() if keys is None else keys
+    def __init__(self, url: str, timeouts: Timeouts, keys: Keys, trust: ssl.SSLContext | None = None) -> None:
+        """`trust`: None: as `trusted` has it by default."""
+        self._url, self._shown_url = url, without_query(url)
+        self._timeouts, self.keys = timeouts, keys
         # No proxy: one from the environment must not stand between a host and its own engine.
         self._transport = httpx.HTTPTransport(
-            verify=_trust(spec), trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+            verify=trusted(url) if trust is None else trust,
+            trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=0),
         )
 
     def close(self) -> None:
@@ -305,16 +293,16 @@ _START = "start the engine or correct its URL"
 _LOOK = "see the engine's log; restart it if it hangs"
 
 
-def _trust(spec: CallPlace) -> ssl.SSLContext:
+def trusted(url: str, ca: Path | None = None, *, verify: bool = True) -> ssl.SSLContext:
     """The system's certificates take a tenth of a second to load, so plain http trusts nobody. Raises
     BadEngineOption for certificates that cannot be read."""
-    if not spec.url.startswith("https:"):
+    if not url.startswith("https:"):
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
-        context = ssl.create_default_context(cafile=spec.ca)
+        context = ssl.create_default_context(cafile=ca)
     except OSError as error:
-        raise BadEngineOption(f"engine {spec.name}: ca={spec.ca} cannot be read: {error}") from error
-    if not spec.verify:
+        raise BadEngineOption(f"--engine {url}: ca={ca} cannot be read: {error}") from error
+    if not verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from pydantic import ValidationError
 
 from weightcast.shared.base.errors import EngineFailed
@@ -17,25 +14,13 @@ MOST_SECONDS = 5.0
 """for an answer, which needs no work"""
 
 
-@dataclass(frozen=True)
-class MemberAddress:
-    url: str
-    ca: Path | None = None
-    verify: bool = True
-
-    @property
-    def name(self) -> str:
-        return self.url
-
-
 class MemberClient:
     def __init__(self, url: str, token: str | None, lease: float) -> None:
         self.url = url.rstrip("/")
         # an answer that comes when the lease is over is of no use
         self._seconds = min(MOST_SECONDS, lease / 3)
-        self._wire = Wire(
-            MemberAddress(self.url), Timeouts(connect=self._seconds), one_key(token, "WEIGHTCAST_GROUP_TOKEN")
-        )
+        keys = one_key(token, "WEIGHTCAST_GROUP_TOKEN")
+        self._wire = Wire(self.url, Timeouts(connect=self._seconds), keys)
 
     def order(self, order: Order, seconds: float) -> Hold:
         request = HoldRequest(

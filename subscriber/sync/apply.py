@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.index import ForeignIndex, Index
@@ -15,7 +15,7 @@ from weightcast.shared.checkpoint.update.sources import Route
 from weightcast.shared.checkpoint.update.stage import Staged
 from weightcast.shared.checkpoint.verify.hashing import Damaged
 from weightcast.subscriber.engines.host import HostEngine
-from weightcast.subscriber.engines.reload import Reload, reloading
+from weightcast.subscriber.engines.reload import Reload
 from weightcast.subscriber.engines.rules import (
     EngineResult,
     is_confirmed,
@@ -114,10 +114,8 @@ class Apply:
             require_readable(local)
             yield
 
-    def _reloading(
-        self, version: int, only: Sequence[HostEngine] | None = None
-    ) -> AbstractContextManager[Reload]:
-        return reloading(self._engines, self._host.local(), version, only=only, report=self._host.tell_reload)
+    def _reloading(self, version: int, only: Sequence[HostEngine] | None = None) -> Reload:
+        return Reload(self._engines, self._host.local(), version, only=only, report=self._host.tell_reload)
 
     def _reload(self, reload: Reload) -> None:
         """Engines load only files that were proven right before. Raises Damaged."""

@@ -15,8 +15,14 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter
 from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
 from weightcast.subscriber.engines.rules import EngineResult
-from weightcast.subscriber.engines.verify import EngineVerifyFacts
-from weightcast.subscriber.status import Cause, ReloadProof, State, UpdateStatus, WaitingFor
+from weightcast.subscriber.status import (
+    Cause,
+    EngineVerifyStatus,
+    ReloadProof,
+    State,
+    UpdateStatus,
+    WaitingFor,
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class StepView:
     scrub: ScrubStatus | None = None
     proof: ReloadProof | None = None
     waiting_for: WaitingFor | None = None
-    engine_verify: Mapping[str, EngineVerifyFacts] = field(default_factory=dict)
+    engine_verify: Mapping[str, EngineVerifyStatus] = field(default_factory=dict)
     """by the engine's name"""
 
 
@@ -307,7 +313,7 @@ class Scrubbed:
 
 @dataclass(frozen=True)
 class EnginesVerified:
-    facts: Mapping[str, EngineVerifyFacts]
+    facts: Mapping[str, EngineVerifyStatus]
 
     def onto(self, view: StepView) -> StepView:
         return replace(view, engine_verify=self.facts)

@@ -7,7 +7,7 @@ makes the map (`blocks.on_whole_words`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -63,18 +63,10 @@ def _put(flat: Tensor, places: Tensor, words: Tensor) -> None:
         flat.scatter_(0, places, words)
 
 
-@dataclass
-class _Short:
+def _joined(parts: list[_Ready]) -> _Ready:
     """Parts of one storage, in which they lie apart."""
-
-    parts: list[_Ready] = field(default_factory=list)
-    changes: int = 0
-
-    def joined(self) -> _Ready:
-        if len(self.parts) == 1:
-            return self.parts[0]
-        columns = zip(*((part.places, part.words, part.old) for part in self.parts), strict=True)
-        return _Ready(self.parts[0].flat, *map(torch.cat, columns))
+    columns = zip(*((part.places, part.words, part.old) for part in parts), strict=True)
+    return parts[0] if len(parts) == 1 else _Ready(parts[0].flat, *map(torch.cat, columns))
 
 
 @dataclass(frozen=True)
@@ -99,7 +91,7 @@ class LiveUpdate:
 
     def __init__(self, budget: int = PREPARED) -> None:
         self._parts: list[_Ready | _Left] = []
-        self._short: dict[int, _Short] = {}
+        self._short: dict[int, list[_Ready]] = {}
         """by the address of their storage"""
         self._left = budget
         self._written = 0
@@ -107,7 +99,7 @@ class LiveUpdate:
     @property
     def nbytes(self) -> int:
         """Of what is ready."""
-        short = (part for short in self._short.values() for part in short.parts)
+        short = (part for parts in self._short.values() for part in parts)
         return sum(part.nbytes for part in (*self._parts, *short) if isinstance(part, _Ready))
 
     def touched(self, piece: Piece, change: Change) -> Iterator[Touched]:
@@ -137,16 +129,15 @@ class LiveUpdate:
             self._parts.append(ready if self._left >= 0 else part)
             return
         storage = ready.flat.data_ptr()
-        short = self._short.setdefault(storage, _Short())
-        short.parts.append(ready)
-        short.changes += len(ready.places)
-        if short.changes >= CHECKED:
-            self._parts.append(self._short.pop(storage).joined())
+        short = self._short.setdefault(storage, [])
+        short.append(ready)
+        if sum(len(part.places) for part in short) >= CHECKED:
+            self._parts.append(_joined(self._short.pop(storage)))
 
     def join(self) -> None:
         """Short parts of one storage become one: experts lie side by side in a parameter, and each write of a
         pause costs microseconds, however little it writes."""
-        self._parts += (short.joined() for short in self._short.values())
+        self._parts += map(_joined, self._short.values())
         self._short.clear()
 
     def write(self) -> None:

@@ -149,9 +149,8 @@ class EngineRank:
         self._residence = _Residence(engine, self._process, self._hindrance)
         self._stage: Stage | None = None
         self._passed = _NOTHING
-        self._update = LiveUpdate()
-        self._summed: LiveUpdate | None = None
-        """the update whose touched words were all reported"""
+        self._update: LiveUpdate | None = None
+        """whose touched words were all reported"""
         self._undo: LiveUpdate | None = None
         self._spent: tuple[object, ...] = ()
         """of the update that was committed last: let go with the next order, for it takes milliseconds"""
@@ -231,15 +230,13 @@ class EngineRank:
         """`anew`: whatever was read under this name before."""
         self._require_certain()
         if order["anew"]:
-            self._update, self._passed, self._summed = LiveUpdate(), _NOTHING, None
+            self._update, self._passed = None, _NOTHING
             self._stage = Stage(self._patches, order["file"], self._limit)
         if not self._require_stage(order).wait(order["seconds"]):
             return {"ready": False}
         patch = self._patch(order)
         return {
             "ready": True,
-            "base": [patch.base.version, patch.base.root],
-            "target": [patch.target.version, patch.target.root],
             "tensors": [[change.name, change.old.hex(), change.new.hex()] for change in patch.changes],
             "changes": patch.count,
             "bytes": patch.nbytes,
@@ -260,8 +257,7 @@ class EngineRank:
         """Begins the sums over the touched words, before and after, and the update. Nothing is written."""
         patch, found = self._patch(order), self._residence.current()
         # what was checked before is gone with its update
-        update, self._passed, self._summed = LiveUpdate(), _NOTHING, None
-        self._update = update
+        update, self._update, self._passed = LiveUpdate(), None, _NOTHING
         late = self._residence.late()
         for change in patch.changes:
             self._residence.require(change, found, late)
@@ -272,7 +268,7 @@ class EngineRank:
                     for part in update.touched(piece, change):
                         yield part.changes, [number, at, *part.old, *part.new]
             update.join()
-            self._summed = update
+            self._update = update
 
         self._work, self._turn = work(), order["turn"]
         return {}
@@ -305,7 +301,7 @@ class EngineRank:
 
     def _pass(self, order: Order) -> Answer:
         stage = self._require_stage(order)
-        if self._summed is not self._update or self._turn != order["turn"]:
+        if self._update is None or self._turn != order["turn"]:
             raise OtherBase("another order came between", remedy="ask again")
         self._passed = (stage.name, self._changes, self._residence.print)
         return {}
@@ -317,7 +313,7 @@ class EngineRank:
         self._require_certain()
         patch = self._patch(order)
         self._residence.current()
-        if self._passed != (patch.name, self._changes, self._residence.print):
+        if self._update is None or self._passed != (patch.name, self._changes, self._residence.print):
             raise OtherBase(f"{patch.name} was not checked, or weights moved since", remedy="check it again")
         self._undo, self._changes = self._update, self._changes + 1
         try:
@@ -337,8 +333,7 @@ class EngineRank:
             except BaseException as error:
                 self._doubt = f"an update could not be taken back: {error}"[:300]
                 raise InDoubt(self._doubt, remedy=RELOAD_AND_TELL) from error
-            self._undo = self._summed = None
-            self._update = LiveUpdate()
+            self._undo = self._update = None
         return {}
 
     def _commit(self, order: Order) -> Answer:
@@ -346,8 +341,8 @@ class EngineRank:
         patch = stage.patch()
         self._held, self._label = patch.target, order["label"]
         self._spent = (stage, patch, self._undo, self._update, self._work)
-        self._undo = self._stage = self._summed = None
-        self._work, self._update = iter(()), LiveUpdate()
+        self._undo = self._stage = self._update = None
+        self._work = iter(())
         return self._look(order)
 
     def _reload(self, order: Order) -> Answer:
@@ -366,8 +361,8 @@ class EngineRank:
         there was."""
         self._doubt = self._doubt if doubt is None else doubt
         self._changes += 1
-        self._held = self._label = self._undo = self._stage = self._summed = None
-        self._work, self._update = iter(()), LiveUpdate()
+        self._held = self._label = self._undo = self._stage = self._update = None
+        self._work = iter(())
         self._residence.forget()
 
 
