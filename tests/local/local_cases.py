@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 from core_cases import Model, every_dtype, some_changed, write_checkpoint
+from opening import open_publisher
 
-from weightcast.publisher import Publisher, PublisherOptions, init_channel
+from weightcast.publisher import init_channel
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.plan import Patch, Seed, Stay
@@ -40,30 +41,31 @@ class Run:
         return self.models[-1]
 
 
-def publish(run: Run, *, encoding: str = "fast", anchor_every: int = 0) -> None:
-    """All models but the base."""
-    with Publisher.open(
-        run.channel,
-        local=run.root / "pub",
-        base=run.base,
-        encoding=encoding,  # type: ignore[arg-type]
-        options=PublisherOptions(anchor_every=anchor_every),
-    ) as publisher:
+def publish(run: Run, *, encoding: str = "fast", **options: Any) -> None:
+    """All models but the base, and what is due beside them. `options`: the publisher's."""
+    options = {"local": run.root / "pub", "base": run.base, "encoding": encoding, **options}
+    with open_publisher(run.channel, **options) as publisher:
         for version, model in enumerate(run.models[1:], 1):
             new = write_checkpoint(run.root / f"new-{version}", model)
             assert publisher.publish_checkpoint(new, step=version).version == version
+        publisher.make_due()
 
 
-def make_run(root: Path, versions: int = 3, *, files: int = 1, seed: int = 7, **options: object) -> Run:
+def run_of(root: Path, models: list[Model], *, files: int = 1, **options: Any) -> Run:
+    """A new channel with these versions. `options`: the publisher's."""
+    run = Run(root, models)
+    write_checkpoint(run.base, models[0], files=files)
+    init_channel(run.channel, run.base, run_id="run-under-test")
+    publish(run, **options)
+    return run
+
+
+def make_run(root: Path, versions: int = 3, *, files: int = 1, seed: int = 7, **options: Any) -> Run:
     rng = np.random.default_rng(seed)
     models = [every_dtype(rng)]
     for _ in range(versions):
         models.append(some_changed(models[-1], rng))
-    run = Run(root, models)
-    write_checkpoint(run.base, models[0], files=files)
-    init_channel(run.channel, run.base, run_id="run-under-test")
-    publish(run, **options)  # type: ignore[arg-type]
-    return run
+    return run_of(root, models, files=files, **options)
 
 
 @contextlib.contextmanager

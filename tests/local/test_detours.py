@@ -8,15 +8,12 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from blake3 import blake3
-from core_cases import bytes_of, every_dtype, read_checkpoint, some_changed, write_checkpoint
-from local_cases import Run, catch_up, following, step_to
+from core_cases import bytes_of, read_checkpoint, write_checkpoint
+from local_cases import Run, catch_up, following, make_run, step_to
 
-from weightcast.publisher import PublisherOptions, init_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
-from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.faults import of_channel
@@ -36,20 +33,8 @@ SKIPS = (FROM_0, FROM_2, "weight_v000002/from_v000000")
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Versions 0 to 5; of 4 also deltas from 0 and 2, and full weights."""
-    root, rng = tmp_path_factory.mktemp("run"), np.random.default_rng(23)
-    models = [every_dtype(rng)]
-    for _ in range(5):
-        models.append(some_changed(models[-1], rng))
-    run = Run(root, models)
-    write_checkpoint(run.base, models[0])
-    init_channel(run.channel, run.base, run_id="run-under-test")
     upkeep = UpkeepOptions(skip_span=4, anchor_every=4, history_share=1000.0)
-    with ServicePublisher.open(
-        run.channel, local=root / "pub", base=run.base, options=PublisherOptions(upkeep=upkeep)
-    ) as publisher:
-        for version, model in enumerate(models[1:], 1):
-            publisher.publish_checkpoint(write_checkpoint(root / f"new-{version}", model))
-        publisher.make_due()
+    run = make_run(tmp_path_factory.mktemp("run"), 5, upkeep=upkeep)
     assert all((run.channel / name / INDEX).exists() for name in (*SKIPS, ANCHOR))
     return run
 

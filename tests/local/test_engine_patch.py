@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_cases import Model, all_changed, bytes_of, tensor, write_checkpoint
-from local_cases import Run, following, make_run, patch_keeping_undo, publish, staged, step_to
+from core_cases import Model, all_changed, bytes_of, tensor
+from local_cases import Run, following, make_run, patch_keeping_undo, run_of, staged, step_to
 
-from weightcast.publisher import init_channel
 from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
@@ -176,10 +175,7 @@ def test_a_start_drops_what_a_kill_left(run: Run, tmp_path: Path) -> None:
 def test_memory_grows_with_the_change_and_not_with_the_model(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     base: Model = {"large": tensor(rng, "BF16", 16 << 20)}
-    run = Run(tmp_path, [base, all_changed(base, rng, 5000)])
-    write_checkpoint(run.base, base)
-    init_channel(run.channel, run.base)
-    publish(run)
+    run = run_of(tmp_path, [base, all_changed(base, rng, 5000)])
     with following(run, tmp_path / "host") as updater:
         step_to(updater, 0)
         local, step = opened(updater), staged(updater, 1).step

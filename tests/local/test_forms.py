@@ -7,14 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_cases import ITEM_SIZES, Model, bytes_of, much_changed, read_checkpoint, tensor, write_checkpoint
-from local_cases import Run, following, patch_keeping_undo, publish, staged, step_to
+from core_cases import ITEM_SIZES, Model, bytes_of, much_changed, read_checkpoint, tensor
+from local_cases import Run, following, patch_keeping_undo, run_of, staged, step_to
 from test_engine_patch import patched, read
 
-from weightcast.publisher import init_channel
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.update.engine_patch import write_engine_patch
 from weightcast.shared.checkpoint.update.journal import JournalReader
 from weightcast.shared.checkpoint.update.journal_records import PackedRecord
+from weightcast.shared.checkpoint.update.plan import Patch
+from weightcast.shared.checkpoint.verify.hashing import full_hash
 from weightcast.shared.codec import changes, container
 
 
@@ -27,11 +31,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         base |= {f"{dtype}.{n}": tensor(rng, dtype, 4_200 + n) for n in range(2)}
     first = much_changed(base, rng)
     second = much_changed(first, rng) | {name: base[name] for name in ("BF16.0", "F32.1")}
-    run = Run(tmp_path_factory.mktemp("forms"), [base, first, second])
-    write_checkpoint(run.base, base, files=2)
-    init_channel(run.channel, run.base)
-    publish(run, encoding=request.param)
-    return run
+    return run_of(tmp_path_factory.mktemp("forms"), [base, first, second], files=2, encoding=request.param)
 
 
 @pytest.fixture
@@ -63,11 +63,20 @@ def followed(run: Run, local: Path) -> tuple[set[str], list[bytes]]:
                 payloads.append(payload)
             patch_keeping_undo(updater, version)
             assert read_checkpoint(local) == bytes_of(run.models[version])
-        assert updater.local is not None and len(updater.local.state.undo) == 2
-        with updater.local.patching():
-            updater.undo()
-        assert read_checkpoint(local) == bytes_of(run.models[0])
+        goes_back(updater, run, steps=2)
+        patch_keeping_undo(updater, 2)
+        assert read_checkpoint(local) == bytes_of(run.models[2])
+        goes_back(updater, run, steps=1)
     return forms, payloads
+
+
+def goes_back(updater: LocalUpdater, run: Run, steps: int) -> None:
+    """To version 0. `steps`: journals; one where the versions were folded."""
+    assert updater.local is not None and len(updater.local.state.undo) == steps
+    with updater.local.patching():
+        updater.undo()
+    assert full_hash(updater.local).intact
+    assert read_checkpoint(updater.paths.directory) == bytes_of(run.models[0])
 
 
 def test_as_they_are(run: Run, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -89,12 +98,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     first = {name: one.changed(rng, 2) for name, one in tiny.items()} | much_changed(halves, rng, (0.5,))
     first |= {name: tensor(rng, "I16", 70) for name in fresh}
     second = first | {name: base[name] for name in ("tiny.07", "half.03")}
-    second |= {name: second[name].changed(rng, 1) for name in ("tiny.08", "half.04")}
-    run = Run(tmp_path_factory.mktemp("mixed"), [base, first, second])
-    write_checkpoint(run.base, base)
-    init_channel(run.channel, run.base)
-    publish(run)
-    return run
+    second |= {name: second[name].changed(rng, 1) for name in ("tiny.08", "half.04", "fresh.05")}
+    return run_of(tmp_path_factory.mktemp("mixed"), [base, first, second])
 
 
 def test_all_forms_beside_each_other(mixed: Run, tmp_path: Path) -> None:
@@ -108,9 +113,7 @@ def test_all_forms_beside_each_other(mixed: Run, tmp_path: Path) -> None:
         for version in (1, 2):
             patch_keeping_undo(updater, version)
             assert read_checkpoint(tmp_path / "host") == bytes_of(mixed.models[version])
-        with own.patching():
-            updater.undo()
-        assert read_checkpoint(tmp_path / "host") == bytes_of(mixed.models[0])
+        goes_back(updater, mixed, steps=2)
 
 
 def test_what_changes_back_is_in_no_journal(mixed: Run, tmp_path: Path) -> None:
@@ -124,3 +127,16 @@ def test_what_changes_back_is_in_no_journal(mixed: Run, tmp_path: Path) -> None:
             assert all((record.old != record.new).all() for record in journal.records())
         assert names == {name for name in first if first[name] != last[name]}
         assert not names & {"tiny.07", "half.03"}
+
+
+def test_deltas_over_several_versions_are_made_of_them(mixed: Run, tmp_path: Path) -> None:
+    run = run_of(tmp_path, mixed.models, upkeep=UpkeepOptions(skip_span=2, history_share=1000.0))
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        channel = Channel.open(run.channel)
+        pointer = channel.pointer()
+        assert pointer is not None
+        plan = updater.route(channel, pointer, 2, exact=True).plan
+        assert isinstance(plan, Patch) and plan.legs == ((2,),)
+        step_to(updater, 2)
+        assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from core_cases import Model, all_changed, tensor, write_checkpoint
-from local_cases import Run, publish
-
-from weightcast.publisher import Publisher, init_channel
+from local_cases import Run, run_of
 
 CHILD = Path(__file__).with_name("full_disk_child.py")
 SEEDING_OVER = Path(__file__).with_name("seeding_over_child.py")
@@ -33,11 +31,7 @@ def namespaces_work(directory: Path) -> bool:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     rng = np.random.default_rng(5)
     base: Model = {f"w{n}": tensor(rng, "BF16", 1 << 19) for n in range(8)}
-    run = Run(tmp_path_factory.mktemp("run"), [base, all_changed(base, rng, 40_000)])
-    write_checkpoint(run.base, base)
-    init_channel(run.channel, run.base)
-    publish(run)
-    return run
+    return run_of(tmp_path_factory.mktemp("run"), [base, all_changed(base, rng, 40_000)])
 
 
 def on_a_full_disk(
@@ -103,12 +97,7 @@ def anchored(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Version 1 has full weights beside it, in a file of another name than the base's."""
     rng = np.random.default_rng(6)
     base: Model = {f"w{n}": tensor(rng, "BF16", (n + 1) << 17) for n in range(8)}
-    run = Run(tmp_path_factory.mktemp("anchored"), [base, all_changed(base, rng, 1000)])
-    write_checkpoint(run.base, base)
-    init_channel(run.channel, run.base)
-    with Publisher.open(run.channel, local=run.root / "pub", base=run.base) as publisher:
-        publisher.publish_checkpoint(write_checkpoint(run.root / "new", run.latest))
-        assert publisher.write_anchor()
+    run = run_of(tmp_path_factory.mktemp("anchored"), [base, all_changed(base, rng, 1000)], anchor_every=1)
     return run
 
 

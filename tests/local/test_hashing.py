@@ -7,12 +7,11 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from core_cases import Model, all_changed, bytes_of, read_checkpoint, tensor, write_checkpoint
+from core_cases import Model, all_changed, bytes_of, read_checkpoint, tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_cases import Run, following, publish
+from local_cases import following, run_of
 
-from weightcast.publisher import init_channel
 from weightcast.shared.base.elements import ByteArray, TensorSpec, TensorTable
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.verify.hashing import hash_tensors
@@ -86,10 +85,7 @@ def with_empty_tensors(draw: st.DrawFn) -> Model:
 def test_empty_tensors_may_lie_anywhere_in_a_file(model: Model, files: int) -> None:
     """From the base to a host, by a publisher that read both."""
     with TemporaryDirectory() as root:
-        run = Run(Path(root), [model, all_changed(model, np.random.default_rng(1))])
-        write_checkpoint(run.base, model, files=files)
-        init_channel(run.channel, run.base)
-        publish(run)
+        run = run_of(Path(root), [model, all_changed(model, np.random.default_rng(1))], files=files)
         with following(run, run.root / "host") as updater:
             updater.update_to(Channel.open(run.channel))
         assert read_checkpoint(run.root / "host") == bytes_of(run.latest)

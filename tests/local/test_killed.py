@@ -16,12 +16,10 @@ from core_cases import (
     rot,
     start,
     tensor,
-    write_checkpoint,
 )
-from local_cases import Run, catch_up, edit_state, following, phase_of, publish, state_of
+from local_cases import Run, catch_up, edit_state, following, phase_of, run_of, state_of
 from waiting import wait_until
 
-from weightcast.publisher import init_channel
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 
@@ -40,12 +38,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     whole, half = tensor(rng, "F16", WHOLE_WORDS), tensor(rng, "I16", HALF_WORDS)
     changed = all_changed(base, rng) | {"whole": tensor(rng, "F16", WHOLE_WORDS)}
     changed["half"] = half.flipped(rng, 0.5)
-    run = Run(tmp_path_factory.mktemp("killed"), [{**base, "whole": whole, "half": half}, changed])
-    base = run.models[0]
-    write_checkpoint(run.base, base, files=2)
-    init_channel(run.channel, run.base)
-    publish(run)
-    return run
+    return run_of(
+        tmp_path_factory.mktemp("killed"), [{**base, "whole": whole, "half": half}, changed], files=2
+    )
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_cases import Model, all_changed, bytes_of, read_checkpoint, rot, tensor, write_checkpoint
-from local_cases import Run, catch_up, following, phase_of, publish, staged, step_to
+from core_cases import Model, all_changed, bytes_of, read_checkpoint, rot, tensor
+from local_cases import Run, catch_up, following, phase_of, run_of, staged, step_to
 
-from weightcast.publisher import init_channel
 from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 
@@ -23,11 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     rng = np.random.default_rng(12)
     base: Model = {f"large.{n}": tensor(rng, "BF16", 90_000) for n in range(6)}
     base |= {f"small.{n}": tensor(rng, "F32", 7) for n in range(60)}
-    run = Run(tmp_path_factory.mktemp("run"), [base, all_changed(base, rng)])
-    write_checkpoint(run.base, base, files=2)
-    init_channel(run.channel, run.base)
-    publish(run)
-    return run
+    return run_of(tmp_path_factory.mktemp("run"), [base, all_changed(base, rng)], files=2)
 
 
 def patched(updater: LocalUpdater, run: Run, damage: str | None = None) -> None:

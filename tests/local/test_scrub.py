@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_cases import Model, bytes_of, every_dtype, read_checkpoint, rot, tensor, write_checkpoint
-from local_cases import Run, following, publish, state_of, step_to
+from core_cases import Model, bytes_of, every_dtype, read_checkpoint, rot, tensor
+from local_cases import Run, following, run_of, state_of, step_to
 
-from weightcast.publisher import init_channel
 from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
@@ -38,11 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     base: Model = {**every_dtype(rng), "zz.long": tensor(rng, "BF16", LONG // 2)}
     first = {**base, "zz.long": base["zz.long"].changed(rng, 3)}
     second = {**first, "scalar": first["scalar"].changed(rng, 1)}
-    run = Run(tmp_path_factory.mktemp("scrub"), [base, first, second])
-    write_checkpoint(run.base, base)
-    init_channel(run.channel, run.base)
-    publish(run)
-    return run
+    return run_of(tmp_path_factory.mktemp("scrub"), [base, first, second])
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_cases import Model, bytes_of, much_changed, read_checkpoint, snapshot, tensor, write_checkpoint
-from local_cases import Run, following, publish, staged, step_to
+from core_cases import Model, bytes_of, much_changed, read_checkpoint, snapshot, tensor
+from local_cases import Run, following, run_of, staged, step_to
 
-from weightcast.publisher import init_channel
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.checkpoint.update.journal import JournalReader
 from weightcast.shared.files.disk_errors import NoRoom
@@ -23,11 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     rng = np.random.default_rng(17)
     base: Model = {"half": tensor(rng, "BF16", 5_003), "most": tensor(rng, "F32", 4_100)}
     base |= {"odd": tensor(rng, "I8", 3), "few": tensor(rng, "F16", 60)}
-    run = Run(tmp_path_factory.mktemp("torn"), [base, much_changed(base, rng)])
-    write_checkpoint(run.base, base)
-    init_channel(run.channel, run.base)
-    publish(run)
-    return run
+    return run_of(tmp_path_factory.mktemp("torn"), [base, much_changed(base, rng)])
 
 
 class Torn:
