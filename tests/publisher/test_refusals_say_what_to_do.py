@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ def test_every_refusal_has_a_remedy() -> None:
     assert [place for place, call in found if not any(key.arg == "remedy" for key in call.keywords)] == []
 
 
+@functools.cache
 def sources() -> str:
     """All text literals of the publisher's side and the channel, without what is put into them."""
     texts = []
