@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex, get_args
 
 from weightcast.publisher.maintenance.orders import carry_out, held, is_carried_out, standing
-from weightcast.publisher.maintenance.repair import Repairs, is_sound, keep_channel_file, repair
+from weightcast.publisher.maintenance.prune import keep_channel_file
+from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
 from weightcast.publisher.maintenance.upkeep import Background, Upkeep, UpkeepOptions
 from weightcast.publisher.publish.commit import PostWrite, Signer
 from weightcast.publisher.publish.member import MemberRank
@@ -218,15 +219,13 @@ class Publisher:
                 patience=options.take_over_seconds,
                 above=updater.epoch,
             )
-            upkeep = Upkeep(
-                directory_of(store), Path(local), claimed, options.upkeep or UpkeepOptions(), signer
-            )
+            upkeep = Upkeep(claimed, Path(local), options.upkeep or UpkeepOptions(), signer)
             keep = None if options.upkeep is None else upkeep.keep
             setup = replace(setup, free_space=upkeep.give_up, keep_journal=keep)
             publisher = cls(updater, Rank(0, world_size), setup, options, claimed, upkeep)
             undo.callback(publisher.close)
             publisher._recover()
-            keep_channel_file(directory_of(store), Path(local))
+            keep_channel_file(store, Path(local))
             if cls._upkeep_in_background and options.upkeep is not None:
                 publisher._work_in_background()
             undo.pop_all()
@@ -516,14 +515,14 @@ class Publisher:
             raise Refused("only rank 0 repairs the channel", remedy="call it on rank 0")
         self._claim.check()
         lone = self._lone
-        if is_sound(self.channel, trust=self._trust):
+        if is_sound(self.store, trust=self._trust):
             return Repairs()
 
         def write_anchor() -> int | None:
             return self.version if lone.write_anchor() else None
 
         local = self._updater.paths.directory
-        return repair(self.channel, self._claim, local, write_anchor, trust=self._trust)
+        return repair(self._claim, local, write_anchor, trust=self._trust)
 
     def _obey_repair(self) -> Repairs | None:
         if self._lone is None or not pins.repair_ordered(self.store):

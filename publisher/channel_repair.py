@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from weightcast.publisher.api import Publisher, PublisherOptions
@@ -12,16 +11,18 @@ from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
 from weightcast.shared.base.errors import NotInTime
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
-from weightcast.shared.channel.claims import Claim, claim, this_process
+from weightcast.shared.channel.claims import claim, this_process
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.signing import Trust
+from weightcast.shared.channel.store import Address
 
 _POLL_SECONDS = 0.2
 _WAIT_SECONDS = 600.0
 
 
 def repair_channel(
-    directory: Path,
+    channel: Address,
     local: Path | None = None,
     *,
     take_over: bool = False,
@@ -33,34 +34,28 @@ def repair_channel(
     """`local`: the publisher's own local checkpoint, for what only its bytes can restore.
 
     Raises OwnerAlive while a publisher owns the channel, and what `repair` raises."""
-    trust = Trust.load(trusted_keys)
-    if is_sound(directory, advance, trust):
+    store, trust = open_store(channel), Trust.load(trusted_keys)
+    if is_sound(store, advance, trust):
         return Repairs()
 
     def write_anchor() -> int | None:
         held.release()
         with Publisher.open(
-            directory,
+            store,
             local=local or "",
             options=PublisherOptions(sign_key=sign_key, trusted_keys=trusted_keys),
         ) as own:
             return own.version if own.write_anchor() else None
 
-    with _claimed(directory, take_over, patience) as held:
-        return repair(directory, held, local, write_anchor, advance=advance, trust=trust)
-
-
-@contextmanager
-def _claimed(directory: Path, take_over: bool, patience: float) -> Iterator[Claim]:
-    held = claim(directory, this_process(), take_over=take_over, patience=patience)
+    held = claim(store, this_process(), take_over=take_over, patience=patience)
     try:
-        yield held
+        return repair(held, local, write_anchor, advance=advance, trust=trust)
     finally:
         held.release()
 
 
 def ask_for_repair(
-    directory: Path,
+    channel: Address,
     *,
     wait_seconds: float = _WAIT_SECONDS,
     advance: Advance | None = None,
@@ -68,18 +63,18 @@ def ask_for_repair(
 ) -> Repairs:
     """Orders the running publisher to repair its channel, and waits until it has. Raises NotInTime after
     `wait_seconds`; the order stays."""
-    trust = Trust.load(trusted_keys)
-    before = faults(directory, advance, trust)
-    pins.order_repair(directory)
+    store, trust = open_store(channel), Trust.load(trusted_keys)
+    before = faults(store, advance, trust)
+    pins.order_repair(store)
     deadline = time.monotonic() + wait_seconds
-    while pins.repair_ordered(directory):
+    while pins.repair_ordered(store):
         if time.monotonic() > deadline:
             raise NotInTime(
-                f"the publisher of {directory} has not finished the repair within {wait_seconds:g} s",
+                f"the publisher of {store.place()} has not finished the repair within {wait_seconds:g} s",
                 remedy="see its log and status; or stop it and repeat this command with --local",
             )
         time.sleep(_POLL_SECONDS)
-    left = faults(directory, advance, trust)
+    left = faults(store, advance, trust)
     still = {problem.message for problem in left}
     done = [f"repaired by the publisher: {p.message}" for p in before if p.message not in still]
     return Repairs(done=done, left=left)

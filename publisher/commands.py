@@ -24,7 +24,7 @@ from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import OwnerAlive, claim, this_process
-from weightcast.shared.channel.layout import Pointer
+from weightcast.shared.channel.layout import Pointer, index_key
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.signing import load_private_key
 from weightcast.shared.checkpoint.update.sources import open_base
@@ -41,7 +41,7 @@ from weightcast.shared.cli.options import settings_command, show_settings_comman
 from weightcast.shared.cli.output import Output, time_text
 from weightcast.shared.daemon.logs import setup_logs
 from weightcast.shared.daemon.threads import working_threads
-from weightcast.shared.files.paths import exists, printable
+from weightcast.shared.files.paths import printable
 from weightcast.shared.files.side_files import left_text, side_files
 
 
@@ -226,10 +226,10 @@ def prune(
     if not retention.bounded:
         raise typer.BadParameter("give --keep-versions, --keep-hours or both")
     opened, pointer = _opened(channel)
-    hosts = ActiveHosts().versions(read_reports(channel))
+    hosts = ActiveHosts().versions(read_reports(opened.store))
     verdict = decide(situation(opened, pointer, hosts, time.time()), retention)
     deleted = 0
-    if not dry_run and (verdict.removals or is_due(opened.layout, grace_seconds)):
+    if not dry_run and (verdict.removals or is_due(opened.store, grace_seconds)):
         deleted = _prune(opened, verdict, grace_seconds)
     facts = {
         "channel": str(channel),
@@ -251,7 +251,7 @@ def _opened(channel: ChannelOption) -> tuple[Channel, Pointer]:
 def _prune(channel: Channel, verdict: Verdict, grace_seconds: float) -> int:
     """Returns how many were deleted."""
     try:
-        claimed = claim(channel.directory, this_process(), take_over=False)
+        claimed = claim(channel.store, this_process(), take_over=False)
     except Refused as error:
         if not verdict.removals:
             return 0  # its owner empties the trash
@@ -260,7 +260,7 @@ def _prune(channel: Channel, verdict: Verdict, grace_seconds: float) -> int:
         ) from error
     try:
         carry_out(channel, verdict, claimed)
-        return empty_trash(channel.layout, grace_seconds)
+        return empty_trash(channel.store, grace_seconds)
     finally:
         claimed.release()
 
@@ -313,7 +313,7 @@ def tag(
 
 def _require_published(channel: ChannelOption, version: int) -> None:
     opened, pointer = _opened(channel)
-    there = version == 0 or (version <= pointer.version and exists(opened.layout.index(version)))
+    there = version == 0 or (version <= pointer.version and opened.store.stat(index_key(version)) is not None)
     if not there:
         raise Refused(
             f"version {version} is not in the channel", remedy="list versions with `weightcast channel log`"

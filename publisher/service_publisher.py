@@ -29,7 +29,6 @@ from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Untrusted, W
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.checkpoint.verify.hashing import Scrub
 
@@ -79,12 +78,12 @@ class ServicePublisher(Publisher):
     def check_channel(self, check: ChannelCheck) -> Repairs | None:
         """Reads some of the channel's files; those of a damaged version are written again at once."""
         self._drained()
-        local, layout = self._updater.local, Layout(self.channel)
-        version = None if self._claim is None or local is None else check.turn(layout, local)
+        local = self._updater.local
+        version = None if self._claim is None or local is None else check.turn(self.store, local)
         if version is None or self._claim is None:
             return None
         there = range(version, version + 1)
-        done, lost = remake(layout, self._updater.paths.directory, self._claim, there, only=version)
+        done, lost = remake(self._claim, self._updater.paths.directory, there, only=version)
         if not done:
             check.give_up(version)
         return Repairs(done=done, notes=lost)

@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from weightcast.shared.base.errors import Refused, WrongRun
 from weightcast.shared.channel.layout import report_key
 from weightcast.shared.channel.reports import REPORTS_LIMIT, pack_report, parse_report, write_packed
+from weightcast.shared.channel.store import Address
 from weightcast.shared.files.disk_errors import disk_text
 
 PER_HOST_SECONDS = 0.5
@@ -57,7 +57,7 @@ class _Failing:
 class ReportIntake:
     """The last report of each host, until it is written."""
 
-    def __init__(self, channel: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, channel: Address, clock: Callable[[], float] = time.monotonic) -> None:
         self._channel, self._clock = channel, clock
         self._lock = threading.Lock()
         self._waiting: dict[str, _Waiting] = {}

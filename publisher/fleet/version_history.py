@@ -3,18 +3,19 @@ that leaves the cores to publishing. For one thread."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from weightcast.publisher.maintenance.prune import held_versions
 from weightcast.publisher.maintenance.retention import HeldVersion
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
+from weightcast.shared.channel.store import Address
 
 ROWS_LIMIT = 1000
 """versions whose indexes are read"""
@@ -38,7 +39,6 @@ class VersionFacts:
     changed: int
     elements: int
     full_bytes: int
-    is_whole: bool
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class History:
 
 
 class VersionHistory:
-    def __init__(self, channel: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._directory, self._clock = channel, clock
+    def __init__(self, channel: Address, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._clock = open_store(channel), clock
         self._channel: Channel | None = None
         self._held: dict[int, HeldVersion] = {}
         self._version_facts: dict[int, VersionFacts] = {}
@@ -68,7 +68,7 @@ class VersionHistory:
         """`look_around`: at all versions that were there before, not only at the newest, for what was added
         to them, and pruned. Raises WeightcastError and OSError where the channel cannot be read now."""
         if self._channel is None or self._channel.foreign:
-            self._channel = Channel.open(self._directory)
+            self._channel = Channel.open(self._store)
         pointer = self._channel.pointer()
         if pointer is None or self._channel.foreign:
             return History(complete=True)
@@ -79,8 +79,8 @@ class VersionHistory:
             pointer.version,
             dict(self._held),
             dict(self._version_facts),
-            frozenset(pins.kept(self._directory)),
-            pins.tags(self._directory),
+            frozenset(pins.kept(self._store)),
+            pins.tags(self._store),
             all(version in self._version_facts for version in wanted),
         )
 
@@ -93,12 +93,7 @@ class VersionHistory:
         above = 0 if all_of_them else max(0, self._pointer - again)
         if above == pointer.version:
             return
-        found = {}
-        for version, shown in channel.shown(pointer, above=above).items():
-            with contextlib.suppress(FileNotFoundError):
-                created = channel.layout.index(version).stat().st_mtime
-                known = self._version_facts.get(version)
-                found[version] = HeldVersion(shown, created, known is not None and known.is_whole)
+        found = held_versions(channel, pointer, above)
         if above:
             self._held = {version: held for version, held in self._held.items() if version <= above} | found
         else:
@@ -125,9 +120,6 @@ class VersionHistory:
             if facts is None:
                 continue
             self._version_facts[version] = facts
-            if facts.is_whole:
-                held = self._held[version]
-                self._held[version] = HeldVersion(held.shown, held.created, True)
             now = self._clock()
             self._read_until = max(self._read_until, began) + _SHARE * (now - began)
 
@@ -141,6 +133,4 @@ def _version_facts(channel: Channel, pointer: Pointer, version: int) -> VersionF
     if not isinstance(index, Index):
         return None
     totals = index.totals
-    return VersionFacts(
-        index.step, index.created, totals.changed, totals.elements, totals.nbytes, index.kind == "anchor"
-    )
+    return VersionFacts(index.step, index.created, totals.changed, totals.elements, totals.nbytes)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from weightcast.publisher.fleet.catch_up_cost import (
     CatchUp,
@@ -24,6 +23,7 @@ from weightcast.publisher.maintenance.prune import ACTIVE_SECONDS
 from weightcast.publisher.maintenance.retention import Retention, Situation
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.reports import forget
+from weightcast.shared.channel.store import Address
 from weightcast.shared.daemon.fleet import (
     Bounds,
     Fleet,
@@ -70,7 +70,7 @@ class FleetView:
 
     def __init__(
         self,
-        channel: Path,
+        channel: Address,
         retention: Retention,
         bounds: Bounds,
         publish_seconds: Callable[[], Mapping[int, float]] = dict,

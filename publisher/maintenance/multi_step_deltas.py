@@ -7,31 +7,29 @@ grid with the words of the base version. What was written is decoded again befor
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from weightcast.publisher.maintenance.replay_log import ReplayLog
-from weightcast.publisher.publish.commit import commit, discard, new_beside, verify_files
+from weightcast.publisher.publish.commit import begin_beside, commit_draft, verify_files
 from weightcast.publisher.publish.diff import changed_elements
 from weightcast.shared.base.elements import Chunk, TensorTable, Words, grid
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta_reader import open_delta
-from weightcast.shared.channel.delta_writer import ChunkStep, PartFiles, ShardWriter, open_shard_writer
+from weightcast.shared.channel.delta_writer import ChunkStep, PartFiles, ShardWriter, begin_shard
 from weightcast.shared.channel.index import INDEX_NAME, Index, VersionTotals, parse_index, write_index
 from weightcast.shared.channel.index_records import TensorRecords
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.layout import multi_step_key
 from weightcast.shared.channel.signing import PrivateKey
+from weightcast.shared.channel.store import AlreadyExists, Store
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes
-from weightcast.shared.codec.changes import Changes, compare
+from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import StepEncoding
 from weightcast.shared.digest.checksums import LanesArray, StepSums, span_sums
 from weightcast.shared.digest.root import root
-from weightcast.shared.files import durable
-from weightcast.shared.files.paths import exists
 
 _SHARD = "model-00000-of-00001.safetensors"
 
@@ -51,14 +49,17 @@ def due_multi_step(
     return sorted(due, key=lambda skip: (skip[1] - skip[0], -skip[0]))
 
 
-def existing_multi_step(layout: Layout, versions: Iterable[int], most_span: int) -> set[tuple[int, int]]:
+def existing_multi_step(store: Store, versions: Iterable[int], most_span: int) -> set[tuple[int, int]]:
     spans = [1 << k for k in range(1, most_span.bit_length())]
     wanted = ((v, v - span) for v in versions for span in spans if v % span == 0)
-    return {(v, base) for v, base in wanted if exists(layout.from_dir(v, base) / INDEX_NAME)}
+    return {
+        (v, base)
+        for v, base in wanted
+        if base >= 0 and store.stat(f"{multi_step_key(v, base)}/{INDEX_NAME}") is not None
+    }
 
 
 def write_multi_step(
-    layout: Layout,
     log: ReplayLog,
     main: Index,
     base: Position,
@@ -68,22 +69,42 @@ def write_multi_step(
 ) -> None:
     """Makes the delta from `base` to the version that `main` is the index of; it appears through its index
     alone. Raises DamagedFile when kept journals do not add up to it; nothing is left then."""
-    directory = layout.from_dir(main.version, base.version)
-    made = new_beside(directory, claim.epoch)
-    failpoint("skip.begun", made)
+    store, name = claim.store, multi_step_key(main.version, base.version)
+    draft = begin_beside(claim, name)
+    failpoint("skip.begun", store.place(draft))
     try:
-        data = _written(made, log, main, base, encoding)
+        data = _written(store.within(draft), log, main, base, encoding)
         index = parse_index(data, log.table)
-        _prove(made, log, index, base)
-        durable.sync_directory(made)
-        failpoint("skip.written", made)
-        commit(layout, made, directory, index, data, claim, key)
-    except FileExistsError:
-        discard(layout, made)
+        _prove(store.within(draft), log, index, base)
+        failpoint("skip.written", store.place(draft))
+        commit_draft(claim, draft, name, index, data, key)
+    except AlreadyExists:
+        store.discard(draft)
     except BaseException:
-        discard(layout, made)
+        store.discard(draft)
         raise
-    failpoint("skip.committed", directory)
+    failpoint("skip.committed", store.place(name))
+
+
+def write_steps(
+    writer: ShardWriter,
+    steps: Iterable[tuple[Chunk, Words, Words]],
+    add: Callable[[Chunk, ChunkStep], None] = lambda chunk, step: None,
+) -> PartFiles:
+    """Encodes chunks from their old words and their new ones; `add` is called with what changes. Leaves
+    nothing behind when it raises."""
+    try:
+        for chunk, old, new in steps:
+            changes, step, prepared = compare(old, new), None, b""
+            if len(changes):
+                step = ChunkStep(changes, span_sums(chunk, old, changes))
+                prepared = writer.prepare(chunk, old, lambda new=new: new, changes)  # type: ignore[misc]
+                add(chunk, step)
+            writer.append(chunk, prepared, lambda new=new: new, step)  # type: ignore[misc]
+        return writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
 
 
 class _Accumulator:
@@ -114,35 +135,16 @@ def _chunks(log: ReplayLog, main: Index, base: Position) -> Iterator[tuple[Chunk
     for part in main.parts:
         for chunk in grid(log.table, part):
             if log.touches(chunk, main.version, base.version):
-                new = log.chunk_at(chunk, main.version)
-                old = new.copy()
-                log.undo_chunk(chunk, old, main.version, base.version)
-                yield chunk, old, new
+                yield chunk, *log.step(chunk, main.version, base.version)
 
 
-def _written(directory: Path, log: ReplayLog, main: Index, base: Position, encoding: StepEncoding) -> bytes:
+def _written(files: Store, log: ReplayLog, main: Index, base: Position, encoding: StepEncoding) -> bytes:
     """The shard; returns the index."""
-    table = log.table
-    count = sum(1 for part in main.parts for _ in grid(table, part))
-    writer = open_shard_writer(encoding, directory / _SHARD, table, count)
-    totals = _Accumulator(table)
-    try:
-        for chunk, old, new in _chunks(log, main, base):
-            changes = compare(old, new)
-            if len(changes):
-                totals.add(chunk, _append(writer, chunk, old, new, changes))
-        files = writer.close()
-    except BaseException:
-        writer.abandon()
-        raise
+    count = sum(1 for part in main.parts for _ in grid(log.table, part))
+    writer, totals = begin_shard(encoding, files, _SHARD, log.table, count), _Accumulator(log.table)
+    written = write_steps(writer, _chunks(log, main, base), totals.add)
     lanes = totals.check(base, main.root)
-    return write_index(_index(main, base, encoding, files, totals, lanes), table)
-
-
-def _append(writer: ShardWriter, chunk: Chunk, old: Words, new: Words, changes: Changes) -> ChunkStep:
-    step = ChunkStep(changes, span_sums(chunk, old, changes))
-    writer.append(chunk, writer.prepare(chunk, old, lambda: new, changes), lambda: new, step)
-    return step
+    return write_index(_index(main, base, encoding, written, totals, lanes), log.table)
 
 
 def _index(
@@ -179,10 +181,10 @@ def _index(
     )
 
 
-def _prove(directory: Path, log: ReplayLog, index: Index, base: Position) -> None:
+def _prove(files: Store, log: ReplayLog, index: Index, base: Position) -> None:
     """Decodes what lies there as a host would, from the base version's words."""
-    verify_files(directory, index)
-    reader, totals = open_delta(index, log.table, directory), _Accumulator(log.table)
+    verify_files(files, index)
+    reader, totals = open_delta(index, log.table, files), _Accumulator(log.table)
     for chunk, old, _ in _chunks(log, index, base):
         if reader.touches(chunk):
             totals.add(chunk, reader.step(chunk, old))

@@ -24,6 +24,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.pins import Rollback
+from weightcast.shared.channel.store import Address
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 
@@ -31,7 +32,7 @@ class Held(Refused):
     """Publishing is held by an order."""
 
 
-def order_rollback(channel: Path, to: int) -> Rollback:
+def order_rollback(channel: Address, to: int) -> Rollback:
     """Leaves the order for the owner. Raises Refused for a version that the channel cannot say the bytes of,
     or that is the newest one."""
     opened = Channel.open(channel)
@@ -44,7 +45,7 @@ def order_rollback(channel: Path, to: int) -> Rollback:
             remedy="list versions with `weightcast channel log`",
         )
     order = Rollback(file.run_id, to, root_of(opened, pointer, to), time.time())
-    pins.order_rollback(channel, order)
+    pins.order_rollback(opened.store, order)
     return order
 
 
@@ -63,10 +64,10 @@ def root_of(channel: Channel, pointer: Pointer, version: int) -> str:
 
 def standing(channel: Channel) -> Rollback | None:
     """The order that holds publishing. Raises Refused for one of another run."""
-    order, (file, _) = pins.read_rollback(channel.directory), channel.require_ours()
+    order, (file, _) = pins.read_rollback(channel.store), channel.require_ours()
     if order is not None and order.run_id != file.run_id:
         raise Refused(
-            f"the rollback order in {channel.directory} is for run {order.run_id}, not {file.run_id}",
+            f"the rollback order in {channel.place} is for run {order.run_id}, not {file.run_id}",
             remedy="withdraw it with `weightcast channel resume`",
         )
     return order
@@ -80,8 +81,7 @@ def held(order: Rollback) -> Held:
 
 
 def is_carried_out(channel: Channel, order: Rollback) -> bool:
-    pointer = channel.pointer()
-    newest = Pointer(0) if pointer is None else pointer
+    newest = channel.pointer() or Pointer(0)
     return root_of(channel, newest, newest.version) == order.root
 
 
@@ -122,9 +122,7 @@ def _replay_log(local: Path, order: Rollback) -> ReplayLog | None:
 
 
 def _bring(channel: Channel, scratch: Path, base: Path | None, order: Rollback) -> None:
-    updater = LocalUpdater(
-        channel.directory, scratch, base, UpdaterOptions(visible_seconds=10.0, carries=False)
-    )
+    updater = LocalUpdater(channel.store, scratch, base, UpdaterOptions(visible_seconds=10.0, carries=False))
     try:
         updater.update_to(channel, order.to)
         if updater.local is None or updater.local.state.position.root != order.root:

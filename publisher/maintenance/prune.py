@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -23,15 +21,15 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME, Index
-from weightcast.shared.channel.layout import Layout, Pointer
+from weightcast.shared.channel.layout import CHANNEL_JSON, Pointer, index_key, version_name
 from weightcast.shared.channel.reports import Report, forgotten
-from weightcast.shared.channel.run_files import write_channel_file
-from weightcast.shared.channel.store import Address, StoreError
+from weightcast.shared.channel.run_files import CHANNEL_FILE_LIMIT, parse_channel_file, write_channel_file
+from weightcast.shared.channel.store import TRASH, NotFound, Store, StoreError
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import Boot
 from weightcast.shared.files import durable
-from weightcast.shared.files.paths import is_directory, is_own_directory
+from weightcast.shared.files.paths import exists
 from weightcast.shared.files.strict_json import parse_object
 
 GRACE_SECONDS = 3600.0
@@ -39,81 +37,84 @@ _NOTE, _NOTE_LIMIT = "pruned.json", 4096
 _PRUNED = re.compile(r"weight_v\d{6,15}-(\d{1,15})-[0-9a-f]{8}\.pruned", re.ASCII)
 
 
+def held_versions(channel: Channel, pointer: Pointer, above: int = 0) -> dict[int, HeldVersion]:
+    """The versions above `above` that are in the channel. One whose index cannot be read now counts as a
+    delta."""
+    table, found = channel.require_ours()[1].table, {}
+    for version, shown in channel.shown(pointer, above=above).items():
+        stat = channel.store.stat(index_key(version))
+        if stat is not None:
+            index = None
+            if shown.nbytes >= table.nbytes:
+                with contextlib.suppress(WeightcastError):
+                    index = channel.index(pointer, version, table)
+            whole = isinstance(index, Index) and index.kind == "anchor"
+            found[version] = HeldVersion(shown, stat.written, whole)
+    return found
+
+
 def situation(channel: Channel, pointer: Pointer, hosts: Collection[int], now: float) -> Situation:
     """Raises DamagedFile for a tag that cannot be read: nothing is pruned then."""
-    full = channel.require_ours()[1].table.nbytes
-    versions = {}
-    for version, shown in channel.shown(pointer).items():
-        with contextlib.suppress(FileNotFoundError):
-            created = (channel.layout.index(version)).stat().st_mtime
-            whole = shown.nbytes >= full and _is_whole(channel, pointer, version)
-            versions[version] = HeldVersion(shown, created, whole)
-    wanted = {*pins.kept(channel.directory), *pins.tags(channel.directory).values()}
-    return Situation(pointer.version, versions, now, hosts, wanted)
+    wanted = {*pins.kept(channel.store), *pins.tags(channel.store).values()}
+    return Situation(pointer.version, held_versions(channel, pointer), now, hosts, wanted)
 
 
-def _is_whole(channel: Channel, pointer: Pointer, version: int) -> bool:
-    index = channel.index(pointer, version, channel.require_ours()[1].table)
-    return isinstance(index, Index) and index.kind == "anchor"
-
-
-def prune(channel: Channel, verdict: Verdict, claim: Claim, now: float | None = None) -> None:
-    """Carries out what `decide` says."""
-    layout, (file, _) = channel.layout, channel.require_ours()
-    if not verdict.removals:
-        return
-    claim.check()
-    if verdict.horizon > file.horizon:
-        raised = replace(file, horizon=verdict.horizon)
-        durable.replace(layout.channel_json, write_channel_file(raised))
-        failpoint("prune.horizon", layout.channel_json)
-    layout.trash.mkdir(exist_ok=True)
+def prune(channel: Channel, verdict: Verdict, claim: Claim, local: Path | None = None) -> None:
+    """Carries out what `decide` says. `local`: the publisher's own local checkpoint, if it is here."""
+    store, (file, _) = claim.store, channel.require_ours()
+    if verdict.removals:
+        claim.check()
+    if verdict.removals and verdict.horizon > file.horizon:
+        store.replace(CHANNEL_JSON, write_channel_file(replace(file, horizon=verdict.horizon)))
+        failpoint("prune.horizon", store.place(CHANNEL_JSON))
+        if local is not None:
+            keep_channel_file(store, local)
     for removal in verdict.removals:
         claim.check()
-        _bury(layout, layout.version_dir(removal.version), time.time() if now is None else now)
-    durable.sync_directory(layout.channel)
+        name = version_name(removal.version)
+        grave = f"{TRASH}/{name}-{int(time.time())}-{secrets.token_hex(4)}{PRUNED}"
+        with contextlib.suppress(NotFound):
+            # the last one makes all names durable
+            store.move(name, grave, sync=removal is verdict.removals[-1])
+            failpoint("prune.moved", store.place(name))
+            _seconds_in(store.within(grave), Uptime.here())
 
 
-def _bury(layout: Layout, directory: Path, now: float) -> None:
-    grave = layout.trash / f"{directory.name}-{int(now)}-{secrets.token_hex(4)}{PRUNED}"
-    with contextlib.suppress(FileNotFoundError):
-        directory.rename(grave)
-        failpoint("prune.moved", directory)
-        _seconds_in(grave, Uptime.here())
+def keep_channel_file(store: Store, local: Path) -> None:
+    """Copies channel.json to the publisher's local state: no other file has the time, globs and aliases of
+    the run. For a repair only, so errors of the disk are left to what needs the disk."""
+    with contextlib.suppress(WeightcastError, OSError):
+        data = store.read(CHANNEL_JSON, CHANNEL_FILE_LIMIT)
+        parse_channel_file(data)
+        kept = LocalPaths(local).channel
+        if not exists(kept) or durable.read_file(kept, CHANNEL_FILE_LIMIT) != data:
+            durable.replace(kept, data)
 
 
-def put_away(layout: Layout, path: Path) -> bool:
+def put_away(store: Store, key: str) -> bool:
     """Moves what is of no use into the trash, in a directory of its own: for the grace period it can be had
     back. False when it is not there."""
-    grave = _new_grave(layout, path)
+    name, grave = _grave_of(key)
     try:
-        path.rename(grave / path.name)
-    except OSError as error:
-        grave.rmdir()
-        if isinstance(error, FileNotFoundError):
-            return False
-        raise
-    durable.sync_directory(path.parent)
-    _seconds_in(grave, Uptime.here())
+        store.move(key, f"{grave}/{name}", sync=True)
+    except NotFound:
+        return False
+    _seconds_in(store.within(grave), Uptime.here())
     return True
 
 
-def put_link_away(layout: Layout, path: Path) -> None:
-    """As `put_away` of a file that is about to be replaced: readers never see nothing where something was."""
-    grave = _new_grave(layout, path)
-    try:
-        os.link(path, grave / path.name, follow_symlinks=False)
-    except OSError:
-        grave.rmdir()
-    else:
-        _seconds_in(grave, Uptime.here())
+def put_copy_away(store: Store, key: str) -> None:
+    """As `put_away` of an object that is about to be replaced: readers never see nothing where something
+    was."""
+    name, grave = _grave_of(key)
+    with contextlib.suppress(StoreError):
+        store.copy(key, f"{grave}/{name}")
+        _seconds_in(store.within(grave), Uptime.here())
 
 
-def _new_grave(layout: Layout, path: Path) -> Path:
-    grave = layout.trash / f"{path.name}-{secrets.token_hex(4)}{PUT_AWAY}"
-    layout.trash.mkdir(exist_ok=True)
-    grave.mkdir()
-    return grave
+def _grave_of(key: str) -> tuple[str, str]:
+    name = key.rpartition("/")[2]
+    return name, f"{TRASH}/{name}-{secrets.token_hex(4)}{PUT_AWAY}"
 
 
 @dataclass(frozen=True)
@@ -129,79 +130,77 @@ class Uptime:
         return cls(Boot.here().boot_id, time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
-def _noted(grave: Path, uptime: Uptime) -> float | None:
+def _noted(grave: Store, uptime: Uptime) -> float | None:
     """How long something has been in the trash; None where that is not known here: after a boot, or on
     another machine."""
-    note = grave / _NOTE
     try:
-        facts = parse_object(durable.read_file(note, _NOTE_LIMIT), str(note))
+        facts = parse_object(grave.read(_NOTE, _NOTE_LIMIT), grave.place(_NOTE))
         boot, since = facts["boot"], facts["seconds"]
-    except (WeightcastError, FileNotFoundError, KeyError):
+    except (WeightcastError, KeyError):
         return None
     if boot == uptime.boot and isinstance(since, int | float) and 0 <= since <= uptime.seconds:
         return uptime.seconds - since
     return None
 
 
-def _seconds_in(grave: Path, uptime: Uptime) -> float:
+def _seconds_in(grave: Store, uptime: Uptime) -> float:
     """As `_noted`; counted anew where it is not known, from when the note of it can be written."""
     seconds = _noted(grave, uptime)
     if seconds is None:
+        note = json.dumps({"boot": uptime.boot, "seconds": uptime.seconds})
         # a full disk is no reason to leave the rest as it is
-        with contextlib.suppress(OSError):
-            (grave / _NOTE).write_text(json.dumps({"boot": uptime.boot, "seconds": uptime.seconds}))
+        with contextlib.suppress(StoreError):
+            grave.replace(_NOTE, note.encode(), sync=False)
     return seconds or 0.0
 
 
-def is_due(layout: Layout, grace_seconds: float = GRACE_SECONDS) -> bool:
+def is_due(store: Store, grace_seconds: float = GRACE_SECONDS) -> bool:
     """Whether something there may be deleted. Writes nothing."""
     uptime = Uptime.here()
-    known = (_noted(entry, uptime) for entry in _resting(layout))
+    known = (_noted(store.within(grave), uptime) for grave in _resting(store))
     return any(seconds is not None and seconds >= grace_seconds for seconds in known)
 
 
-def _resting(layout: Layout) -> Iterator[Path]:
-    """What was pruned or put away."""
-    for entry in layout.trash.iterdir() if is_directory(layout.trash) else ():
+def _resting(store: Store) -> Iterator[str]:
+    """Keys of what was pruned or put away."""
+    for entry in list(store.list(TRASH)):
         named = _PRUNED.fullmatch(entry.name) is not None or entry.name.endswith(PUT_AWAY)
-        if named and is_own_directory(entry):
-            yield entry
+        if named and entry.kind == "directory":
+            yield f"{TRASH}/{entry.name}"
 
 
-def forget_hosts(channel: Address, claim: Claim, now: float) -> None:
-    """Deletes reports of hosts that are no more. One that comes back writes its report again. Raises OSError
-    where they cannot be listed."""
-    store = open_store(channel)
-    old = forgotten(store, now)
+def empty_trash(store: Store, grace_seconds: float = GRACE_SECONDS, uptime: Uptime | None = None) -> int:
+    """Deletes what was pruned or put away longer ago than that; how many of these. The time of day is not
+    asked: it may jump. Raises RetryLater for what cannot be deleted, after the rest."""
+    uptime = Uptime.here() if uptime is None else uptime
+    deleted, kept = 0, ""
+    for grave in _resting(store):
+        if _seconds_in(store.within(grave), uptime) < grace_seconds:
+            continue
+        try:
+            # the index goes first: what is half deleted is no version
+            store.delete(f"{grave}/{INDEX_NAME}")
+            failpoint("prune.emptying", store.place(grave))
+            store.discard(grave)
+            deleted += 1
+            failpoint("prune.deleted", store.place(grave))
+        except StoreError as error:
+            kept = f"cannot delete {store.place(grave)}: {error.strerror}"
+    if kept:
+        raise RetryLater(kept, remedy="delete it by hand")
+    return deleted
+
+
+def forget_hosts(claim: Claim, now: float) -> None:
+    """Deletes reports of hosts that are no more. One that comes back writes its report again. Raises
+    StoreError where they cannot be listed."""
+    old = forgotten(claim.store, now)
     if old:
         claim.check()
     for key in old:
         # a file of another user in a directory with the sticky bit cannot be deleted; it does no harm
         with contextlib.suppress(StoreError):
-            store.delete(key)
-
-
-def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Uptime | None = None) -> int:
-    """Deletes what was pruned or put away longer ago than that; how many of these. The time of day is not
-    asked: it may jump. Raises RetryLater for what cannot be deleted, after the rest."""
-    uptime = Uptime.here() if uptime is None else uptime
-    deleted, kept = 0, ""
-    for entry in _resting(layout):
-        if _seconds_in(entry, uptime) < grace_seconds:
-            continue
-        try:
-            # the index goes first: what is half deleted is no version
-            (entry / INDEX_NAME).unlink(missing_ok=True)
-            failpoint("prune.emptying", entry)
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(entry)
-                deleted += 1
-            failpoint("prune.deleted", entry)
-        except OSError as error:
-            kept = f"cannot delete {entry}: {error.strerror}"
-    if kept:
-        raise RetryLater(kept, remedy="delete it by hand")
-    return deleted
+            claim.store.delete(key)
 
 
 ACTIVE_SECONDS = 600.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile
@@ -22,18 +21,18 @@ from weightcast.shared.channel.signing import (
     stated_by_base,
     write_signature,
 )
-from weightcast.shared.channel.store import Store
+from weightcast.shared.channel.store import Address, Store
 
 
-def sign_channel(directory: Path, key: PrivateKey, advance: Advance | None = None) -> int:
+def sign_channel(address: Address, key: PrivateKey, advance: Advance | None = None) -> int:
     """Signs every index up to the pointer, then base.json, in place of the signatures that are there. Returns
     how many versions. Raises DamagedFile, and signs nothing, when `verify` finds anything wrong."""
-    channel = Channel.open(directory)
+    channel = Channel.open(address)
     _, base = channel.require_ours()
     problems = verify(channel, advance)
     if problems:
         raise DamagedFile(
-            f"{directory} is not signed: {problems[0].message} ({len(problems)} problems)",
+            f"{channel.place} is not signed: {problems[0].message} ({len(problems)} problems)",
             remedy="list them with `weightcast channel verify`",
         )
     signed = list(_statements(channel))

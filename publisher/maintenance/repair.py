@@ -6,54 +6,62 @@ stays where it is. Committed versions never change.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
 
-from weightcast.publisher.maintenance.prune import put_away, put_link_away
+from weightcast.publisher.maintenance.multi_step_deltas import write_steps
+from weightcast.publisher.maintenance.prune import put_away, put_copy_away
 from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
 from weightcast.publisher.publish.anchors import write_weights
-from weightcast.publisher.publish.commit import drop_attempt, new_parts_dir
-from weightcast.shared.base.elements import Chunk, Part, Words, grid
+from weightcast.publisher.publish.commit import begin_attempt, end_attempt, put
+from weightcast.shared.base.elements import Part, grid
 from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import Problem, check_files
 from weightcast.shared.channel.channel import Channel, require_named
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.delta_writer import ChunkStep, ShardWriter, open_shard_writer
+from weightcast.shared.channel.delta_writer import begin_shard
+from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.faults import faults, highest_sound, of_channel, unannounced
 from weightcast.shared.channel.index import (
     CARRIED,
     INDEX_LIMIT,
     INDEX_NAME,
+    Encoding,
     FileRecord,
     Index,
     parse_index,
 )
-from weightcast.shared.channel.layout import Layout, read_pointer, version_name, write_pointer
+from weightcast.shared.channel.layout import (
+    BASE_JSON,
+    CHANNEL_JSON,
+    anchor_key,
+    index_key,
+    read_pointer,
+    version_name,
+    write_pointer,
+)
 from weightcast.shared.channel.run_files import (
     BASE_LIMIT,
     CHANNEL_FILE_LIMIT,
     Base,
     parse_base,
     parse_channel_file,
-    read_channel_file,
+    write_channel_file,
 )
-from weightcast.shared.channel.signing import Trust, signature_path
+from weightcast.shared.channel.signing import Trust, signature_key
+from weightcast.shared.channel.store import NotFound, Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.side_files import SideFiles
 from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.verify.hashing import Credit
-from weightcast.shared.codec.changes import compare
 from weightcast.shared.daemon.backoff import Due
-from weightcast.shared.digest.checksums import span_sums
 from weightcast.shared.files import durable
-from weightcast.shared.files.paths import exists, is_directory
 from weightcast.shared.files.strict_json import parse_object
 
 WriteAnchor = Callable[[], int | None]
@@ -62,7 +70,7 @@ _BACKUP = "restore channel.json from a backup of the channel; without one, make 
 _MOVED = ("anchor", "skip", "stray", "report")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Repairs:
     """`left`: what is still wrong afterwards; `notes`: what is nobody's fault."""
 
@@ -71,343 +79,295 @@ class Repairs:
     notes: list[str] = field(default_factory=list)
 
 
-def is_sound(directory: Path, advance: Advance | None = None, trust: Trust | None = None) -> bool:
+def is_sound(store: Store, advance: Advance | None = None, trust: Trust | None = None) -> bool:
     """Whether nothing is to be repaired. Reads the whole channel. Raises Refused where there is none."""
-    if faults(directory, advance, trust):
+    if faults(store, advance, trust):
         return False
-    require_named(directory)
+    require_named(store)
     return True
 
 
 def repair(
-    directory: Path,
-    held: Claim,
+    claim: Claim,
     local: Path | None,
     write_anchor: WriteAnchor,
     *,
     advance: Advance | None = None,
     trust: Trust | None = None,
 ) -> Repairs:
-    """Repairs the channel that `held` claims. `local`: the publisher's own local checkpoint, for what only
-    its bytes can restore. `write_anchor`: writes full weights of the newest version from it.
+    """Repairs the channel that is claimed. `local`: the publisher's own local checkpoint, for what only its
+    bytes can restore. `write_anchor`: writes full weights of the newest version from it.
 
-    Raises Refused for another tool's channel and where `held` is outdated."""
-    repairs = Repairs()
-    if local is not None:
-        _restore_channel_file(directory, local, held, repairs)
-        _restore_base(directory, local, repairs)
-        _make_again(directory, local, held, repairs)
-    channel = Channel.open(directory, trust)
+    Raises Refused for another tool's channel and where the claim is outdated."""
+    store, repairs = claim.store, Repairs()
+    own = None if local is None else _OwnState(local, claim, repairs)
+    if own is not None:
+        own.restore_channel_file()
+        own.restore_base()
+        own.make_again()
+    channel = Channel.open(store, trust)
     if channel.foreign:
-        raise Refused(f"{directory} belongs to another tool", remedy="repair it with that tool")
-    if _restore_pointer(channel, held, repairs, advance) and local is not None:
-        # only now it is known which versions must be there
-        _make_again(directory, local, held, repairs)
-    _move_away(channel, held, repairs, advance)
-    if local is not None:
-        _write_anchor(directory, local, repairs, write_anchor)
-    repairs.left = faults(directory, advance, trust)
-    repairs.notes += [
+        raise Refused(f"{channel.place} belongs to another tool", remedy="repair it with that tool")
+    version = None if _points_somewhere(store) else highest_sound(channel, advance)
+    if version is not None:
+        claim.check()
+        write_pointer(store, version)
+        repairs.done.append(f"latest restored to version {version}, the newest intact one")
+        if own is not None:
+            # only now it is known which versions must be there
+            own.make_again()
+    _move_away(channel, claim, repairs, advance)
+    if own is not None:
+        own.write_anchor(write_anchor)
+    repairs.left.extend(faults(store, advance, trust))
+    repairs.notes.extend(
         f"version {version} is committed but not announced: start its publisher to announce it"
-        for version in unannounced(Channel.open(directory))
-    ]
+        for version in unannounced(Channel.open(store))
+    )
     return repairs
 
 
-def keep_channel_file(directory: Path, local: Path) -> None:
-    """Copies channel.json to the publisher's local state: no other file has the time, globs and aliases of
-    the run. For a repair only, so errors of the disk are left to what needs the disk."""
-    with suppress(WeightcastError, OSError):
-        data = durable.read_file(Layout(directory).channel_json, CHANNEL_FILE_LIMIT)
-        parse_channel_file(data)
-        kept = LocalPaths(local).channel
-        if not exists(kept) or durable.read_file(kept, CHANNEL_FILE_LIMIT) != data:
-            durable.replace(kept, data)
+@dataclass(frozen=True)
+class _OwnState:
+    """What the publisher's own local checkpoint `local` can restore."""
 
+    local: Path
+    claim: Claim
+    repairs: Repairs
 
-def _restore_channel_file(directory: Path, local: Path, held: Claim, repairs: Repairs) -> None:
-    """Of this run alone: the local state names it. A newer format is left as it is."""
-    layout, paths = Layout(directory), LocalPaths(local)
-    try:
-        read_channel_file(layout.channel_json)
-        return
-    except FileNotFoundError:
-        if not exists(layout.base_json):
+    @property
+    def _store(self) -> Store:
+        return self.claim.store
+
+    @property
+    def _room(self) -> Store:
+        return DirectoryStore(LocalPaths(self.local).room)
+
+    def restore_channel_file(self) -> None:
+        """Of this run alone: the local state names it. A newer format is left as it is."""
+        try:
+            parse_channel_file(self._store.read(CHANNEL_JSON, CHANNEL_FILE_LIMIT))
             return
-    except DamagedFile:
-        pass
-    here, own = _base_in(layout.base_json), _base_in(paths.base)
-    try:
-        data = durable.read_file(paths.channel, CHANNEL_FILE_LIMIT)
-        kept = parse_channel_file(data)
-    except FileNotFoundError as error:
-        raise DamagedFile(f"{layout.channel_json} is damaged; {local} has no copy", remedy=_BACKUP) from error
-    if any(base is not None and base.run_id != kept.run_id for base in (here, own)):
-        raise Refused(
-            f"{paths.channel} is of run {kept.run_id}, the channel is not",
-            remedy="give the --local of this channel's publisher",
+        except NotFound:
+            if self._store.stat(BASE_JSON) is None:
+                return
+        except DamagedFile:
+            pass
+        try:
+            data = self._room.read(CHANNEL_JSON, CHANNEL_FILE_LIMIT)
+        except NotFound as error:
+            place = self._store.place(CHANNEL_JSON)
+            raise DamagedFile(f"{place} is damaged; {self.local} has no copy", remedy=_BACKUP) from error
+        kept, bases = parse_channel_file(data), map(_base_in, (self._store, self._room))
+        if any(base is not None and base.run_id != kept.run_id for base in bases):
+            raise Refused(
+                f"{self._room.place(CHANNEL_JSON)} is of run {kept.run_id}, the channel is not",
+                remedy="give the --local of this channel's publisher",
+            )
+        horizon = self._horizon(kept.horizon)
+        if horizon > kept.horizon:
+            data = write_channel_file(replace(kept, horizon=horizon))
+        self._store.replace(CHANNEL_JSON, data, allowed=self.claim.check)
+        self.repairs.done.append(f"channel.json restored from {self.local}")
+
+    def _horizon(self, kept: int) -> int:
+        """No lower than what was pruned, perhaps by a command on another machine: then every version from one
+        with full weights on is there, and the one before is not."""
+        first = _pointed(self._store)
+        while first > kept and self._store.stat(index_key(first - 1)) is not None:
+            first -= 1
+        full = self._stated(first).get("kind") == "anchor" or (
+            self._store.stat(f"{anchor_key(first)}/{INDEX_NAME}") is not None
         )
-    held.check()
-    durable.replace(layout.channel_json, data)
-    repairs.done.append(f"channel.json restored from {local}")
+        return first if full and first > max(kept, 1) else kept
+
+    def restore_base(self) -> None:
+        """A local checkpoint keeps the exact bytes. They must be those that the first version names."""
+        here = _base_in(self._store)
+        if here is not None and not self._starts_elsewhere(here):
+            return
+        data = self._room.read(BASE_JSON, BASE_LIMIT)
+        kept = parse_base(data)
+        run_id = parse_channel_file(self._store.read(CHANNEL_JSON, CHANNEL_FILE_LIMIT)).run_id
+        if kept.run_id != run_id or self._starts_elsewhere(kept):
+            raise Refused(
+                f"{self._room.place(BASE_JSON)} is not the base that the first version starts from",
+                remedy="give the --local of this channel's publisher",
+            )
+        self._store.replace(BASE_JSON, data)
+        self.repairs.done.append(f"base.json restored from {self.local}")
+
+    def _starts_elsewhere(self, base: Base) -> bool:
+        """Whether version 1 names another base. Its index cannot be checked further without one."""
+        stated = self._stated(1)
+        return stated.get("kind") == "delta" and stated.get("parent") != base.digest
+
+    def _stated(self, version: int) -> Mapping[str, object]:
+        """What a version's index says of itself, unchecked; empty where it cannot be read."""
+        with suppress(WeightcastError, OSError):
+            data = self._store.read(index_key(version), INDEX_LIMIT)
+            ours = parse_object(data, f"index of version {version}").get("weightcast")
+            return ours if isinstance(ours, dict) else {}
+        return {}
+
+    def make_again(self) -> None:
+        """What the publisher's own bytes and journals still give."""
+        try:
+            file = parse_channel_file(self._store.read(CHANNEL_JSON, CHANNEL_FILE_LIMIT))
+            there = range(max(1, file.horizon), _pointed(self._store) + 1)
+            done, lost = remake(self.claim, self.local, there)
+        except (WeightcastError, OSError) as error:
+            self.repairs.notes.append(f"cannot restore anything from {self.local}: {error}")
+            return
+        self.repairs.done.extend(done)
+        self.repairs.notes.extend(lost)
+
+    def write_anchor(self, write: WriteAnchor) -> None:
+        """Full weights of the newest version lead hosts past lost deltas."""
+        lost = [problem for problem in faults(self._store) if problem.part in ("version", "link")]
+        if not any("until an anchor" in problem.meaning for problem in lost):
+            return
+        try:
+            version = write()
+            if version is not None:
+                self.repairs.done.append(f"anchor of version {version} written from {self.local}")
+        except (WeightcastError, OSError) as error:
+            self.repairs.notes.append(f"cannot write an anchor from {self.local}: {error}")
 
 
-def _restore_base(directory: Path, local: Path, repairs: Repairs) -> None:
-    """A local checkpoint keeps the exact bytes. They must be those that the first version names."""
-    path = Layout(directory).base_json
-    here = _base_in(path)
-    if here is not None and not _starts_elsewhere(directory, here.digest):
-        return
-    data = durable.read_file(LocalPaths(local).base, BASE_LIMIT)
-    kept = parse_base(data)
-    if kept.run_id != _run_of(directory) or _starts_elsewhere(directory, kept.digest):
-        raise Refused(
-            f"{LocalPaths(local).base} is not the base that the first version starts from",
-            remedy="give the --local of this channel's publisher",
-        )
-    durable.replace(path, data)
-    repairs.done.append(f"base.json restored from {local}")
-
-
-def _base_in(path: Path) -> Base | None:
+def _base_in(store: Store) -> Base | None:
     try:
-        return parse_base(durable.read_file(path, BASE_LIMIT))
-    except (WeightcastError, FileNotFoundError):
+        return parse_base(store.read(BASE_JSON, BASE_LIMIT))
+    except WeightcastError:
         return None
 
 
-def _run_of(directory: Path) -> str:
-    return read_channel_file(Layout(directory).channel_json).run_id
-
-
-def _starts_elsewhere(directory: Path, digest: str) -> bool:
-    """Whether version 1 names another base. Its index cannot be checked further without one."""
-    try:
-        index = parse_object(durable.read_file(Layout(directory).index(1), INDEX_LIMIT), "index of version 1")
-    except (WeightcastError, OSError):
-        return False
-    ours = index.get("weightcast")
-    return isinstance(ours, dict) and ours.get("kind") == "delta" and ours.get("parent") != digest
-
-
-def _make_again(directory: Path, local: Path, held: Claim, repairs: Repairs) -> None:
-    """What the publisher's own bytes and journals still give."""
-    layout = Layout(directory)
-    try:
-        file = read_channel_file(layout.channel_json)
-        done, lost = remake(layout, local, held, range(max(1, file.horizon), _pointed(directory) + 1))
-    except (WeightcastError, OSError) as error:
-        repairs.notes.append(f"cannot restore anything from {local}: {error}")
-        return
-    repairs.done += done
-    repairs.notes += lost
-
-
-def _pointed(directory: Path) -> int:
+def _pointed(store: Store) -> int:
     """0 where the pointer says nothing."""
-    try:
-        pointer = read_pointer(directory)
-    except WeightcastError:
-        return 0
-    return 0 if pointer is None else pointer.version
+    with suppress(WeightcastError):
+        pointer = read_pointer(store)
+        return 0 if pointer is None else pointer.version
+    return 0
 
 
-def _restore_pointer(channel: Channel, held: Claim, repairs: Repairs, advance: Advance | None) -> bool:
-    version = None if _points_somewhere(channel) else highest_sound(channel, advance)
-    if version is None:
-        return False
-    held.check()
-    write_pointer(channel.directory, version)
-    repairs.done.append(f"latest restored to version {version}, the newest intact one")
-    return True
+def _points_somewhere(store: Store) -> bool:
+    """To a version that is there, whole or not. Its index is asked for, as a listing may lack it."""
+    version = _pointed(store)
+    there = store.stat(index_key(version)) is not None or bool(store.names(version_name(version)))
+    return version > 0 and there
 
 
-def _points_somewhere(channel: Channel) -> bool:
-    try:
-        pointer = read_pointer(channel.directory)
-    except WeightcastError:
-        return False
-    return pointer is not None and is_directory(channel.layout.version_dir(pointer.version))
-
-
-def _move_away(channel: Channel, held: Claim, repairs: Repairs, advance: Advance | None) -> None:
+def _move_away(channel: Channel, claim: Claim, repairs: Repairs, advance: Advance | None) -> None:
     moved: set[str] = set()
     for problem in of_channel(channel, advance):
-        if problem.unread:
+        key = problem.directory.removeprefix(channel.place).lstrip("/")
+        if problem.unread or not key or key in moved:
             continue
-        if problem.part == "claim":
-            wanted = Path(problem.directory).stem.isdigit() and int(Path(problem.directory).stem) < held.epoch
-        else:
-            wanted = problem.part in _MOVED
-        if wanted and problem.directory and problem.directory not in moved:
-            held.check()
-            moved.add(problem.directory)
-            _to_trash(channel.layout, Path(problem.directory), repairs)
-
-
-def _to_trash(layout: Layout, path: Path, repairs: Repairs) -> None:
-    if put_away(layout, path):
-        repairs.done.append(f"{path.relative_to(layout.channel)} moved to .trash")
-
-
-def _write_anchor(directory: Path, local: Path, repairs: Repairs, write_anchor: WriteAnchor) -> None:
-    """Full weights of the newest version lead hosts past lost deltas."""
-    lost = [problem for problem in faults(directory) if problem.part in ("version", "link")]
-    if not lost or not any("until an anchor" in problem.meaning for problem in lost):
-        return
-    try:
-        version = write_anchor()
-        if version is not None:
-            repairs.done.append(f"anchor of version {version} written from {local}")
-    except (WeightcastError, OSError) as error:
-        repairs.notes.append(f"cannot write an anchor from {local}: {error}")
-
-
-@dataclass(frozen=True)
-class Remake:
-    """Of one channel, under a claim. `there`: versions that must be in it; others may be gone on purpose, or
-    were never announced."""
-
-    layout: Layout
-    replay_log: ReplayLog
-    journals: KeptJournals
-    claim: Claim
-    there: range
-    only: int | None = None
-    lost: list[str] = field(default_factory=list)
-    """what could not be made, and why"""
-
-    def versions(self) -> Iterator[str]:
-        """Makes what can be made again, version by version; says what was."""
-        for version, position in sorted(self.replay_log.positions().items()):
-            if self.only not in (None, version):
-                continue
-            if version in self.there or (version > 0 and is_directory(self.layout.version_dir(version))):
-                yield from self._version(position)
-
-    def _version(self, position: Position) -> Iterator[str]:
-        directory = self.layout.version_dir(position.version)
-        data, lost = self._index(directory, position)
-        if data is None:
-            return
-        index = parse_index(data, self.replay_log.table)
-        bad = [record for record in index.all_files if any(check_files(directory, [record]))]
-        if not bad and not lost:
-            return
-        self.claim.check()
-        directory.mkdir(exist_ok=True)
-        try:
-            yield from self._files(directory, index, bad)
-        except (WeightcastError, OSError) as error:
-            self.lost.append(f"version {index.version} cannot be restored: {error}")
-            return
-        if lost:
-            self._restore_index(directory, position.version, data)
-            yield f"{directory.name}/{INDEX_NAME} restored byte for byte"
-
-    def _index(self, directory: Path, position: Position) -> tuple[bytes | None, bool]:
-        """What was committed, and whether the channel lost it. None where nobody knows it."""
-        with contextlib.suppress(WeightcastError, OSError):
-            data = durable.read_file(directory / INDEX_NAME, INDEX_LIMIT)
-            if blake3(data).hexdigest() == position.digest:
-                return data, False
-        return self.journals.index(position), True
-
-    def _files(self, directory: Path, index: Index, bad: list[FileRecord]) -> Iterator[str]:
-        if not bad:
-            return
-        scratch = new_parts_dir(self.layout, index.version, self.claim.epoch)
-        try:
-            for name in sorted(self._made(scratch, index, bad)):
-                self.claim.check()
-                _put(self.layout, scratch / name, durable.make_within(directory, name))
-                yield f"{directory.name}/{name} written again byte for byte"
-        finally:
-            drop_attempt(self.layout, scratch)
-
-    def _made(self, scratch: Path, index: Index, bad: list[FileRecord]) -> list[str]:
-        """Names of the files in `scratch` that are what the index says. Raises DamagedFile for one that is
-        not."""
-        wanted = {record.name: record for record in bad}
-        for record in index.carried:
-            kept = SideFiles(self.journals.paths).path(record)
-            if kept is not None:
-                durable.replace(
-                    durable.make_within(scratch, f"{CARRIED}/{record.name}"), durable.pieces_of(kept)
-                )
-        if index.kind == "anchor":
-            words = self.replay_log.words_at(index.version)
-            write_weights(scratch, self.replay_log.table, words, self.replay_log.side_files)
-        else:
-            for part in index.parts:
-                name = _shard_of(index, part)
-                if name in wanted:
-                    _write_part(scratch / name, self.replay_log, index, part)
-        for name, record in wanted.items():
-            if any(check_files(scratch, [record])):
-                raise DamagedFile(
-                    f"{version_name(index.version)}/{name} differs from the committed file",
-                    remedy="repair with the release that wrote it and its compression library",
-                )
-        return list(wanted)
-
-    def _restore_index(self, directory: Path, version: int, data: bytes) -> None:
-        path, signature = directory / INDEX_NAME, self.journals.signature(version)
-        put_link_away(self.layout, path)
-        if signature is not None:
-            durable.replace(signature_path(path), signature)
-        durable.replace(path, data)
-        durable.sync_directory(self.layout.channel)
-
-
-def _shard_of(index: Index, part: Part) -> str:
-    """The file that a part's chunks lie in: each part has one."""
-    return next((record.file for record in index.chunks if record.key.part == part.number), "")
-
-
-def _write_part(path: Path, log: ReplayLog, index: Index, part: Part) -> None:
-    """As it was published: the words of both versions, encoded once more."""
-    if index.encoding is None:
-        raise DamagedFile(f"version {index.version} has no encoding")
-    # a rank knows of one part, its own
-    part = Part(0, part.segments)
-    count = sum(1 for _ in grid(log.table, part))
-    writer = open_shard_writer(index.encoding, path, log.table, count)
-    try:
-        for chunk in grid(log.table, part):
-            new = log.chunk_at(chunk, index.version)
-            old = new.copy()
-            log.undo_chunk(chunk, old, index.version, index.base_version)
-            _append(writer, chunk, old, new)
-        writer.close()
-    except BaseException:
-        writer.abandon()
-        raise
-
-
-def _append(writer: ShardWriter, chunk: Chunk, old: Words, new: Words) -> None:
-    changes = compare(old, new)
-    if len(changes):
-        prepared = writer.prepare(chunk, old, lambda: new, changes)
-        writer.append(chunk, prepared, lambda: new, ChunkStep(changes, span_sums(chunk, old, changes)))
-    else:
-        writer.append(chunk, b"", lambda: new, None)
-
-
-def _put(layout: Layout, made: Path, target: Path) -> None:
-    put_link_away(layout, target)
-    made.rename(target)
-    durable.sync_directory(target.parent)
+        epoch = PurePosixPath(key).stem
+        old_claim = problem.part == "claim" and epoch.isdigit() and int(epoch) < claim.epoch
+        if old_claim or problem.part in _MOVED:
+            claim.check()
+            moved.add(key)
+            if put_away(channel.store, key):
+                repairs.done.append(f"{key} moved to .trash")
 
 
 def remake(
-    layout: Layout, local: Path, claim: Claim, there: range, *, only: int | None = None
+    claim: Claim, local: Path, there: range, *, only: int | None = None
 ) -> tuple[list[str], list[str]]:
-    """What was made, and what could not be. `only`: the one version to look at. Raises RetryLater and
-    NeedsReseed when the local checkpoint cannot be read now."""
+    """What was made, and what could not be. `there`: versions that must be in the channel; others may be gone
+    on purpose, or were never announced. `only`: the one version to look at. Raises RetryLater and NeedsReseed
+    when the local checkpoint cannot be read now."""
+    made: list[str] = []
+    lost: list[str] = []
     with ReplayLog(local) as log:
-        run = Remake(layout, log, KeptJournals(LocalPaths(local)), claim, there, only)
-        return list(run.versions()), run.lost
+        for version, position in sorted(log.positions().items()):
+            if only in (None, version) and (
+                version in there or (version > 0 and claim.store.names(version_name(version)))
+            ):
+                try:
+                    for line in _Remake(log, KeptJournals(LocalPaths(local)), claim, position).lines():
+                        made.append(line)
+                except (WeightcastError, OSError) as error:
+                    lost.append(f"version {version} cannot be restored: {error}")
+    return made, lost
+
+
+@dataclass(frozen=True)
+class _Remake:
+    """Of one version, under a claim."""
+
+    log: ReplayLog
+    journals: KeptJournals
+    claim: Claim
+    position: Position
+
+    def lines(self) -> Iterator[str]:
+        """Makes what can be made again; says what was."""
+        store, version = self.claim.store, version_name(self.position.version)
+        data, lost = self._index()
+        if data is None:
+            return
+        index = parse_index(data, self.log.table)
+        bad = [record for record in index.all_files if any(check_files(store.within(version), [record]))]
+        if bad:
+            self.claim.check()
+            draft = begin_attempt(self.claim, index.version)
+            try:
+                self._make(store.within(draft), index, bad)
+                for name in sorted(record.name for record in bad):
+                    self.claim.check()
+                    put_copy_away(store, f"{version}/{name}")
+                    store.move(f"{draft}/{name}", f"{version}/{name}", sync=True)
+                    yield f"{version}/{name} written again byte for byte"
+            finally:
+                end_attempt(store, draft)
+        if lost:
+            self.claim.check()
+            key, signature = f"{version}/{INDEX_NAME}", self.journals.signature(index.version)
+            put_copy_away(store, key)
+            if signature is not None:
+                store.replace(signature_key(key), signature)
+            store.replace(key, data)
+            yield f"{key} restored byte for byte"
+
+    def _index(self) -> tuple[bytes | None, bool]:
+        """What was committed, and whether the channel lost it. None where nobody knows it."""
+        with suppress(WeightcastError, OSError):
+            data = self.claim.store.read(index_key(self.position.version), INDEX_LIMIT)
+            if blake3(data).hexdigest() == self.position.digest:
+                return data, False
+        return self.journals.index(self.position), True
+
+    def _make(self, files: Store, index: Index, bad: list[FileRecord]) -> None:
+        """Raises DamagedFile for a file that does not become what the index says."""
+        for record in index.carried:
+            kept = SideFiles(self.journals.paths).path(record)
+            if kept is not None:
+                put(files, f"{CARRIED}/{record.name}", durable.pieces_of(kept))
+        if index.encoding is None:
+            words = self.log.words_at(index.version)
+            write_weights(files, self.log.table, words, self.log.local.side_files)
+        else:
+            for part in index.parts:
+                # each part has one shard
+                name = next((record.file for record in index.chunks if record.key.part == part.number), "")
+                if any(record.name == name for record in bad):
+                    self._write_shard(files, name, index, part, index.encoding)
+        for record in bad:
+            if any(check_files(files, [record])):
+                raise DamagedFile(
+                    f"{version_name(index.version)}/{record.name} differs from the committed file",
+                    remedy="repair with the release that wrote it and its compression library",
+                )
+
+    def _write_shard(self, files: Store, name: str, index: Index, part: Part, encoding: Encoding) -> None:
+        """As it was published: the words of both versions, encoded once more."""
+        log = self.log
+        # a rank knows of one part, its own
+        chunks = list(grid(log.table, Part(0, part.segments)))
+        steps = ((chunk, *log.step(chunk, index.version, index.base_version)) for chunk in chunks)
+        write_steps(begin_shard(encoding, files, name, log.table, len(chunks)), steps)
 
 
 _ROUND_SECONDS = 30.0
@@ -423,11 +383,11 @@ class ChannelCheck:
         self._round: Iterator[int | None] | None = None
         self._given_up: set[int] = set()
 
-    def turn(self, layout: Layout, local: LocalCheckpoint) -> int | None:
+    def turn(self, store: Store, local: LocalCheckpoint) -> int | None:
         """Reads what the rate allows since the last turn. Returns a version with a damaged or lost file."""
         self._credit.earn()
         if self._round is None and self._credit.left > 0 and self._round_due.take():
-            self._round = self._files(layout, local)
+            self._round = self._files(store, local)
         while self._round is not None and self._credit.left > 0:
             try:
                 damaged = next(self._round)
@@ -442,29 +402,28 @@ class ChannelCheck:
         """Its files could not be written again: they are not read again either."""
         self._given_up.add(version)
 
-    def _files(self, layout: Layout, local: LocalCheckpoint) -> Iterator[int | None]:
+    def _files(self, store: Store, local: LocalCheckpoint) -> Iterator[int | None]:
         """After each file that was read: its version where the file is damaged or lost, else None."""
         history = KeptJournals(local.paths)
-        for version, kept in history.back_from(local.state.position).items():
-            data = None if version in self._given_up else history.index(kept.step.target)
+        for version, step in history.back_from(local.state.position).items():
+            data = None if version in self._given_up else history.index(step.target)
             if data is None:
                 continue
-            directory = layout.version_dir(version)
-            yield version if self._has_other_index(layout, version, data) else None
+            yield version if self._has_other_index(store, version, data) else None
             with suppress(WeightcastError):
                 for record in parse_index(data, local.table).all_files:
-                    if not is_directory(directory):
+                    if store.stat(index_key(version)) is None:
                         break  # pruned meanwhile
                     self._credit.left -= record.size
-                    flaws = check_files(directory, [record])
+                    flaws = check_files(store.within(version_name(version)), [record])
                     yield version if any(not flaw.unread for flaw in flaws) else None
 
-    def _has_other_index(self, layout: Layout, version: int, expected: bytes) -> bool:
+    def _has_other_index(self, store: Store, version: int, expected: bytes) -> bool:
         """False for an index that cannot be read now, and for a version that was pruned."""
         self._credit.left -= len(expected)
         try:
-            return durable.read_file(layout.version_dir(version) / INDEX_NAME, INDEX_LIMIT) != expected
-        except FileNotFoundError:
-            return version >= read_channel_file(layout.channel_json).horizon
+            return store.read(index_key(version), INDEX_LIMIT) != expected
+        except NotFound:
+            return version >= parse_channel_file(store.read(CHANNEL_JSON, CHANNEL_FILE_LIMIT)).horizon
         except (WeightcastError, OSError):
             return False

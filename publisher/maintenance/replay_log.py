@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +22,9 @@ from weightcast.shared.base.elements import Chunk, TensorTable, Words
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.index import INDEX_LIMIT
-from weightcast.shared.channel.layout import Layout, digits
-from weightcast.shared.channel.run_files import Base
-from weightcast.shared.channel.signing import SIGNATURE_LIMIT, signature_path
+from weightcast.shared.channel.layout import digits, index_key
+from weightcast.shared.channel.signing import SIGNATURE_LIMIT, signature_key
+from weightcast.shared.channel.store import Store, read_if_there
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, WordsIn
 from weightcast.shared.checkpoint.state.state import Phase, Position, Step, parse_step, read_state, step_json
 from weightcast.shared.checkpoint.update.buffer_reuse import keep_journal
@@ -38,13 +37,8 @@ from weightcast.shared.files.strict_json import parse_object
 _STEP_LIMIT = 256 << 20
 
 
-@dataclass(frozen=True)
-class KeptJournal:
-    """A step whose journal is kept at `path`."""
-
-    step: Step
-    path: Path
-    nbytes: int
+_ENDINGS = ("json", "journal", "index", "sig")
+"""of a version's files; the first one goes first: without its step nothing of it counts"""
 
 
 class KeptJournals:
@@ -52,7 +46,7 @@ class KeptJournals:
         self.paths = paths
         self._directory = paths.room / "history"
 
-    def keep(self, step: Step, channel: Layout) -> None:
+    def keep(self, step: Step, channel: Store) -> None:
         """Gives the step's journal a second name, and copies its index. Where that cannot be done nothing is
         kept."""
         number = step.target.version
@@ -65,99 +59,82 @@ class KeptJournals:
                 self.drop(number)
                 raise
 
-    def _keep(self, number: int, step: Step, channel: Layout) -> None:
-        os.link(self.paths.journal(step.journal), self._journal(number))
+    def _keep(self, number: int, step: Step, channel: Store) -> None:
+        os.link(self.paths.journal(step.journal), self.journal(number))
         failpoint("history.linked", self._directory)
-        self._step(number).write_text(json.dumps(step_json(step)))
-        index = channel.index(number)
-        with contextlib.suppress(FileNotFoundError):
-            signature = read_file(signature_path(index), SIGNATURE_LIMIT)
-            self._signature(number).write_bytes(signature)
-        self._index(number).write_bytes(read_file(index, INDEX_LIMIT))
+        self._file(number, "json").write_text(json.dumps(step_json(step)))
+        signature = read_if_there(channel, signature_key(index_key(number)), SIGNATURE_LIMIT)
+        if signature is not None:
+            self._file(number, "sig").write_bytes(signature)
+        self._file(number, "index").write_bytes(channel.read(index_key(number), INDEX_LIMIT))
         failpoint("history.kept", self._directory)
 
     def index(self, position: Position) -> bytes | None:
         """The exact bytes of a version's index, if they are kept."""
         with contextlib.suppress(WeightcastError, OSError):
-            data = read_file(self._index(position.version), INDEX_LIMIT)
+            data = read_file(self._file(position.version, "index"), INDEX_LIMIT)
             return data if blake3(data).hexdigest() == position.digest else None
         return None
 
     def signature(self, version: int) -> bytes | None:
         with contextlib.suppress(WeightcastError, OSError):
-            return read_file(self._signature(version), SIGNATURE_LIMIT)
+            return read_file(self._file(version, "sig"), SIGNATURE_LIMIT)
         return None
 
-    def _index(self, version: int) -> Path:
-        return self._directory / f"{digits(version)}.index"
+    def journal(self, version: int) -> Path:
+        return self._file(version, "journal")
 
-    def _signature(self, version: int) -> Path:
-        return self._directory / f"{digits(version)}.sig"
-
-    def _journal(self, version: int) -> Path:
-        return self._directory / f"{digits(version)}.journal"
-
-    def _step(self, version: int) -> Path:
-        return self._directory / f"{digits(version)}.json"
+    def _file(self, version: int, ending: str) -> Path:
+        return self._directory / f"{digits(version)}.{ending}"
 
     def drop(self, version: int) -> None:
-        for path in self._files(version):
-            path.unlink(missing_ok=True)
-
-    def _files(self, version: int) -> tuple[Path, ...]:
-        return self._step(version), self._journal(version), self._index(version), self._signature(version)
+        for ending in _ENDINGS:
+            self._file(version, ending).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        for version in self._left():
+        for version in self._versions("*"):
             self.drop(version)
 
     def trim(self, most_steps: int, most_bytes: int) -> None:
         """Drops the oldest beyond either bound, and what a kill left without its step. The journal of one of
         them is written over by the next."""
-        for version in set(self._left()) - set(self._versions()):
+        complete, left = self._versions("*.json"), most_bytes
+        for version in self._versions("*") - complete:
             self.drop(version)
-        left = most_bytes
-        for count, version in enumerate(sorted(self._versions(), reverse=True)):
+        for count, version in enumerate(sorted(complete, reverse=True)):
             with contextlib.suppress(FileNotFoundError):
-                left -= self._journal(version).stat().st_size
-                left -= self._index(version).stat().st_size
+                left -= self.journal(version).stat().st_size
+                left -= self._file(version, "index").stat().st_size
             if count >= most_steps or left < 0:
-                self._step(version).unlink(missing_ok=True)
-                keep_journal(self.paths, self._journal(version))
+                self._file(version, "json").unlink(missing_ok=True)
+                keep_journal(self.paths, self.journal(version))
                 self.drop(version)
 
     def drop_oldest(self, most: int | None) -> bool:
         """The oldest step, if it led to no later version than `most`. False when none is dropped."""
-        oldest = min(self._left(), default=None)
+        oldest = min(self._versions("*"), default=None)
         if oldest is None or (most is not None and oldest > most):
             return False
         self.drop(oldest)
         return True
 
-    def _versions(self) -> list[int]:
-        return self._numbers("*.json")
+    def _versions(self, pattern: str) -> set[int]:
+        return {int(path.stem) for path in matching(self._directory, pattern) if path.stem.isdecimal()}
 
-    def _left(self) -> list[int]:
-        """Those of which anything lies there."""
-        return self._numbers("*")
-
-    def _numbers(self, pattern: str) -> list[int]:
-        return [int(path.stem) for path in matching(self._directory, pattern) if path.stem.isdecimal()]
-
-    def back_from(self, position: Position) -> Mapping[int, KeptJournal]:
+    def back_from(self, position: Position) -> Mapping[int, Step]:
         """The steps that led to `position`, by the version that each led to, without a gap."""
-        found: dict[int, KeptJournal] = {}
+        found: dict[int, Step] = {}
         at = position
-        while (kept := self._read(at.version)) is not None and _same(kept.step.target, at):
-            found[at.version] = kept
-            at = kept.step.base
+        while (step := self._read(at.version)) is not None and _same(step.target, at):
+            found[at.version] = step
+            at = step.base
         return found
 
-    def _read(self, version: int) -> KeptJournal | None:
-        path = self._journal(version)
+    def _read(self, version: int) -> Step | None:
+        path = self.journal(version)
         try:
-            data = parse_object(read_file(self._step(version), _STEP_LIMIT), str(path))
-            return KeptJournal(parse_step(data), path, path.stat().st_size)
+            data = parse_object(read_file(self._file(version, "json"), _STEP_LIMIT), str(path))
+            return parse_step(data) if exists(path) else None
         except (WeightcastError, OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -179,12 +156,13 @@ class ReplayLog:
             raise RetryLater(
                 f"{directory} is not seeded", remedy="nothing to do: tried again after the next publication"
             )
-        self._local = found
+        self.local = found
+        self.table: TensorTable = found.table
         self._seen: tuple[int, int] | None = None
-        self._kept: Mapping[int, KeptJournal] = {}
+        self._kept: Mapping[int, Step] = {}
         self._undos: dict[int, _Undo] = {}
         try:
-            with self._local.reading():
+            with self.local.reading():
                 self._refresh()
         except BaseException:
             self.close()
@@ -194,7 +172,7 @@ class ReplayLog:
         for undo in self._undos.values():
             undo.close()
         self._undos.clear()
-        self._local.close()
+        self.local.close()
 
     def __enter__(self) -> ReplayLog:
         return self
@@ -202,45 +180,24 @@ class ReplayLog:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @property
-    def table(self) -> TensorTable:
-        return self._local.table
-
-    @property
-    def base(self) -> Base:
-        return self._local.base
-
-    @property
-    def run_id(self) -> str:
-        return self._local.state.run_id
-
-    @property
-    def side_files(self) -> Mapping[str, Path]:
-        return self._local.side_files
-
-    @property
-    def here(self) -> Position:
-        """Where the local checkpoint stood when it was last looked at."""
-        return self._local.state.position
-
     def positions(self) -> dict[int, Position]:
-        """Every version whose words can be given."""
-        steps = [kept.step for kept in self._kept.values()]
-        return {p.version: p for p in (self.here, *(step.base for step in steps))}
+        """Every version whose words can be given, as the local checkpoint was when it was last looked at."""
+        bases = (step.base for step in self._kept.values())
+        return {position.version: position for position in (self.local.state.position, *bases)}
 
     def _refresh(self) -> None:
         """Called while the checkpoint stands still."""
-        found = self._local.paths.state.stat()
+        found = self.local.paths.state.stat()
         seen = found.st_ino, found.st_mtime_ns
         if seen == self._seen:
             return
-        known = read_state(self._local.paths.state)
+        known = read_state(self.local.paths.state)
         if known is None or known.phase is not Phase.CLEAN:
             raise RetryLater(
-                f"{self._local.directory} is being updated", remedy="nothing to do: tried again soon"
+                f"{self.local.directory} is being updated", remedy="nothing to do: tried again soon"
             )
-        self._local.check_files()
-        self._local.state = known
+        self.local.check_files()
+        self.local.state = known
         self._kept = self._journals.back_from(known.position)
         self._seen = seen
 
@@ -248,25 +205,29 @@ class ReplayLog:
         """Copies of words as they were at `version`."""
 
         def words_in(tensor: int, start: int, stop: int) -> Words:
-            self._check()
-            with self._local.reading():
-                self._refresh()
-                words, at = self._local.words_in(tensor, start, stop).copy(), self.here.version
+            words, at = self._now(lambda: self.local.words_in(tensor, start, stop))
             self._undo(tensor, start, words, at, version)
             return words
 
         return words_in
 
-    def chunk_at(self, chunk: Chunk, version: int) -> Words:
-        """A copy of the chunk's words as they were at `version`, with its zero padding."""
-        self._check()
-        with self._local.reading():
-            self._refresh()
-            words, at = self._local.chunk_words(chunk).copy(), self.here.version
-        self.undo_chunk(chunk, words, at, version)
-        return words
+    def step(self, chunk: Chunk, version: int, older: int) -> tuple[Words, Words]:
+        """Copies of the chunk's words as they were at the older version and at `version`, with its zero
+        padding."""
+        new, at = self._now(lambda: self.local.chunk_words(chunk))
+        self._undo_chunk(chunk, new, at, version)
+        old = new.copy()
+        self._undo_chunk(chunk, old, version, older)
+        return old, new
 
-    def undo_chunk(self, chunk: Chunk, words: Words, version: int, older: int) -> None:
+    def _now(self, read: Callable[[], Words]) -> tuple[Words, int]:
+        """A copy of the words, and at which version they are."""
+        self._check()
+        with self.local.reading():
+            self._refresh()
+            return read().copy(), self.local.state.position.version
+
+    def _undo_chunk(self, chunk: Chunk, words: Words, version: int, older: int) -> None:
         """Takes the chunk's words from `version` back to an older one, in place."""
         for span in chunk.spans:
             piece = words[span.offset : span.offset + span.words]
@@ -283,13 +244,13 @@ class ReplayLog:
 
     def _opened(self, number: int) -> _Undo:
         if number not in self._undos:
-            kept = self._kept.get(number)
-            if kept is None:
+            step, path = self._kept.get(number), self._journals.journal(number)
+            if step is None:
                 raise _dropped(number)
             try:
-                self._undos[number] = _Undo(kept, self.table)
+                self._undos[number] = _Undo(path, step, self.table)
             except DamagedFile as error:
-                if exists(kept.path):
+                if exists(path):
                     raise
                 raise _dropped(number) from error
         return self._undos[number]
@@ -300,14 +261,14 @@ def _dropped(number: int) -> RetryLater:
 
 
 class _Undo:
-    """One kept journal; its records are found by tensor and word."""
+    """The kept journal of a step; its records are found by tensor and word."""
 
-    def __init__(self, kept: KeptJournal, table: TensorTable) -> None:
-        self._journal = JournalReader(kept.path, table)
+    def __init__(self, path: Path, step: Step, table: TensorTable) -> None:
+        self._journal = JournalReader(path, table)
         try:
-            header, step = self._journal.header, kept.step
+            header = self._journal.header
             if (header.journal, header.target_root) != (step.journal, step.target.root):
-                raise DamagedFile(f"{kept.path}: the journal of another step")
+                raise DamagedFile(f"{path}: the journal of another step")
             self._places: dict[int, list[PackedRecord]] = {}
             for place in self._journal.packed():
                 self._places.setdefault(place.tensor, []).append(place)

@@ -92,10 +92,6 @@ class CheapestWay:
     nbytes: int
     hops: tuple[Hop, ...]
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        return tuple(hop.version for hop in self.hops)
-
 
 def decide(situation: Situation, retention: Retention) -> Verdict:
     if not retention.bounded or not situation.versions:
@@ -148,44 +144,32 @@ def _needed(situation: Situation, start: int) -> set[int]:
         if way is None and target < start:
             # only hosts with the base can go there, and they still can
             way = cheapest(situation.versions, target, {0: 0})
-        needed.update(() if way is None else way.versions)
+        if way is not None:
+            needed.update(hop.version for hop in way.hops)
+        elif target < start:
+            # a listing may lack what leads there
+            needed.update(version for version in situation.versions if version <= target)
     return {version for version in needed if version < start}
-
-
-@dataclass(frozen=True)
-class _Trail:
-    """A way as it grows; `hop` None: where it starts."""
-
-    nbytes: int
-    hop: Hop | None = None
-    before: _Trail | None = None
-
-    def then(self, hop: Hop, nbytes: int) -> _Trail:
-        return _Trail(self.nbytes + nbytes, hop, self)
-
-    def unrolled(self) -> CheapestWay:
-        hops: list[Hop] = []
-        at: _Trail | None = self
-        while at is not None and at.hop is not None:
-            hops.append(at.hop)
-            at = at.before
-        return CheapestWay(self.nbytes, tuple(reversed(hops)))
 
 
 def cheapest(
     versions: Mapping[int, HeldVersion], target: int, start: Mapping[int, int]
 ) -> CheapestWay | None:
     """From full weights in the channel, or from a version that is held at the price given in `start`."""
-    best = {version: _Trail(price) for version, price in start.items()}
+    best, last = dict(start), dict[int, Hop]()
     for version in sorted(version for version in versions if version <= target):
         held = versions[version]
-        ways = [best[version]] if version in best else []
-        if held.full is not None:
-            ways.append(_Trail(held.full, Hop(version, None)))
+        ways = {} if held.full is None else {Hop(version, None): held.full}
         hops = {**held.shown.skips, **({} if held.whole else {version - 1: held.shown.nbytes})}
-        for base, nbytes in hops.items():
-            if base in best:
-                ways.append(best[base].then(Hop(version, base), nbytes))
-        if ways:
-            best[version] = min(ways, key=lambda way: way.nbytes)
-    return best[target].unrolled() if target in best else None
+        ways |= {Hop(version, base): best[base] + nbytes for base, nbytes in hops.items() if base in best}
+        hop = min(ways, key=lambda hop: ways[hop], default=None)
+        if hop is not None and (version not in best or ways[hop] < best[version]):
+            best[version], last[version] = ways[hop], hop
+    if target not in best:
+        return None
+    found: list[Hop] = []
+    at: int | None = target
+    while at is not None and at in last:
+        found.append(last[at])
+        at = last[at].base_version
+    return CheapestWay(best[target], tuple(reversed(found)))

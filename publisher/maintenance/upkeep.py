@@ -25,21 +25,29 @@ from weightcast.publisher.maintenance.prune import (
     ActiveHosts,
     empty_trash,
     forget_hosts,
+    held_versions,
     prune,
     situation,
 )
-from weightcast.publisher.maintenance.repair import keep_channel_file
 from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
-from weightcast.publisher.maintenance.retention import Retention, decide
+from weightcast.publisher.maintenance.retention import Retention, cheapest, decide
 from weightcast.publisher.publish.anchors import Full, write_anchor
-from weightcast.publisher.publish.commit import UNSIGNED, Signer, discard
+from weightcast.publisher.publish.commit import UNSIGNED, Signer
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.chain import versions_in
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
-from weightcast.shared.channel.layout import ANCHOR, Layout, Pointer, base_of, version_of
-from weightcast.shared.channel.listing import Shown, look
+from weightcast.shared.channel.layout import (
+    ANCHOR,
+    Pointer,
+    anchor_key,
+    base_of,
+    multi_step_key,
+    version_name,
+)
+from weightcast.shared.channel.listing import look
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import Step
@@ -48,7 +56,7 @@ from weightcast.shared.checkpoint.update.buffer_reuse import make_ready, spare_b
 from weightcast.shared.codec.container import StepEncoding
 from weightcast.shared.daemon.backoff import Due
 from weightcast.shared.files.disk_errors import disk_error
-from weightcast.shared.files.paths import exists, is_own_directory
+from weightcast.shared.files.paths import exists
 
 _REST = 9
 """times as long as a piece of work took"""
@@ -107,17 +115,6 @@ class PatchRate:
     def seconds_for(self, nbytes: int) -> float:
         """0 until something was measured."""
         return nbytes * self._seconds / self._bytes if self._bytes else 0.0
-
-
-def fewest_bytes(shown: Mapping[int, Shown], start: int, target: int) -> int | None:
-    """Of deltas that lead from version `start` to `target`; None when none do."""
-    best = {start: 0}
-    for version in sorted(version for version in shown if start < version <= target):
-        hops = {version - 1: shown[version].nbytes, **shown[version].skips}
-        ways = [best[base] + nbytes for base, nbytes in hops.items() if base in best]
-        if ways:
-            best[version] = min(ways)
-    return best.get(target)
 
 
 _ESTIMATE_EVERY = 16
@@ -185,10 +182,8 @@ def due_anchor(
 class Upkeep:
     """For one thread."""
 
-    def __init__(
-        self, channel: Path, local: Path, claim: Claim, options: UpkeepOptions, signer: Signer = UNSIGNED
-    ) -> None:
-        self._channel, self._local, self._claim, self._options = channel, local, claim, options
+    def __init__(self, claim: Claim, local: Path, options: UpkeepOptions, signer: Signer = UNSIGNED) -> None:
+        self._claim, self._store, self._local, self._options = claim, claim.store, local, options
         self._signer = signer
         self._paths = LocalPaths(local)
         self._journals = KeptJournals(self._paths)
@@ -206,12 +201,12 @@ class Upkeep:
     def keep(self, step: Step, seconds: float) -> None:
         """Keeps the journal of a step that was just staged and patched, in so many seconds. Called by the
         publishing thread."""
-        shown = look(Layout(self._channel).version_dir(step.target.version))
+        shown = look(self._store.within(version_name(step.target.version)))
         if shown is not None:
             self._pace.measured(shown.nbytes, seconds)
         span = max(self._options.skip_span, self._options.anchor_every, 1)
-        self._journals.keep(step, Layout(self._channel))
-        full = Channel.open(self._channel).require_ours()[1].table.nbytes
+        self._journals.keep(step, self._store)
+        full = Channel.open(self._store).require_ours()[1].table.nbytes
         self._journals.trim(2 * span, int(self._options.history_share * full))
 
         # kept, it is not there to be written over by the next one
@@ -225,7 +220,7 @@ class Upkeep:
             drop_spares(self._paths)
             return True
         try:
-            order = standing(Channel.open(self._channel))
+            order = standing(Channel.open(self._store))
         except (WeightcastError, OSError):
             return False
         return self._journals.drop_oldest(None if order is None else order.to)
@@ -251,9 +246,9 @@ class Upkeep:
         self._claim.check()
         try:
             # first: on a full disk nothing can be made before
-            empty_trash(Layout(self._channel), self._options.grace_seconds)
+            empty_trash(self._store, self._options.grace_seconds)
             if self._hosts_due.take():
-                forget_hosts(self._channel, self._claim, time.time())
+                forget_hosts(self._claim, time.time())
         finally:
             made = "" if self._options.idle else self._make_or_prune()
         return made
@@ -264,7 +259,7 @@ class Upkeep:
         return max(_SHORTEST_REST, self._options.grace_seconds) if self._options.retention.bounded else None
 
     def _make_or_prune(self) -> str:
-        channel = Channel.open(self._channel, self._signer.trust)
+        channel = Channel.open(self._store, self._signer.trust)
         pointer = channel.pointer()
         if pointer is None:
             return ""
@@ -279,57 +274,47 @@ class Upkeep:
 
     def _make(self, channel: Channel, pointer: Pointer) -> str:
         with ReplayLog(self._local, self._check) as log:
-            if log.here.version != pointer.version:
+            if log.local.state.position.version != pointer.version:
                 return ""
             return self._make_skip(channel, pointer, log) or self._make_anchor(channel, pointer, log)
 
     def _prune(self, channel: Channel, pointer: Pointer) -> str:
         if not self._options.retention.bounded:
             return ""
-        hosts = self._active.versions(read_reports(channel.directory))
+        hosts = self._active.versions(read_reports(self._store))
         verdict = decide(situation(channel, pointer, hosts, time.time()), self._options.retention)
-        prune(channel, verdict, self._claim)
-        keep_channel_file(self._channel, self._local)
+        prune(channel, verdict, self._claim, self._local)
         return f"{counted(len(verdict.removals), 'version')} pruned" if verdict.removals else ""
 
     def _sweep(self, channel: Channel) -> None:
         """What a kill left unfinished beside versions."""
         if self._swept:
             return
-        for version in channel.directory.iterdir():
-            if version_of(version.name) is None or not is_own_directory(version):
-                continue
-            for entry in version.iterdir():
+        for version in versions_in(channel.store):
+            files = channel.store.within(version_name(version))
+            for entry in list(files.list()):
                 name, _, epoch = entry.name.partition(".")
-                beside = name == ANCHOR or base_of(name) is not None
+                beside = entry.kind == "directory" and (name == ANCHOR or base_of(name) is not None)
                 ours = epoch.startswith(f"{self._claim.epoch}-")
-                if beside and not ours and (epoch or not exists(entry / INDEX_NAME)):
-                    discard(channel.layout, entry)
+                if beside and not ours and (epoch or files.stat(f"{name}/{INDEX_NAME}") is None):
+                    files.discard(entry.name)
         self._swept = True
 
     def _make_skip(self, channel: Channel, pointer: Pointer, log: ReplayLog) -> str:
         positions, span = log.positions(), self._options.skip_span
-        made = existing_multi_step(channel.layout, positions, span)
+        made = existing_multi_step(self._store, positions, span)
         for version, base_version in due_multi_step(pointer.version, min(positions), made, span):
             main = channel.index(pointer, version, log.table)
             base = positions.get(base_version)
             if not isinstance(main, Index) or base is None or main.digest != positions[version].digest:
                 continue
             try:
-                write_multi_step(
-                    channel.layout,
-                    log,
-                    main,
-                    base,
-                    self._claim,
-                    self._options.encoding,
-                    self._signer.key,
-                )
+                write_multi_step(log, main, base, self._claim, self._options.encoding, self._signer.key)
             except DamagedFile:
                 # one of the journals is wrong, and which one is not worth finding out
                 self._journals.clear()
                 raise
-            self._wrote("skip", channel.layout.from_dir(version, base_version))
+            self._wrote("skip", multi_step_key(version, base_version))
             return f"delta of version {version} from version {base_version}"
         return ""
 
@@ -339,14 +324,14 @@ class Upkeep:
         version = due_anchor(pointer.version, self._chain, log.table.nbytes, self._options, positions.keys())
         if version is None:
             return ""
-        full = Full(positions[version], log.base, log.words_at(version), log.side_files)
+        full = Full(positions[version], log.local.base, log.words_at(version), log.local.side_files)
         write_anchor(full, self._claim, self._signer.key)
         self._chain = Chain()
-        self._wrote("anchor", channel.layout.anchor_dir(version))
+        self._wrote("anchor", anchor_key(version))
         return f"anchor of version {version}"
 
-    def _wrote(self, cause: str, directory: Path) -> None:
-        shown = look(directory)
+    def _wrote(self, cause: str, key: str) -> None:
+        shown = look(self._store.within(key))
         self.written[cause] += 0 if shown is None else shown.nbytes
 
     def _follow_chain(self, channel: Channel, pointer: Pointer, full_bytes: int) -> None:
@@ -365,8 +350,8 @@ class Upkeep:
         if not limit or soon or self._pace.seconds_for(chain.nbytes) < limit:
             return chain
         self._estimated = at
-        nbytes = fewest_bytes(channel.shown(pointer, above=chain.anchor), chain.anchor, at)
-        return replace(chain, seconds=self._pace.seconds_for(chain.nbytes if nbytes is None else nbytes))
+        way = cheapest(held_versions(channel, pointer, chain.anchor), at, {chain.anchor: 0})
+        return replace(chain, seconds=self._pace.seconds_for(chain.nbytes if way is None else way.nbytes))
 
 
 class Background:

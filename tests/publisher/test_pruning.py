@@ -119,17 +119,17 @@ def test_pruned_versions_stay_in_the_trash_for_a_while(place: Place) -> None:
         grow(publisher, place, models, 1)
         trash = sorted(path.name for path in (place.channel / ".trash").iterdir())
         assert trash and all(name.endswith(".pruned") for name in trash)
-        layout = Channel.open(place.channel).layout
-        assert empty_trash(layout, 3600.0) == 0
+        store = Channel.open(place.channel).store
+        assert empty_trash(store, 3600.0) == 0
         here = Uptime.here()
         for other in (Uptime("another boot", here.seconds), Uptime("another boot", here.seconds + 3599.0)):
-            assert empty_trash(layout, 3600.0, other) == 0, "counted anew"
-        for note in layout.trash.glob("*/pruned.json"):
+            assert empty_trash(store, 3600.0, other) == 0, "counted anew"
+        for note in (place.channel / ".trash").glob("*/pruned.json"):
             note.write_text("{")
-        assert empty_trash(layout, 3600.0, replace(here, seconds=here.seconds + 9999.0)) == 0
-        assert empty_trash(layout, 3600.0, replace(here, seconds=here.seconds + 9998.0)) == 0, "went back"
-        assert empty_trash(layout, 3600.0, replace(here, seconds=here.seconds + 13599.0)) == len(trash)
-        assert list(layout.trash.iterdir()) == []
+        assert empty_trash(store, 3600.0, replace(here, seconds=here.seconds + 9999.0)) == 0
+        assert empty_trash(store, 3600.0, replace(here, seconds=here.seconds + 9998.0)) == 0, "went back"
+        assert empty_trash(store, 3600.0, replace(here, seconds=here.seconds + 13599.0)) == len(trash)
+        assert list((place.channel / ".trash").iterdir()) == []
 
 
 def test_a_reader_that_loses_the_race_plans_again(place: Place) -> None:
@@ -226,14 +226,18 @@ def test_a_publisher_that_makes_nothing_beside_its_versions_empties_the_trash_to
     assert trash(pruned) == []
 
 
+def stick(grave: Path) -> None:
+    """Its index cannot be deleted: it is of another kind than it was, and not empty."""
+    (grave / INDEX).unlink()
+    (grave / INDEX / "entry").mkdir(parents=True)
+
+
 def test_what_cannot_be_deleted_is_told_after_the_rest(pruned: Place, verb: Verb) -> None:
     verb("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2)
-    layout = Channel.open(pruned.channel).layout
-    stuck = layout.trash / trash(pruned)[0]
-    (stuck / INDEX).unlink()
-    (stuck / INDEX).mkdir()  # of another kind than it was: unlink refuses it
+    store, stuck = Channel.open(pruned.channel).store, pruned.channel / ".trash" / trash(pruned)[0]
+    stick(stuck)
     with pytest.raises(RetryLater, match=rf"cannot delete {stuck}"):
-        empty_trash(layout, 0.0)
+        empty_trash(store, 0.0)
     assert trash(pruned) == [stuck.name]
 
 
@@ -244,8 +248,7 @@ def test_trash_that_cannot_be_deleted_costs_no_publication(
     clock = time.clock_gettime
     monkeypatch.setattr(time, "clock_gettime", lambda which: clock(which) + 9999.0)
     for grave in (pruned.channel / ".trash").iterdir():
-        grave.joinpath(INDEX).unlink()
-        grave.joinpath(INDEX).mkdir()
+        stick(grave)
     new = pruned.new(some_changed(pruned.model, np.random.default_rng(77)))
     places = ("--channel", pruned.channel, "--local", pruned.pub, "--base", pruned.base)
     code, said = verb("publish", new, *places, "--skip-span", 0, "--anchor")
@@ -255,14 +258,13 @@ def test_trash_that_cannot_be_deleted_costs_no_publication(
 
 def test_what_kept_upkeep_from_its_work_is_told_until_it_is_gone(pruned: Place, verb: Verb) -> None:
     verb("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2)
-    stuck = pruned.channel / ".trash" / trash(pruned)[0] / INDEX
-    stuck.unlink()
-    stuck.mkdir()
+    stuck = pruned.channel / ".trash" / trash(pruned)[0]
+    stick(stuck)
     with pruned.publisher(upkeep=UpkeepOptions(grace_seconds=0.0)) as publisher:
         background = publisher.work_in_background()
         assert background is not None
         wait_until(lambda: "cannot delete" in background.problem)
-        stuck.rmdir()
+        (stuck / INDEX / "entry").rmdir()
         background.wake()
         wait_until(lambda: background.problem == "")
     assert trash(pruned) == []

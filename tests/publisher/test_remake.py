@@ -108,7 +108,7 @@ def test_what_was_damaged_is_kept_for_a_while(place: Place) -> None:
     trash = place.channel / ".trash"
     kept = [path for grave in trash.iterdir() for path in grave.iterdir() if path.name in wrong]
     assert {path.name: path.read_bytes() for path in kept} == wrong
-    empty_trash(Channel.open(place.channel).layout, 0.0)
+    empty_trash(Channel.open(place.channel).store, 0.0)
     assert list(trash.iterdir()) == []
     assert verify(Channel.open(place.channel)) == []
 
