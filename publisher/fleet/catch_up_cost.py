@@ -99,27 +99,23 @@ class PrunePlan(Frozen):
 
 
 def version_rows(page: History, publish_seconds: Mapping[int, float]) -> Versions:
-    held, facts = page.versions or {}, page.facts or {}
-    tags: dict[int, list[str]] = {}
-    for name, version in (page.tags or {}).items():
-        tags.setdefault(version, []).append(name)
     rows = []
-    for version in sorted(facts, reverse=True):
-        row, stored = facts[version], held[version]
-        nbytes = stored.shown.nbytes
+    for version in sorted(page.facts, reverse=True):
+        facts, stored = page.facts[version], page.versions[version]
+        totals, nbytes = facts.totals, stored.shown.nbytes
         rows.append(
             VersionRow(
                 version=version,
-                step=row.step,
-                created=row.created,
+                step=facts.step,
+                created=facts.created,
                 bytes=nbytes,
-                changed=row.changed,
-                elements=row.elements,
-                density=row.changed / row.elements if row.elements else 0.0,
-                ratio=row.full_bytes / nbytes if nbytes else None,
+                changed=totals.changed,
+                elements=totals.elements,
+                density=totals.changed / totals.elements if totals.elements else 0.0,
+                ratio=totals.nbytes / nbytes if nbytes else None,
                 publish_seconds=publish_seconds.get(version),
                 kept=version in page.kept,
-                tags=tuple(sorted(tags.get(version, []))),
+                tags=tuple(sorted(name for name, tagged in page.tags.items() if tagged == version)),
                 anchor=stored.full is not None,
                 skips=tuple(sorted(stored.shown.skips)),
             )
@@ -129,7 +125,7 @@ def version_rows(page: History, publish_seconds: Mapping[int, float]) -> Version
 
 def catch_up(page: History, hosts: Sequence[Host]) -> CatchUp:
     """For lags 1, 2, 4 and so on, and those that hosts have."""
-    held, pace = page.versions or {}, CatchUpPace.of(hosts)
+    held, pace = page.versions, CatchUpPace.of(hosts)
     lags = {1 << power for power in range(20)} | {host.lag for host in hosts if host.lag}
     rows = []
     for lag in sorted(lag for lag in lags if 0 < lag <= page.pointer):
@@ -142,8 +138,7 @@ def catch_up(page: History, hosts: Sequence[Host]) -> CatchUp:
 
 
 def _joiner(page: History, pace: CatchUpPace) -> Joiner:
-    held = page.versions or {}
-    based, bare = cheapest(held, page.pointer, {0: 0}), cheapest(held, page.pointer, {})
+    based, bare = (cheapest(page.versions, page.pointer, start) for start in ({0: 0}, {}))
     without = None if bare is None else WithoutBase(bytes=bare.nbytes, steps=steps(bare))
     if based is None:
         return Joiner(without_base=without)

@@ -39,19 +39,11 @@ class TooMany(Exception):
 
 @dataclass(frozen=True)
 class _Waiting:
-    """`packed`: the report as it is written."""
+    """`packed`: the report as it is written; `tries`: those that say something of it."""
 
     host: str
     packed: bytes
-
-
-@dataclass(frozen=True)
-class _Failing:
-    """Of one host. `tries`: those that say something of its report; `at`: of the last one, by our clock."""
-
-    reason: str
-    tries: int
-    at: float
+    tries: int = 0
 
 
 class ReportIntake:
@@ -64,7 +56,8 @@ class ReportIntake:
         self._waiting_bytes = 0
         self._taken: dict[str, float] = {}
         self._tokens, self._filled = float(BURST), clock()
-        self._failing: dict[str, _Failing] = {}
+        self._failing: dict[str, tuple[str, float]] = {}
+        """why the report of a host could not be written, and when it was last tried"""
         self.problem = ""
         """why reports are not written; empty when all are"""
 
@@ -129,32 +122,20 @@ class ReportIntake:
                 write_packed(self._channel, key, one.packed)
             except OSError as error:
                 failed[key] = one
-                self._note(key, f"{one.host}: {disk_text(error, key)}")
+                self._failing[key] = f"{one.host}: {disk_text(error, key)}", self._clock()
                 in_a_row += 1
             else:
                 self._failing.pop(key, None)
                 written, in_a_row = written + 1, 0
         with self._lock:
-            # those that were not tried come first
-            self._waiting = {**waiting, **self._still(failed, written > 0), **self._waiting}
+            # those that were not tried come first; on a channel that takes none, no report is at fault
+            if written:
+                once_more = {key: replace(one, tries=one.tries + 1) for key, one in failed.items()}
+                failed = {key: one for key, one in once_more.items() if one.tries < TRIES}
+            self._waiting = {**waiting, **failed, **self._waiting}
             self._waiting_bytes = sum(len(one.packed) for one in self._waiting.values())
-        self.problem = self._told()
-
-    def _note(self, key: str, reason: str) -> None:
-        before = self._failing.get(key)
-        self._failing[key] = _Failing(reason, 0 if before is None else before.tries, self._clock())
-
-    def _still(self, failed: dict[str, _Waiting], others_are_written: bool) -> dict[str, _Waiting]:
-        """Those that are tried again. On a channel that takes none, no report is at fault."""
-        if not others_are_written:
-            return failed
-        for key in failed:
-            self._failing[key] = replace(self._failing[key], tries=self._failing[key].tries + 1)
-        return {key: one for key, one in failed.items() if self._failing[key].tries < TRIES}
-
-    def _told(self) -> str:
         since = self._clock() - _TOLD_SECONDS
-        self._failing = {key: one for key, one in self._failing.items() if one.at >= since}
-        reasons = [one.reason for one in self._failing.values()]
+        self._failing = {key: told for key, told in self._failing.items() if told[1] >= since}
+        reasons = [reason for reason, _ in self._failing.values()]
         more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-        return reasons[0] + more if reasons else ""
+        self.problem = reasons[0] + more if reasons else ""

@@ -3,9 +3,10 @@ that leaves the cores to publishing. For one thread."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weightcast.publisher.maintenance.prune import held_versions
 from weightcast.publisher.maintenance.retention import HeldVersion
@@ -13,7 +14,7 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.index import Index, VersionTotals
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.store import Address
 
@@ -32,13 +33,11 @@ months, and what was pruned is to be forgotten"""
 
 @dataclass(frozen=True)
 class VersionFacts:
-    """What a version's index says; sizes in bytes, `created`: unix time on the publisher's clock."""
+    """What a version's index says; `created`: unix time on the publisher's clock."""
 
     step: int | None
     created: float
-    changed: int
-    elements: int
-    full_bytes: int
+    totals: VersionTotals
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,10 @@ class History:
     will be."""
 
     pointer: int = 0
-    versions: Mapping[int, HeldVersion] | None = None
-    facts: Mapping[int, VersionFacts] | None = None
+    versions: Mapping[int, HeldVersion] = field(default_factory=dict)
+    facts: Mapping[int, VersionFacts] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()
-    tags: Mapping[str, int] | None = None
+    tags: Mapping[str, int] = field(default_factory=dict)
     complete: bool = False
 
 
@@ -59,7 +58,7 @@ class VersionHistory:
         self._store, self._clock = open_store(channel), clock
         self._channel: Channel | None = None
         self._held: dict[int, HeldVersion] = {}
-        self._version_facts: dict[int, VersionFacts] = {}
+        self._facts: dict[int, VersionFacts] = {}
         self._pointer = self._lay_there = 0
         self._looked_until = self._newest_until = self._read_until = -1.0
         """when the next look at all directories, that at the newest, and the reading of indexes may begin"""
@@ -78,10 +77,10 @@ class VersionHistory:
         return History(
             pointer.version,
             dict(self._held),
-            dict(self._version_facts),
+            dict(self._facts),
             frozenset(pins.kept(self._store)),
             pins.tags(self._store),
-            all(version in self._version_facts for version in wanted),
+            all(version in self._facts for version in wanted),
         )
 
     def _look(self, channel: Channel, pointer: Pointer, look_around: bool) -> None:
@@ -98,9 +97,7 @@ class VersionHistory:
             self._held = {version: held for version, held in self._held.items() if version <= above} | found
         else:
             self._held, self._lay_there = found, len(found)
-        self._version_facts = {
-            version: row for version, row in self._version_facts.items() if version in self._held
-        }
+        self._facts = {version: facts for version, facts in self._facts.items() if version in self._held}
         self._pointer = pointer.version
         now = self._clock()
         due = now + max(_LOOK_SECONDS, _LOOK_SHARE * (now - began))
@@ -112,25 +109,16 @@ class VersionHistory:
     def _read_indexes(self, channel: Channel, pointer: Pointer) -> None:
         for version in sorted(self._held, reverse=True)[:ROWS_LIMIT]:
             began = self._clock()
-            if version in self._version_facts:
+            if version in self._facts:
                 continue
             if self._read_until - began > _SHARE * _AT_ONCE_SECONDS and version != pointer.version:
                 return
-            facts = _version_facts(channel, pointer, version)
-            if facts is None:
+            index = None
+            # what cannot be read or was removed is found out by the next scan of all directories
+            with contextlib.suppress(WeightcastError, OSError):
+                index = channel.index(pointer, version, channel.require_ours()[1].table)
+            if not isinstance(index, Index):
                 continue
-            self._version_facts[version] = facts
+            self._facts[version] = VersionFacts(index.step, index.created, index.totals)
             now = self._clock()
             self._read_until = max(self._read_until, began) + _SHARE * (now - began)
-
-
-def _version_facts(channel: Channel, pointer: Pointer, version: int) -> VersionFacts | None:
-    """None for what cannot be read or was removed: the next scan of all directories finds out."""
-    try:
-        index = channel.index(pointer, version, channel.require_ours()[1].table)
-    except (WeightcastError, OSError):
-        return None
-    if not isinstance(index, Index):
-        return None
-    totals = index.totals
-    return VersionFacts(index.step, index.created, totals.changed, totals.elements, totals.nbytes)

@@ -190,8 +190,8 @@ class FleetView:
 
 
 def _situation(page: History, hosts: list[int]) -> Situation:
-    wanted = {*page.kept, *(page.tags or {}).values()}
-    return Situation(page.pointer, page.versions or {}, time.time(), hosts, wanted)
+    wanted = {*page.kept, *page.tags.values()}
+    return Situation(page.pointer, page.versions, time.time(), hosts, wanted)
 
 
 def _page(fleet: Fleet, serial: int) -> FleetPage:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,28 +22,6 @@ from weightcast.shared.files import durable
 from weightcast.shared.files.paths import exists, is_directory, is_file, is_link, printable
 
 LIMIT_SHOWN_TENSORS = 50
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the log. `density`: changed elements / elements; `ratio`: bytes of the model / bytes
-    published. None where the format does not say."""
-
-    version: int
-    kind: str
-    base_version: int | None
-    step: int | None
-    epoch: int | None
-    changed: int | None
-    density: float | None
-    bytes: int | None
-    ratio: float | None
-    created: float | None
-    """unix time on the publisher's clock"""
-    anchor: bool
-    problem: str
-    signed_by: str | None = None
-    """id of the trusted key that signed it; None also where no keys were given"""
 
 
 def register_channel(app: typer.Typer) -> None:
@@ -79,53 +56,59 @@ def log(
         "latest": None if pointer is None else pointer.version,
         "versions": rows,
     }
-    Output(json=as_json).result(
-        {**facts, "versions": [vars(row) for row in rows]}, lambda console: _log_table(console, facts, rows)
-    )
-    if trust is not None and any(row.signed_by is None for row in rows):
+    Output(json=as_json).result(facts, lambda console: _log_table(console, facts))
+    if trust is not None and any(row["signed_by"] is None for row in rows):
         raise typer.Exit(Untrusted.exit_code)
 
 
-def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> Row:
+def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> dict[str, Any]:
+    """One line of the log: `density`: changed elements / elements; `ratio`: bytes of the model / bytes
+    published; `created`: unix time on the publisher's clock; `signed_by`: id of the trusted key that signed
+    it. None where the format does not say, or no keys were given."""
     index = entry.index
+    kind = {ForeignIndex: "foreign delta", FullVersion: "full"}.get(type(index), "unreadable")
+    row: dict[str, Any] = {
+        "version": entry.version,
+        "kind": kind,
+        "base_version": index.base_version if isinstance(index, ForeignIndex) else None,
+        **dict.fromkeys(("step", "epoch", "changed", "density", "bytes", "ratio", "created")),
+        "anchor": kind == "full",
+        "problem": entry.problem,
+        "signed_by": None,
+    }
     if isinstance(index, Index):
         totals = index.totals
-        return Row(
-            version=index.version,
-            kind=index.kind,
-            base_version=None if index.kind == "anchor" else index.base_version,
-            step=index.step,
-            epoch=index.epoch,
-            changed=totals.changed,
-            density=totals.changed / totals.elements if totals.elements else 0.0,
-            bytes=totals.delta_bytes,
-            ratio=totals.nbytes / totals.delta_bytes if totals.delta_bytes else None,
-            created=index.created,
-            anchor=anchored or index.kind == "anchor",
-            problem=entry.problem,
-            signed_by=None if trust is None else trust.signer(index.digest),
-        )
-    base = index.base_version if isinstance(index, ForeignIndex) else None
-    kind = {ForeignIndex: "foreign delta", FullVersion: "full"}.get(type(index), "unreadable")
-    return Row(
-        entry.version, kind, base, None, None, None, None, None, None, None, kind == "full", entry.problem
-    )
+        row |= {
+            "kind": index.kind,
+            "base_version": None if index.kind == "anchor" else index.base_version,
+            "step": index.step,
+            "epoch": index.epoch,
+            "changed": totals.changed,
+            "density": totals.changed / totals.elements if totals.elements else 0.0,
+            "bytes": totals.delta_bytes,
+            "ratio": totals.nbytes / totals.delta_bytes if totals.delta_bytes else None,
+            "created": index.created,
+            "anchor": anchored or index.kind == "anchor",
+            "signed_by": None if trust is None else trust.signer(index.digest),
+        }
+    return row
 
 
-def _log_table(console: Console, facts: dict[str, Any], rows: list[Row]) -> None:
+def _log_table(console: Console, facts: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("version", "kind", "step", "density", "bytes", "ratio", "created", ""):
         table.add_column(title, justify="left" if title in ("kind", "") else "right")
-    for row in rows:
+    for row in facts["versions"]:
+        signed = f"signed by {row['signed_by']}" if row["signed_by"] is not None else ""
         table.add_row(
-            str(row.version),
-            row.kind + (" +anchor" if row.anchor and row.kind == "delta" else ""),
-            _or_dash(row.step),
-            _or_dash(row.density, "{:.3%}"),
-            _or_dash(row.bytes, "{:,}"),
-            _or_dash(row.ratio, "{:.1f}x"),
-            "-" if row.created is None else time_text(row.created),
-            printable(row.problem or ("" if row.signed_by is None else f"signed by {row.signed_by}")),
+            str(row["version"]),
+            row["kind"] + (" +anchor" if row["anchor"] and row["kind"] == "delta" else ""),
+            _or_dash(row["step"]),
+            _or_dash(row["density"], "{:.3%}"),
+            _or_dash(row["bytes"], "{:,}"),
+            _or_dash(row["ratio"], "{:.1f}x"),
+            "-" if row["created"] is None else time_text(row["created"]),
+            printable(row["problem"] or signed),
         )
     console.print(f"run {printable(facts['run_id'] or 'foreign')}, latest {_or_dash(facts['latest'])}")
     console.print(table)
