@@ -398,7 +398,6 @@ def test_what_is_damaged_is_found_and_restored_byte_for_byte(world: World, damag
         ("open", "SHARD", "unavailable"),
         ("names", "weight_v000002", "torn"),
         ("list", "", "torn"),
-        ("stat", f"weight_v000003/{INDEX}", "late"),
     ],
 )
 def test_a_repair_that_failed_makes_nothing_worse(world: World, verb: str, key: str, fault: Fault) -> None:
@@ -532,7 +531,7 @@ def test_the_history_and_the_intake_of_reports(world: World) -> None:
     name = report_key("a", "/local")
     world.store.fail("replace", name, "unavailable")
     intake.write()
-    assert "503" in intake.problem and read_reports(world.store) == []
+    assert intake.problem.startswith("a: ") and read_reports(world.store) == []
     intake.write()
-    assert intake.problem == "" or read_reports(world.store)
+    assert intake.problem == ""
     assert [each.host for each in read_reports(world.store)] == ["a"]
