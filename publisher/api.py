@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex, get_args
 
-from weightcast.publisher.maintenance.orders import carry_out, held, is_carried_out, standing
+from weightcast.publisher.maintenance.orders import Held, carry_out, is_carried_out, standing
 from weightcast.publisher.maintenance.prune import keep_channel_file
 from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
 from weightcast.publisher.maintenance.upkeep import Background, Upkeep, UpkeepOptions
@@ -474,7 +474,7 @@ class Publisher:
     def _raise_held(self) -> None:
         order = self._obey_orders()
         if order is not None:
-            raise held(order)
+            raise Held.by(order)
 
     def _publish(self, job: PublishJob) -> PublishReport:
         if self._owner is None:

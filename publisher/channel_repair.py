@@ -1,21 +1,35 @@
-"""Repair of a channel: here while no publisher runs, else by an order to the publisher that owns it."""
+"""What is done to a whole channel by command: repair, here while no publisher runs, else by an order to the
+publisher that owns it; signing what is there, when signing begins and when a key is replaced."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from weightcast.publisher.api import Publisher, PublisherOptions
 from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
-from weightcast.shared.base.errors import NotInTime
+from weightcast.shared.base.errors import DamagedFile, NotInTime
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
+from weightcast.shared.channel.chain import entries, verify
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.faults import faults
-from weightcast.shared.channel.signing import Trust
-from weightcast.shared.channel.store import Address
+from weightcast.shared.channel.index import INDEX_NAME, Index
+from weightcast.shared.channel.layout import BASE_JSON
+from weightcast.shared.channel.listing import look
+from weightcast.shared.channel.signing import (
+    PrivateKey,
+    Statement,
+    Trust,
+    signature_key,
+    stated_by,
+    stated_by_base,
+    write_signature,
+)
+from weightcast.shared.channel.store import Address, Store
 
 _POLL_SECONDS = 0.2
 _WAIT_SECONDS = 600.0
@@ -78,3 +92,39 @@ def ask_for_repair(
     still = {problem.message for problem in left}
     done = [f"repaired by the publisher: {p.message}" for p in before if p.message not in still]
     return Repairs(done=done, left=left)
+
+
+def sign_channel(address: Address, key: PrivateKey, advance: Advance | None = None) -> int:
+    """Signs every index up to the pointer, then base.json, in place of the signatures that are there. Returns
+    how many versions. Raises DamagedFile, and signs nothing, when `verify` finds anything wrong."""
+    channel = Channel.open(address)
+    _, base = channel.require_ours()
+    problems = verify(channel, advance)
+    if problems:
+        raise DamagedFile(
+            f"{channel.place} is not signed: {problems[0].message} ({len(problems)} problems)",
+            remedy="list them with `weightcast channel verify`",
+        )
+    signed = list(_statements(channel))
+    for files, statement in signed:
+        files.replace(signature_key(INDEX_NAME), write_signature(statement, key))
+    channel.store.replace(signature_key(BASE_JSON), write_signature(stated_by_base(base, time.time()), key))
+    return sum(not statement.main for _, statement in signed)
+
+
+def _statements(channel: Channel) -> Iterator[tuple[Store, Statement]]:
+    """Of every index up to the pointer, with the files of its directory."""
+    _, base = channel.require_ours()
+    for entry in entries(channel, channel.pointer()):
+        version, main, shown = entry.version, entry.index, look(entry.files)
+        if not isinstance(main, Index):
+            raise DamagedFile(f"{entry.files.place()}: {entry.problem}", remedy="nothing was signed")
+        yield entry.files, stated_by(main, main.digest)
+        beside = [(channel.anchor_files(version), channel.anchor(version, base.table))]
+        for start in () if shown is None else shown.skips:
+            beside.append(
+                (channel.multi_step_files(version, start), channel.skip(version, start, base.table))
+            )
+        for files, index in beside:
+            if index is not None:
+                yield files, stated_by(index, index.digest, main.digest)

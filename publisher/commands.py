@@ -11,13 +11,12 @@ from rich.console import Console
 
 from weightcast.publisher import commands_publish
 from weightcast.publisher.channel_init import init_channel
-from weightcast.publisher.channel_repair import ask_for_repair, repair_channel
+from weightcast.publisher.channel_repair import ask_for_repair, repair_channel, sign_channel
 from weightcast.publisher.commands_publish import show_facts
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.publisher.maintenance.prune import GRACE_SECONDS, ActiveHosts, empty_trash, is_due, situation
 from weightcast.publisher.maintenance.prune import prune as carry_out
-from weightcast.publisher.maintenance.re_sign import sign_channel
 from weightcast.publisher.maintenance.repair import Repairs
 from weightcast.publisher.maintenance.retention import Retention, Verdict, decide
 from weightcast.shared.base.errors import Refused
@@ -36,13 +35,15 @@ from weightcast.shared.cli.app import (
     TrustedKeyOption,
     group,
 )
-from weightcast.shared.cli.channel import exit_code_of, show_problems
+from weightcast.shared.cli.channel import base_facts, exit_code_of, show_problems
 from weightcast.shared.cli.options import settings_command, show_settings_command
 from weightcast.shared.cli.output import Output, time_text
 from weightcast.shared.daemon.logs import setup_logs
 from weightcast.shared.daemon.threads import working_threads
 from weightcast.shared.files.paths import printable
 from weightcast.shared.files.side_files import left_text, side_files
+
+_MADE = ("run_id", "created", "frozen", "aliases", "tensors", "elements", "full_bytes", "root")
 
 
 def register(app: typer.Typer) -> None:
@@ -133,7 +134,7 @@ def init(
     aliases = dict(map(_alias, alias or []))
     output = Output(json=as_json)
     with output.progress("reading the base", None) as advance:
-        made = init_channel(
+        init_channel(
             channel,
             base,
             frozen=frozen or (),
@@ -142,28 +143,20 @@ def init(
             advance=advance,
             sign_key=sign_key,
         )
-    _, described = Channel.open(channel).require_ours()
-    opened = open_base(base)
-    notes, left = opened.notes, side_files(opened).left
+    made, opened = base_facts(Channel.open(channel)), open_base(base)
+    left = side_files(opened).left
     facts = {
         "channel": str(channel),
-        "run_id": made.run_id,
-        "created": made.created,
-        "frozen": list(made.frozen),
-        "aliases": dict(made.aliases),
-        "tensors": len(described.table),
-        "elements": described.table.elements,
-        "full_bytes": described.table.nbytes,
-        "root": described.root,
+        **{name: made[name] for name in _MADE},
         "signed_by": None if sign_key is None else load_private_key(sign_key).public.id,
-        "notes": list(notes),
+        "notes": list(opened.notes),
     }
     shown = facts | {
-        "created": time_text(made.created),
-        "frozen": ", ".join(made.frozen) or "-",
+        "created": time_text(made["created"]),
+        "frozen": ", ".join(made["frozen"]) or "-",
         "signed_by": facts["signed_by"] or "-",
-        "aliases": ", ".join(f"{name}={target}" for name, target in made.aliases.items()) or "-",
-        "notes": "; ".join(notes) or "-",
+        "aliases": ", ".join(f"{name}={target}" for name, target in made["aliases"].items()) or "-",
+        "notes": "; ".join(opened.notes) or "-",
         **({"left behind": left_text(left, most=20)} if left else {}),
     }
     output.result(facts | {"left_behind": list(left)}, lambda console: show_facts(console, shown))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from weightcast.publisher.api import PublisherOptions
-from weightcast.publisher.maintenance.orders import held, is_carried_out, standing
+from weightcast.publisher.maintenance.orders import Held, is_carried_out, standing
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.publish.report import Publication, publication, total_seconds
 from weightcast.publisher.service_publisher import ServicePublisher
@@ -135,7 +135,7 @@ def _look(
     order = standing(channel)
     # a pending order is the next owner's to carry out, but a living owner is left to do it
     if order is not None and (take_over or is_carried_out(channel, order)):
-        raise held(order)
+        raise Held.by(order)
     refuse_local(checkpoint, local)
     with contextlib.closing(CheckpointWeights(checkpoint)) as weights:
         match(

@@ -22,6 +22,7 @@ from weightcast.publisher.fleet.version_history import History, VersionHistory
 from weightcast.publisher.maintenance.prune import ACTIVE_SECONDS
 from weightcast.publisher.maintenance.retention import Retention, Situation
 from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import forget
 from weightcast.shared.channel.store import Address
 from weightcast.shared.daemon.fleet import (
@@ -77,17 +78,16 @@ class FleetView:
         clock: Callable[[], float] = time.monotonic,
         publisher: Callable[[], PublisherLine | None] = lambda: None,
     ) -> None:
-        self.report_intake = ReportIntake(channel)
-        self._channel, self._retention, self._clock = channel, retention, clock
+        self._store, self._retention, self._clock = open_store(channel), retention, clock
+        self.report_intake = ReportIntake(self._store)
         self._publish_seconds = publish_seconds
-        self._reader, self._history = (
-            FleetReader(channel, bounds, publisher=publisher),
-            VersionHistory(channel, clock),
+        self._reader = FleetReader(self._store, bounds, publisher=publisher)
+        self._history = VersionHistory(self._store, clock)
+        unread, place = (
+            Verdict(level="warning", text="the channel has not been read yet"),
+            self._store.place(),
         )
-        unread = Verdict(level="warning", text="the channel has not been read yet")
-        empty = Fleet(
-            now=time.time(), channel=str(channel), run_id=None, latest=None, bounds=bounds, verdict=unread
-        )
+        empty = Fleet(now=time.time(), channel=place, run_id=None, latest=None, bounds=bounds, verdict=unread)
         self._fleet = Snapshot(_page(empty, 0))
         self._versions = Snapshot(ChannelPage())
         self._asked = clock() - _WATCHED_SECONDS
@@ -131,7 +131,7 @@ class FleetView:
     def forget(self, host: Host) -> None:
         """Deletes the report of a host that is gone: see `require_gone`. Raises Refused and OSError."""
         require_gone(host)
-        forget(self._channel, host.key)
+        forget(self._store, host.key)
 
     def read_hosts(self) -> None:
         """One look. Raises WeightcastError and OSError when the channel cannot be read."""

@@ -29,7 +29,12 @@ from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOpti
 
 
 class Held(Refused):
-    """Publishing is held by an order."""
+    @classmethod
+    def by(cls, order: Rollback) -> Held:
+        return cls(
+            f"publishing is on hold since the rollback to version {order.to}",
+            remedy="resume with `weightcast channel resume`",
+        )
 
 
 def order_rollback(channel: Address, to: int) -> Rollback:
@@ -71,13 +76,6 @@ def standing(channel: Channel) -> Rollback | None:
             remedy="withdraw it with `weightcast channel resume`",
         )
     return order
-
-
-def held(order: Rollback) -> Held:
-    return Held(
-        f"publishing is on hold since the rollback to version {order.to}",
-        remedy="resume with `weightcast channel resume`",
-    )
 
 
 def is_carried_out(channel: Channel, order: Rollback) -> bool:

@@ -290,7 +290,7 @@ class FleetReader:
         self._shown = {each.key: self._shown[each.key] for each in reports}
         fleet = Fleet(
             now=self._now(),
-            channel=str(self._channel),
+            channel=open_store(self._channel).place(),
             run_id=run.run_id,
             latest=run.latest,
             hosts=hosts,

@@ -17,12 +17,11 @@ from faulty_store import Fault, FaultyStore
 from opening import open_publisher
 
 from weightcast.publisher import init_channel
-from weightcast.publisher.channel_repair import repair_channel
+from weightcast.publisher.channel_repair import repair_channel, sign_channel
 from weightcast.publisher.fleet.report_intake import ReportIntake
 from weightcast.publisher.fleet.version_history import VersionHistory
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.publisher.maintenance.prune import empty_trash, is_due, prune, situation
-from weightcast.publisher.maintenance.re_sign import sign_channel
 from weightcast.publisher.maintenance.repair import ChannelCheck, Repairs
 from weightcast.publisher.maintenance.replay_log import ReplayLog
 from weightcast.publisher.maintenance.retention import Retention, decide

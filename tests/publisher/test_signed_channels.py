@@ -16,7 +16,7 @@ from core_cases import Model, bytes_of, flip, read_checkpoint, snapshot, some_ch
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import init_channel
-from weightcast.publisher.maintenance.re_sign import sign_channel
+from weightcast.publisher.channel_repair import sign_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import Refused, Untrusted, WeightcastError
 from weightcast.shared.channel.chain import verify
