@@ -83,10 +83,10 @@ class ServicePublisher(Publisher):
         if version is None or self._claim is None:
             return None
         there = range(version, version + 1)
-        done, lost = remake(self._claim, self._updater.paths.directory, there, only=version)
-        if not done:
+        found = remake(self._claim, self._updater.paths.directory, there, only=version)
+        if not found.done:
             check.give_up(version)
-        return Repairs(done=done, notes=lost)
+        return found
 
     def make_due(self) -> list[str]:
         """Makes what is due beside the versions, here and now; what was made, in words."""

@@ -95,16 +95,23 @@ def write_steps(
     nothing behind when it raises."""
     try:
         for chunk, old, new in steps:
-            changes, step, prepared = compare(old, new), None, b""
-            if len(changes):
-                step = ChunkStep(changes, span_sums(chunk, old, changes))
-                prepared = writer.prepare(chunk, old, lambda new=new: new, changes)  # type: ignore[misc]
-                add(chunk, step)
-            writer.append(chunk, prepared, lambda new=new: new, step)  # type: ignore[misc]
+            _append(writer, chunk, old, new, add)
         return writer.close()
     except BaseException:
         writer.abandon()
         raise
+
+
+def _append(
+    writer: ShardWriter, chunk: Chunk, old: Words, new: Words, add: Callable[[Chunk, ChunkStep], None]
+) -> None:
+    changes = compare(old, new)
+    if not len(changes):
+        writer.append(chunk, b"", lambda: new, None)
+        return
+    step = ChunkStep(changes, span_sums(chunk, old, changes))
+    add(chunk, step)
+    writer.append(chunk, writer.prepare(chunk, old, lambda: new, changes), lambda: new, step)
 
 
 class _Accumulator:

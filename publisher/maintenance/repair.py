@@ -215,12 +215,12 @@ class _OwnState:
         try:
             file = parse_channel_file(self._store.read(CHANNEL_JSON, CHANNEL_FILE_LIMIT))
             there = range(max(1, file.horizon), _pointed(self._store) + 1)
-            done, lost = remake(self.claim, self.local, there)
+            found = remake(self.claim, self.local, there)
         except (WeightcastError, OSError) as error:
             self.repairs.notes.append(f"cannot restore anything from {self.local}: {error}")
             return
-        self.repairs.done.extend(done)
-        self.repairs.notes.extend(lost)
+        self.repairs.done.extend(found.done)
+        self.repairs.notes.extend(found.notes)
 
     def write_anchor(self, write: WriteAnchor) -> None:
         """Full weights of the newest version lead hosts past lost deltas."""
@@ -272,25 +272,22 @@ def _move_away(channel: Channel, claim: Claim, repairs: Repairs, advance: Advanc
                 repairs.done.append(f"{key} moved to .trash")
 
 
-def remake(
-    claim: Claim, local: Path, there: range, *, only: int | None = None
-) -> tuple[list[str], list[str]]:
+def remake(claim: Claim, local: Path, there: range, *, only: int | None = None) -> Repairs:
     """What was made, and what could not be. `there`: versions that must be in the channel; others may be gone
     on purpose, or were never announced. `only`: the one version to look at. Raises RetryLater and NeedsReseed
     when the local checkpoint cannot be read now."""
-    made: list[str] = []
-    lost: list[str] = []
+    found = Repairs()
     with ReplayLog(local) as log:
         for version, position in sorted(log.positions().items()):
-            if only in (None, version) and (
-                version in there or (version > 0 and claim.store.names(version_name(version)))
-            ):
-                try:
-                    for line in _Remake(log, KeptJournals(LocalPaths(local)), claim, position).lines():
-                        made.append(line)
-                except (WeightcastError, OSError) as error:
-                    lost.append(f"version {version} cannot be restored: {error}")
-    return made, lost
+            is_meant = only in (None, version) and version > 0
+            if not is_meant or not (version in there or claim.store.names(version_name(version))):
+                continue
+            try:
+                for line in _Remake(log, KeptJournals(LocalPaths(local)), claim, position).lines():
+                    found.done.append(line)
+            except (WeightcastError, OSError) as error:
+                found.notes.append(f"version {version} cannot be restored: {error}")
+    return found
 
 
 @dataclass(frozen=True)

@@ -514,6 +514,20 @@ def test_a_channel_is_signed_anew(world: World, fault: Fault | None) -> None:
         sign_channel(world.store, PrivateKey.generate())
 
 
+def test_tags_and_pins(world: World) -> None:
+    pins.set_tag(world.store, "best", 2)
+    pins.set_tag(world.store, "best", 1)
+    pins.keep(world.store, 3)
+    assert (pins.tags(world.store), pins.kept(world.store)) == ({"best": 1}, [3])
+    assert pins.delete_tag(world.store, "best") and not pins.delete_tag(world.store, "best")
+    assert pins.unkeep(world.store, 3) and not pins.unkeep(world.store, 3)
+    world.store.fail("delete", "tags/best", "lost")
+    pins.set_tag(world.store, "best", 1)
+    with pytest.raises(Unavailable):
+        pins.delete_tag(world.store, "best")
+    assert pins.tags(world.store) == {}
+
+
 # what people look at
 
 
