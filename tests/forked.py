@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -18,12 +19,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _SET_CHILD_SUBREAPER = 36
 _MESSAGE_LIMIT = 1 << 18
+_ASKING = threading.Lock()
 
 
 class Forked(subprocess.Popen[Any]):
@@ -32,24 +35,16 @@ class Forked(subprocess.Popen[Any]):
     def __init__(self, arguments: Sequence[object], **options: Any) -> None:
         super().__init__([sys.executable, *map(str, arguments)], **options)
 
-    def _execute_child(
-        self,
-        args: Any,
-        executable: Any,
-        preexec: Any,
-        close: Any,
-        pass_fds: Any,
-        cwd: Any,
-        env: Any,
-        *rest: Any,
-    ) -> None:
-        pipes = rest[3:9]
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        cwd, env, pipes = rest[4], rest[5], rest[9:15]
         streams = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
         order = {"arguments": args[1:], "environment": dict(os.environ if env is None else env)}
         order["directory"] = os.fspath(cwd or Path.cwd())
-        forks = _forks()
-        socket.send_fds(forks, [json.dumps(order).encode()], streams)
-        self.pid = int(forks.recv(64))
+        with _ASKING:
+            socket.send_fds(_forks(), [json.dumps(order).encode()], streams)
+            answer = _forks().recv(64)
+        assert answer, "the process that forks has ended, see stderr"
+        self.pid = int(answer)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -127,6 +122,8 @@ def _import_all() -> None:
 
     with contextlib.redirect_stdout(None):
         main.run(["fleet", "--help"])
+    for side in ("publisher", "subscriber"):
+        importlib.import_module(f"weightcast.{side}.daemon.daemon")
     warm_up()
     gc.freeze()
 
