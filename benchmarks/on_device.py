@@ -29,7 +29,7 @@ from weightcast.publisher.weights.device_side import (
     on_host,
     span_lanes,
 )
-from weightcast.shared.base.elements import Chunk, TensorSpec, TensorTable, Words, grid, whole_part
+from weightcast.shared.base.elements import Chunk, TensorSpec, TensorTable, Words, grid
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.warm_up import warm_up
 from weightcast.shared.digest.checksums import hash_bytes, span_sums
@@ -60,7 +60,7 @@ class _Step:
     def __init__(self, case: Case, device: Any) -> None:
         spec = TensorSpec("t", "BF16", (len(case.old),), case.old.nbytes)
         table = TensorTable.of([spec])
-        self.chunks: Sequence[Chunk] = list(grid(table, whole_part(table)))
+        self.chunks: Sequence[Chunk] = list(grid(table, table.whole))
         self.case, self.device = case, device
         self.old, self.new = (on_host(words).to(device, copy=True) for words in (case.old, case.new))
 
@@ -116,7 +116,7 @@ def _on_host(step: _Step, chunk: Chunk) -> object:
     old = step.host(step.case.old, chunk)
     changes = compare(old, new)
     hash_bytes(new.view(np.uint8), span.start // 4)
-    return span_sums(chunk, old, changes)
+    return span_sums(chunk, old, changes.index, changes.new)
 
 
 def _seconds(work: Callable[[], object], device: Any) -> float:

@@ -81,7 +81,7 @@ def _steps(
         old, words = local.chunk_words(chunk), gather(chunk, new.words_in)
         changes = compare(old, words)
         if len(changes):
-            step = ChunkStep(changes, span_sums(chunk, old, changes))
+            step = ChunkStep(changes, span_sums(chunk, old, changes.index, changes.new))
             prepared = writer.prepare(chunk, old, lambda new=words: new, changes)
             writer.append(chunk, prepared, lambda new=words: new, step)
             yield step

@@ -109,7 +109,7 @@ def _append(
     if not len(changes):
         writer.append(chunk, b"", lambda: new, None)
         return
-    step = ChunkStep(changes, span_sums(chunk, old, changes))
+    step = ChunkStep(changes, span_sums(chunk, old, changes.index, changes.new))
     add(chunk, step)
     writer.append(chunk, writer.prepare(chunk, old, lambda: new, changes), lambda: new, step)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from weightcast.publisher.publish.commit import begin_beside, commit_draft, put
-from weightcast.shared.base.elements import TensorTable, whole_part
+from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
@@ -151,7 +151,7 @@ def anchor_index(
         tensors=TensorRecords(
             names, np.array(lanes, np.uint64).reshape(-1, 2), np.zeros(len(table), np.int64)
         ),
-        parts=(whole_part(table),),
+        parts=(table.whole,),
         chunks=(),
         totals=VersionTotals(0, table.elements, table.nbytes, sum(file.size for file in records)),
         side_files=tuple(record for record in records if record.name not in known),

@@ -39,7 +39,6 @@ from weightcast.publisher.publish.report import InputFacts, PublishReport, repor
 from weightcast.publisher.ranks import rendezvous
 from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart
 from weightcast.publisher.ranks.shards import RankWeights
-from weightcast.shared.base.elements import whole_part
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
@@ -257,7 +256,7 @@ class OwnerRank:
         try:
             if self._rank.alone:
                 with job.phase("diff"):
-                    written = [writer.write(given, whole_part(local.table), job.advance)]
+                    written = [writer.write(given, local.table.whole, job.advance)]
                 job.source.release_tensors()
             else:
                 written = self._all_parts(writer, attempt, given, job)

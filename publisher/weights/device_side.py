@@ -347,7 +347,7 @@ class DeviceComparison:
         if (before == found.new).any():
             raise drifted(chunk)
         changes = Changes(found.index, before, found.new)
-        sums = span_sums(chunk, old, changes)
+        sums = span_sums(chunk, old, changes.index, changes.new)
         if self._baselines.whole_old and len(changes):
             _check_whole(chunk, old, found.lanes, sums)
         return Scan(changes, np.array(found.lanes, np.uint64), sums)

@@ -171,10 +171,6 @@ class Part:
     segments: tuple[Segment, ...]
 
 
-def whole_part(table: TensorTable) -> Part:
-    return table.whole
-
-
 class Span(NamedTuple):
     """A tensor's piece in a chunk: words [start, stop) of `tensor`, at `offset` in the chunk."""
 

@@ -194,7 +194,7 @@ class FieldReader:
                 if span.stop == spec.words:
                     self._finish_tensor(span.tensor)
         changes = compare(old, new)
-        sums = span_sums(chunk, old, changes)
+        sums = span_sums(chunk, old, changes.index, changes.new)
         self._check(chunk, sums)
         return ChunkStep(changes, sums)
 

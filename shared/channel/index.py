@@ -26,7 +26,6 @@ from weightcast.shared.base.elements import (
     Part,
     Segment,
     TensorTable,
-    whole_part,
 )
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.base.progress import Advance
@@ -59,7 +58,7 @@ from weightcast.shared.files.strict_json import MAX_INTEGER, Members, parse_obje
 
 def write_parts(parts: Sequence[Part], table: TensorTable) -> list[list[list[int]]] | None:
     """None for a single part that is the whole table."""
-    if tuple(parts) == (whole_part(table),):
+    if tuple(parts) == (table.whole,):
         return None
     return [_rows(part, table) for part in parts]
 
@@ -80,7 +79,7 @@ def _rows(part: Part, table: TensorTable) -> list[list[int]]:
 def parse_parts(facts: Members, table: TensorTable, what: str) -> tuple[Part, ...]:
     """The member `parts`; `check_parts` is still to be called. Raises DamagedFile."""
     if facts.is_null("parts"):
-        return (whole_part(table),)
+        return (table.whole,)
     room = len(table)
     parts: list[Part] = []
     for number, rows in enumerate(facts.array("parts")):
@@ -114,7 +113,7 @@ def _segments(rows: object, table: TensorTable, room: int, what: str) -> Iterato
 def check_parts(parts: Sequence[Part], table: TensorTable, what: str) -> None:
     """Segments are within their tensors, on block borders, ascend within a part, and no two overlap. Raises
     DamagedFile."""
-    if tuple(parts) == (whole_part(table),):
+    if tuple(parts) == (table.whole,):
         return
     if [part.number for part in parts] != list(range(len(parts))):
         raise DamagedFile(f"{what}: parts are not numbered from 0")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from weightcast.shared.base.errors import MEND_CHANNEL, DamagedFile
 from weightcast.shared.channel.store import NotFound, Store
-from weightcast.shared.files.safetensors import HEADER_LIMIT, START, Header, parse_header
+from weightcast.shared.files.safetensors import Header, header_from
 
 
 def read_exactly(files: Store, name: str, offset: int, length: int, place: str) -> bytes:
@@ -20,7 +22,4 @@ def read_shard_header(files: Store, name: str) -> Header:
     found, place = files.stat(name), files.place(name)
     if found is None:
         raise NotFound.at(place)
-    length = 8 + int.from_bytes(files.read_range(name, 0, 8), "little")
-    is_likely = length <= min(8 + HEADER_LIMIT, found.size)
-    prefix = files.read_range(name, 0, length if is_likely else min(START, found.size))
-    return parse_header(prefix, found.size, what=place)
+    return header_from(partial(files.read_range, name, 0), found.size, place)

@@ -54,16 +54,14 @@ from weightcast.shared.checkpoint.verify.inspect import is_lost, recover_state, 
 from weightcast.shared.checkpoint.verify.repair import Repaired, repair
 from weightcast.shared.checkpoint.verify.seed import seed
 
-OnPhase = Callable[[str], None]
-"""Called with `fetch` and `stage` when a leg's preparation comes to them."""
-
 
 @dataclass(frozen=True)
 class UpdaterOptions:
     threads: int = 1
     visible_seconds: float = 120.0
     pre_read: PreRead | None = None
-    on_phase: OnPhase = lambda phase: None
+    on_phase: Callable[[str], None] = lambda phase: None
+    """called with `fetch` and `stage` when a leg's preparation comes to them"""
     wait: Callable[[float], None] = time.sleep
     """between two looks for a file that is not visible yet; may raise to give up"""
     on_wait: OnWait = lambda awaited: None

@@ -37,7 +37,7 @@ def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> 
     new[_PADDING] = 0
     blob = encode_chunk(chunk, old, new, scan(chunk, old, new).changes, encoding)
     changes = decode_chunk(blob, chunk, old)
-    span_sums(chunk, old, changes)
+    span_sums(chunk, old, changes.index, changes.new)
     compare(old, new)
     all_of(chunk, old, new, Counted.of(chunk))
     written = old.copy()

@@ -7,7 +7,7 @@ Tensors are kept in arrays: there may be several 100,000.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,15 +66,6 @@ def hash_pieces(data: ByteArray, pieces: NDArray[np.int64]) -> LanesArray:
     return lanes
 
 
-class ChangedWords(Protocol):
-    """As `weightcast.shared.codec.changes.Changes`, a room above."""
-
-    @property
-    def index(self) -> NDArray[np.uint32]: ...
-    @property
-    def new(self) -> Words: ...
-
-
 @dataclass(frozen=True)
 class ChunkSums:
     old: Lanes = ZERO
@@ -110,16 +101,16 @@ class SpanSums:
         return ChunkSums(Lanes(old_a, old_b), Lanes(new_a, new_b), int(self.changed.sum()))
 
 
-def span_sums(chunk: Chunk, old: Words, changes: ChangedWords) -> SpanSums:
+def span_sums(chunk: Chunk, old: Words, index: NDArray[np.uint32], new: Words) -> SpanSums:
     """`old`: the chunk's old words with its zero padding, word[chunk.words], contiguous; only touched ones
     are read. Positions must lie inside spans."""
     ends, numbers = spans_in(chunk)
-    if len(changes.index) == 0:
+    if len(index) == 0:
         nothing = np.zeros(len(ends), np.int64)
         return SpanSums.of(chunk, np.zeros((len(ends), 4), np.uint64), nothing)
-    if len(old) != chunk.words or changes.index[-1] >= ends[-1]:
+    if len(old) != chunk.words or index[-1] >= ends[-1]:
         raise ValueError("old words or changes of another chunk")
-    return SpanSums.of(chunk, *kernels().touched(old, changes.index, changes.new, ends, numbers))
+    return SpanSums.of(chunk, *kernels().touched(old, index, new, ends, numbers))
 
 
 def spans_in(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

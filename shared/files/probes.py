@@ -15,7 +15,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,11 @@ class Scratch:
 def scratch_in(directory: Path) -> Iterator[Scratch]:
     """In `directory` itself, which is there for as long. Raises OSError when none can be made. Removes those
     of killed processes too."""
-    with _existing(directory):
+    missing = [path for path in (directory, *directory.parents) if not exists(path)]
+    with ExitStack() as undo:
+        for path in reversed(missing):
+            path.mkdir()
+            undo.callback(_drop_empty, path)
         made = Scratch(directory / f"{_SCRATCH}{secrets.token_hex(8)}")
         with named(directory, temporary=True):
             made.directory.mkdir(mode=0o700)
@@ -63,20 +67,10 @@ def scratch_in(directory: Path) -> Iterator[Scratch]:
             made.left = _removed(made.directory)
 
 
-@contextmanager
-def _existing(directory: Path) -> Iterator[None]:
-    made: list[Path] = []
-    missing = [path for path in (directory, *directory.parents) if not exists(path)]
-    try:
-        for path in reversed(missing):
-            path.mkdir()
-            made.append(path)
-        yield
-    finally:
-        for path in reversed(made):
-            # another process may have begun to use it
-            with suppress(OSError):
-                path.rmdir()
+def _drop_empty(directory: Path) -> None:
+    # another process may have begun to use it
+    with suppress(OSError):
+        directory.rmdir()
 
 
 def _sweep(own: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -68,20 +68,23 @@ def tensor_spec(entry: Entry) -> TensorSpec:
 
 def read_header_of(path: Path, *, follow_links: bool = False, tolerant: bool = False) -> Header:
     """Reads the header alone. Raises FileNotFoundError and DamagedFile."""
-    fd, what = open_regular(path, follow_links=follow_links), str(path)
+    fd = open_regular(path, follow_links=follow_links)
     try:
-        size = os.fstat(fd).st_size
-        length = _header_length(_read_start(fd, min(size, START), what), size, what)
-        return parse_header(_read_start(fd, 8 + length, what), size, what=what, tolerant=tolerant)
+        return header_from(lambda length: _start_of(fd, length), os.fstat(fd).st_size, str(path), tolerant)
     finally:
         os.close(fd)
 
 
-def _read_start(fd: int, length: int, what: str) -> bytes:
+def _start_of(fd: int, length: int) -> bytes:
     data = bytearray(length)
-    if read_at(fd, memoryview(data), 0) < length:
-        raise DamagedFile(f"{what}: ends inside its safetensors header")
-    return bytes(data)
+    return bytes(data[: read_at(fd, memoryview(data), 0)])
+
+
+def header_from(read: Callable[[int], bytes], size: int, what: str, tolerant: bool = False) -> Header:
+    """As `parse_header`. `read`: the file's first so many bytes."""
+    length = 8 + int.from_bytes(read(8), "little")
+    wanted = length if length <= 8 + HEADER_LIMIT else 0
+    return parse_header(read(min(size, max(START, wanted))), size, what=what, tolerant=tolerant)
 
 
 def _header_length(prefix: bytes, file_size: int, what: str) -> int:

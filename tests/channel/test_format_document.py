@@ -8,7 +8,7 @@ import numpy as np
 from numpy_kernels import finalise
 
 import weightcast.shared
-from weightcast.shared.base.elements import DTYPES, TensorSpec, TensorTable, grid, whole_part
+from weightcast.shared.base.elements import DTYPES, TensorSpec, TensorTable, grid
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import encode_chunk
 from weightcast.shared.digest.checksums import hash_bytes
@@ -28,7 +28,7 @@ def test_the_example_of_lanes_and_root() -> None:
 
 def test_the_example_of_a_blob() -> None:
     table = TensorTable.of([TensorSpec("w", "BF16", (64,), 128)])
-    (chunk,) = grid(table, whole_part(table))
+    (chunk,) = grid(table, table.whole)
     old = np.full(64, 0x3F80, "<u2")
     new = old.copy()
     new[[3, 10, 40]] = 0x3F81, 0x3F7F, 0x3F83

@@ -17,7 +17,6 @@ from weightcast.shared.base.elements import (
     Segment,
     TensorSpec,
     TensorTable,
-    whole_part,
 )
 from weightcast.shared.base.errors import DamagedFile, Refused, UnknownFormat
 from weightcast.shared.channel.index import (
@@ -68,7 +67,7 @@ DELTA = Index(
     weight_map={"a": SHARD, "b": SHARD},
     files=FILES,
     tensors=records(a=TensorRecord(Lanes(1, (1 << 64) - 1), 3), b=TensorRecord(Lanes(0xAB, 2), 1)),
-    parts=(whole_part(TABLE),),
+    parts=(TABLE.whole,),
     chunks=(
         ChunkRecord(ChunkKey(0, "BF16", 0), SHARD, 500, 100, 3, Lanes(5, 6), Lanes(7, 8)),
         ChunkRecord(ChunkKey(0, "F32", 0), SHARD, 600, 40, 1, Lanes(9, 10), Lanes(11, 12)),
@@ -270,7 +269,7 @@ def test_damaged_indexes_are_refused(case: str) -> None:
 
 def test_many_parts_of_everything_are_refused_before_they_fill_memory() -> None:
     table = TensorTable.of([TensorSpec(f"{n:06}", "U8", (1,), 1) for n in range(2000)])
-    index = replace(EMPTY, parts=(whole_part(table),))
+    index = replace(EMPTY, parts=(table.whole,))
     top = json.loads(write_index(index, table))
     top["weightcast"]["parts"] = [[[0, 1999]] * 100_000]
     with pytest.raises(DamagedFile, match="twice"):

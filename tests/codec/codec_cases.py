@@ -11,7 +11,6 @@ from weightcast.shared.base.elements import (
     Words,
     grid,
     kind_of,
-    whole_part,
 )
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.digest.checksums import SpanSums
@@ -24,7 +23,7 @@ def chunk_of(dtype: str, sizes: list[int]) -> Chunk:
     width = kind_of(dtype).width
     specs = [TensorSpec(f"t{n:05}", dtype, (size,), size * width) for n, size in enumerate(sizes)]
     table = TensorTable.of(specs)
-    (chunk,) = grid(table, whole_part(table))
+    (chunk,) = grid(table, table.whole)
     return chunk
 
 

@@ -38,7 +38,7 @@ def assert_found(chunk: Chunk, old: Words, new: Words) -> None:
             assert np.array_equal(ours, expected)
     masks = kernels().masks_of(changes.index, chunk.words) if len(changes) else np.zeros(chunk.words >> 6)
     assert masked.masks is not None and np.array_equal(masked.masks, masks)
-    assert rows(found.sums) == rows(masked_sums) == rows(span_sums(chunk, old, changes))
+    assert rows(found.sums) == rows(masked_sums) == rows(span_sums(chunk, old, changes.index, changes.new))
     width = chunk.kind.width
     for span, lanes in zip(chunk.spans, found.full.tolist(), strict=True):
         piece = new[span.offset : span.offset + span.words]

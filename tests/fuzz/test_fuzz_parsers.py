@@ -14,6 +14,7 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from journal_cases import packed
 
 from weightcast.shared.base.elements import ChunkKey, Part, Segment, TensorSpec, TensorTable
 from weightcast.shared.base.errors import WeightcastError
@@ -241,8 +242,8 @@ def test_a_journal(tmp_path: Path, data: st.DataObject) -> None:
     path.unlink(missing_ok=True)
     writer = JournalWriter(path, JournalHeader("run", "ab12", 1, "r", 1, 2, "s", "d"))
     words = np.arange(2, dtype=np.uint16)
-    writer.add(Record(0, np.array([3, 299], np.uint64), words, words + 1))
-    writer.add(Record(1, np.array([6], np.uint64), np.zeros(1, np.uint32), np.ones(1, np.uint32)))
+    writer.write(packed(Record(0, np.array([3, 299], np.uint64), words, words + 1)))
+    writer.write(packed(Record(1, np.array([6], np.uint64), np.zeros(1, np.uint32), np.ones(1, np.uint32))))
     writer.write(masked_record())
     writer.close()
 

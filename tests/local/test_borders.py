@@ -40,7 +40,8 @@ def packed_step(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) ->
     """What a host makes of the chunk's blob."""
     blob = encode_chunk(chunk, old, new, compare(old, new), encoding)
     changes, sums = decode_step(blob, chunk, old)
-    expected = span_sums(chunk, old, compare(old, new))
+    compared = compare(old, new)
+    expected = span_sums(chunk, old, compared.index, compared.new)
     total, wanted = sums.total(), expected.total()
     assert (total.old, total.new, total.changed) == (wanted.old, wanted.new, wanted.changed)
     after = old.copy()

@@ -8,6 +8,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from journal_cases import packed
 
 from weightcast.shared.base.elements import Chunk, Span, TensorSpec, TensorTable, Words, grid
 from weightcast.shared.base.errors import DamagedFile
@@ -35,7 +36,7 @@ def record(tensor: int, index: list[int], seed: int = 0) -> Record:
 def write(path: Path, *records: Record) -> Path:
     writer = JournalWriter(path, HEADER)
     for one in records:
-        writer.add(one)
+        writer.write(packed(one))
     writer.close()
     return path
 
@@ -360,15 +361,15 @@ def test_gaps_around_the_escape(tmp_path: Path) -> None:
 
 def test_the_writer_counts_changes(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path / "x.journal", HEADER)
-    writer.add(record(0, [1, 2, 3]))
-    writer.add(record(1, [9]))
+    writer.write(packed(record(0, [1, 2, 3])))
+    writer.write(packed(record(1, [9])))
     assert writer.changes == 4
     writer.close()
 
 
 def test_an_abandoned_journal_leaves_nothing(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path / "x.journal", HEADER)
-    writer.add(record(0, [1]))
+    writer.write(packed(record(0, [1])))
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
 
@@ -414,12 +415,12 @@ def test_every_flipped_bit_of_a_head_is_refused_where_any_words_fit(tmp_path: Pa
     many, few = old.copy(), old.copy()
     many[1:count:3] = few[5:10] = 9
     writer = JournalWriter(tmp_path / "x.journal", HEADER)
-    for packed in (
+    for each in (
         pack_changes(chunk, compare(old, few)),
         pack_changes(chunk, masked_changes(chunk, old, many)[0]),
         pack_whole(chunk, old, many),
     ):
-        writer.write(packed)
+        writer.write(each)
     writer.close()
     data = (tmp_path / "x.journal").read_bytes()
     with JournalReader(tmp_path / "x.journal", table) as journal:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from journal_cases import packed
 
 from weightcast.shared.base.elements import TensorSpec, TensorTable, Words
 from weightcast.shared.base.errors import DamagedFile
@@ -60,7 +61,7 @@ def case(room: Path, seed: int, width: int, shift: int) -> Case:
         index = np.union1d(index, [size - 1])
         old = words[start + index].copy()
         target[start + index] = old ^ np.array(1, old.dtype)
-        writer.add(Record(tensor, index.astype(np.uint64), old, target[start + index]))
+        writer.write(packed(Record(tensor, index.astype(np.uint64), old, target[start + index])))
     writer.close()
     path = room / "x.journal"
     with JournalReader(path, table) as journal:

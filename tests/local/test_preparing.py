@@ -51,13 +51,13 @@ def test_chunks_are_staged_while_others_are_still_on_their_way(run: Run, tmp_pat
     with following(run, tmp_path / "local") as updater:
         step_to(updater, 0)
         assert updater.local is not None
-        with ThreadPoolExecutor(1) as pool:
-            staging = pool.submit(
-                stage,
-                updater.local,
-                [Delta(index, open_store(arrived), incoming)],
-                advance=lambda nbytes: staged_one.set(),
-            )
+
+        def watcher(name: str, where: Path | None) -> None:
+            if name == "journal.record":
+                staged_one.set()
+
+        with watched(watcher), ThreadPoolExecutor(1) as pool:
+            staging = pool.submit(stage, updater.local, [Delta(index, open_store(arrived), incoming)])
             (arrived / path.name).write_bytes(data[:first_end])
             incoming.extend(path.name, first_end)
             assert staged_one.wait(WAIT)

@@ -14,7 +14,7 @@ from local_cases import Run, following
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.publisher.weights.tensors import CheckpointWeights
-from weightcast.shared.base.elements import Chunk, Span, grid, whole_part
+from weightcast.shared.base.elements import Chunk, Span, grid
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.files.hf_checkpoint import Place, run_of
@@ -51,7 +51,7 @@ def opened(root: Path, model: Model, files: int, aligned: bool) -> LocalCheckpoi
 
 
 def chunks_of(local: LocalCheckpoint) -> list[Chunk]:
-    return list(grid(local.table, whole_part(local.table), WORDS))
+    return list(grid(local.table, local.table.whole, WORDS))
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,6 +12,7 @@ import pytest
 from core_cases import bytes_of, read_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from journal_cases import packed
 from local_cases import catch_up, following, make_run, patch_keeping_undo, phase_of, staged, step_to
 
 from weightcast.shared.base.elements import TensorSpec, TensorTable
@@ -44,7 +45,7 @@ def begun(room: Path, *records: Record) -> JournalWriter:
     (room / "x.journal").unlink(missing_ok=True)
     writer = JournalWriter(room / "x.journal", HEADER, room / "spare")
     for one in records:
-        writer.add(one)
+        writer.write(packed(one))
     return writer
 
 

@@ -12,7 +12,6 @@ from weightcast.shared.base.elements import (
     TensorSpec,
     TensorTable,
     grid,
-    whole_part,
 )
 
 CHUNK = 256
@@ -26,7 +25,7 @@ def table_of(*sizes: int, dtype: str = "BF16") -> TensorTable:
 
 
 def layout(table: TensorTable) -> list[list[tuple[int, int, int, int]]]:
-    chunks = list(grid(table, whole_part(table), CHUNK))
+    chunks = list(grid(table, table.whole, CHUNK))
     assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
     return [[(span.tensor, span.start, span.stop, span.offset) for span in chunk.spans] for chunk in chunks]
 
@@ -58,7 +57,7 @@ def test_parts_have_grids_of_their_own() -> None:
 def test_every_word_lies_in_one_span(shorts: list[int], floats: list[int]) -> None:
     table = TensorTable.of([*table_of(*shorts), *(_renamed(spec) for spec in table_of(*floats, dtype="F32"))])
     seen = dict.fromkeys(range(len(table)), 0)
-    for chunk in grid(table, whole_part(table), CHUNK):
+    for chunk in grid(table, table.whole, CHUNK):
         end = 0
         for span in chunk.spans:
             assert span.start == seen[span.tensor] and span.words > 0

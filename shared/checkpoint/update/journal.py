@@ -34,7 +34,6 @@ from weightcast.shared.checkpoint.update.journal_records import (
     Packed,
     PackedRecord,
     Record,
-    pack_record,
 )
 from weightcast.shared.files.durable import named, open_regular
 from weightcast.shared.files.strict_json import Members, parse_object
@@ -91,9 +90,6 @@ class JournalWriter:
         except BaseException:
             self.abandon()
             raise
-
-    def add(self, record: Record) -> None:
-        self.write(pack_record(record))
 
     def write(self, packed: Packed) -> None:
         with named(self._path):

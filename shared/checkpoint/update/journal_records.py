@@ -92,12 +92,6 @@ def _mask_bytes(words: int) -> int:
     return -(-words // 64) * 8
 
 
-def pack_record(record: Record) -> Packed:
-    near = (record.index - record.index[0]).astype(np.uint32)
-    bounds = [0, len(near)]
-    return _listed([(record.tensor, int(record.index[0]))], near, bounds, record.old, record.new)
-
-
 def pack_changes(chunk: Chunk, changes: Changes) -> Packed:
     """A record for each span with changes. Safe in any thread; `changes` must stay as they are until they are
     written."""
@@ -117,7 +111,7 @@ def pack_changes(chunk: Chunk, changes: Changes) -> Packed:
         (span.tensor, int(index[start]) + span.start - span.offset)
         for span, start in zip(spans, bounds, strict=False)
     ]
-    return _listed(heads, index, bounds, changes.old, changes.new)
+    return pack_lists(heads, index, bounds, changes.old, changes.new)
 
 
 def _pack_masked(chunk: Chunk, masks: NDArray[np.uint64], changes: Changes) -> Packed:
@@ -157,7 +151,7 @@ def _stretches(chunk: Chunk, form: int, spans: Iterable[tuple[int, Pieces]]) -> 
     return _packed(buffers, records, changes)
 
 
-def _listed(
+def pack_lists(
     heads: Sequence[tuple[int, int]], index: NDArray[np.uint32], bounds: Sequence[int], old: Words, new: Words
 ) -> Packed:
     """`heads`: tensor and first word of each record, which has changes bounds[n] to bounds[n + 1]."""

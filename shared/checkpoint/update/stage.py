@@ -18,7 +18,6 @@ import numpy as np
 
 from weightcast.shared.base.elements import Chunk, TensorTable, Words, grid
 from weightcast.shared.base.errors import MEND_CHANNEL, DamagedFile, Forked
-from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.delta_reader import open_delta, place_of
 from weightcast.shared.channel.delta_writer import ChunkStep
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
@@ -59,13 +58,7 @@ class Staged:
     journal_bytes: int
 
 
-@dataclass(frozen=True)
-class _Folded:
-    """One chunk over all versions: net changes, and the sums of each version's step."""
-
-    chunk: Chunk
-    packed: Packed
-    steps: tuple[ChunkStep | None, ...]
+_Steps = list[ChunkStep | None]
 
 
 class _Version:
@@ -80,7 +73,7 @@ class _Version:
         return files_of(self.index.version)
 
 
-def stage(local: LocalCheckpoint, deltas: Sequence[Delta], *, advance: Advance | None = None) -> Staged:
+def stage(local: LocalCheckpoint, deltas: Sequence[Delta]) -> Staged:
     """Folds `deltas` (consecutive, one grid) into a journal from the local position.
 
     Raises Forked when they do not start at the local position, BadDelta when anything does not add up; then
@@ -94,13 +87,11 @@ def stage(local: LocalCheckpoint, deltas: Sequence[Delta], *, advance: Advance |
     try:
         with disk_errors(local.paths.room):
             versions = [_Version(local, delta) for delta in deltas]
-            for folded in _walk(local, versions):
-                writer.write(folded.packed)
-                for version, step in zip(versions, folded.steps, strict=True):
+            for packed, steps in _walk(local, versions):
+                writer.write(packed)
+                for version, step in zip(versions, steps, strict=True):
                     if step is not None:
                         version.sums.add(step.sums)
-                if advance is not None:
-                    advance(folded.chunk.words * folded.chunk.kind.width)
             for version in versions:
                 with version.named():
                     version.reader.finish()
@@ -138,7 +129,7 @@ def _header(local: LocalCheckpoint, last: Index | ForeignIndex) -> JournalHeader
     )
 
 
-def _walk(local: LocalCheckpoint, versions: Sequence[_Version]) -> Iterator[_Folded]:
+def _walk(local: LocalCheckpoint, versions: Sequence[_Version]) -> Iterator[tuple[Packed, _Steps]]:
     first, table = versions[0].index, local.table
     chunks = (
         chunk
@@ -150,10 +141,11 @@ def _walk(local: LocalCheckpoint, versions: Sequence[_Version]) -> Iterator[_Fol
     return ordered(lambda chunk: _fold(local, versions, chunk), chunks, threads)
 
 
-def _fold(local: LocalCheckpoint, versions: Sequence[_Version], chunk: Chunk) -> _Folded:
+def _fold(local: LocalCheckpoint, versions: Sequence[_Version], chunk: Chunk) -> tuple[Packed, _Steps]:
+    """Net changes over all versions, and the step of each."""
     old = local.chunk_words(chunk)
     words = old
-    steps: list[ChunkStep | None] = []
+    steps: _Steps = []
     for version in versions:
         with version.named():
             step = version.reader.step(chunk, words) if version.reader.touches(chunk) else None
@@ -161,7 +153,7 @@ def _fold(local: LocalCheckpoint, versions: Sequence[_Version], chunk: Chunk) ->
         if step is not None and len(versions) > 1:
             words = words.copy() if words is old else words
             step.changes.apply(words)
-    return _Folded(chunk, _packed(chunk, old, words, steps), tuple(steps))
+    return _packed(chunk, old, words, steps), steps
 
 
 def _packed(chunk: Chunk, old: Words, words: Words, steps: Sequence[ChunkStep | None]) -> Packed:
