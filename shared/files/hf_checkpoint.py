@@ -137,12 +137,11 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool, need_inde
     headers = {
         name: read_header_of(directory / name, follow_links=follow_links, tolerant=True) for name in shards
     }
+    held = _held(directory, headers)
     if index is not None:
-        notes += [
-            f"{WEIGHT_INDEX}: {note}" for note in (*index.notes, *_index_notes(index.weight_map, headers))
-        ]
+        found = (*index.notes, *_index_notes(index.weight_map, held))
+        notes += [f"{WEIGHT_INDEX}: {note}" for note in found]
     notes += [f"{name}: {note}" for name, header in headers.items() for note in header.notes]
-    _check_doubles(directory, headers)
     table, spots = _laid_out(tuple(headers.values()))
     if len(table) and all(is_adapter_tensor(spec.name) for spec in table):
         raise Refused(_IS_ADAPTER.format(directory, table[0].name), remedy=MERGE_ADAPTER)
@@ -302,9 +301,8 @@ def _check_present(
     return [f"{WEIGHT_INDEX}: does not name {name}, which engines ignore" for name in surplus]
 
 
-def _index_notes(weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> Iterator[str]:
+def _index_notes(weight_map: Mapping[str, str], held: Mapping[str, str]) -> Iterator[str]:
     """Engines load what the named files hold, whatever the index says of single tensors."""
-    held = {name: shard for shard, header in headers.items() for name in header.entries}
     if held == weight_map:
         return
     elsewhere = [name for name in held if weight_map.get(name, held[name]) != held[name]]
@@ -317,19 +315,18 @@ def _index_notes(weight_map: Mapping[str, str], headers: Mapping[str, Header]) -
             yield f"{problem}: {faulty[0]}" + (f" and {len(faulty) - 1} more" if faulty[1:] else "")
 
 
-def _check_doubles(directory: Path, headers: Mapping[str, Header]) -> None:
-    """Names within one file are unique already."""
-    if len(headers) < 2:
-        return
-    seen: dict[str, str] = {}
+def _held(directory: Path, headers: Mapping[str, Header]) -> dict[str, str]:
+    """Tensor name to shard. Names within one file are unique already."""
+    held: dict[str, str] = {}
     for shard, header in headers.items():
         for name in header.entries:
-            other = seen.setdefault(name, shard)
+            other = held.setdefault(name, shard)
             if other != shard:
                 raise DamagedFile(
                     f"{directory / other} and {shard} both hold {name!r}",
                     remedy="remove it from one of them: engines may load either",
                 )
+    return held
 
 
 @lru_cache(maxsize=2)
