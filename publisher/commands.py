@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -15,16 +14,21 @@ from weightcast.publisher.channel_repair import ask_for_repair, repair_channel, 
 from weightcast.publisher.commands_publish import show_facts
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.maintenance.orders import order_rollback
-from weightcast.publisher.maintenance.prune import GRACE_SECONDS, ActiveHosts, empty_trash, is_due, situation
+from weightcast.publisher.maintenance.prune import (
+    GRACE_SECONDS,
+    ActiveHosts,
+    empty_trash,
+    is_due,
+    what_to_prune,
+)
 from weightcast.publisher.maintenance.prune import prune as carry_out
 from weightcast.publisher.maintenance.repair import Repairs
-from weightcast.publisher.maintenance.retention import Retention, Verdict, decide
+from weightcast.publisher.maintenance.retention import Retention, Verdict
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import OwnerAlive, claim, this_process
 from weightcast.shared.channel.layout import Pointer, index_key
-from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.signing import load_private_key
 from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.cli.app import (
@@ -219,8 +223,7 @@ def prune(
     if not retention.bounded:
         raise typer.BadParameter("give --keep-versions, --keep-hours or both")
     opened, pointer = _opened(channel)
-    hosts = ActiveHosts().versions(read_reports(opened.store))
-    verdict = decide(situation(opened, pointer, hosts, time.time()), retention)
+    verdict = what_to_prune(opened, pointer, ActiveHosts(), retention)
     deleted = 0
     if not dry_run and (verdict.removals or is_due(opened.store, grace_seconds)):
         deleted = _prune(opened, verdict, grace_seconds)

@@ -20,7 +20,7 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta_reader import open_delta
 from weightcast.shared.channel.delta_writer import ChunkStep, PartFiles, ShardWriter, begin_shard
-from weightcast.shared.channel.index import INDEX_NAME, Index, VersionTotals, parse_index, write_index
+from weightcast.shared.channel.index import Index, VersionTotals, parse_index, write_index
 from weightcast.shared.channel.index_records import TensorRecords
 from weightcast.shared.channel.layout import multi_step_key
 from weightcast.shared.channel.signing import PrivateKey
@@ -34,29 +34,16 @@ from weightcast.shared.digest.root import root
 _SHARD = "model-00000-of-00001.safetensors"
 
 
-def due_multi_step(
-    at: int, oldest: int, exists: Iterable[tuple[int, int]], most_span: int
-) -> list[tuple[int, int]]:
-    """Deltas to make, as (version, base version), the widest first, then the newest: from v - 2^k where 2^k
-    divides v, as far as versions from `oldest` to `at` can be read."""
-    known = set(exists)
-    due = []
+def multi_step_deltas(at: int, oldest: int, most_span: int) -> list[tuple[int, int]]:
+    """Those that there should be, as (version, base version), the widest first, then the newest: from v - 2^k
+    where 2^k divides v, as far as versions from `oldest` to `at` can be read."""
+    found = []
     span = 2
     while span <= most_span:
         first = -(-(oldest + span) // span) * span
-        due += [(v, v - span) for v in range(first, at + 1, span) if (v, v - span) not in known]
+        found += [(version, version - span) for version in range(first, at + 1, span)]
         span *= 2
-    return sorted(due, key=lambda skip: (skip[1] - skip[0], -skip[0]))
-
-
-def existing_multi_step(store: Store, versions: Iterable[int], most_span: int) -> set[tuple[int, int]]:
-    spans = [1 << k for k in range(1, most_span.bit_length())]
-    wanted = ((v, v - span) for v in versions for span in spans if v % span == 0)
-    return {
-        (v, base)
-        for v, base in wanted
-        if base >= 0 and store.stat(f"{multi_step_key(v, base)}/{INDEX_NAME}") is not None
-    }
+    return sorted(found, key=lambda skip: (skip[1] - skip[0], -skip[0]))
 
 
 def write_multi_step(

@@ -10,11 +10,11 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weightcast.publisher.maintenance.retention import HeldVersion, Situation, Verdict
+from weightcast.publisher.maintenance.retention import HeldVersion, Retention, Situation, Verdict, decide
 from weightcast.publisher.publish.commit import PRUNED, PUT_AWAY
 from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
@@ -23,7 +23,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import CHANNEL_JSON, Pointer, index_key, version_name
-from weightcast.shared.channel.reports import Report, forgotten
+from weightcast.shared.channel.reports import Report, forgotten, read_reports
 from weightcast.shared.channel.run_files import CHANNEL_FILE_LIMIT, parse_channel_file, write_channel_file
 from weightcast.shared.channel.store import TRASH, NotFound, Store, StoreError
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
@@ -53,10 +53,12 @@ def held_versions(channel: Channel, pointer: Pointer, above: int = 0) -> dict[in
     return found
 
 
-def situation(channel: Channel, pointer: Pointer, hosts: Collection[int], now: float) -> Situation:
+def what_to_prune(channel: Channel, pointer: Pointer, hosts: ActiveHosts, retention: Retention) -> Verdict:
     """Raises DamagedFile for a tag that cannot be read: nothing is pruned then."""
-    wanted = {*pins.kept(channel.store), *pins.tags(channel.store).values()}
-    return Situation(pointer.version, held_versions(channel, pointer), now, hosts, wanted)
+    store, held = channel.store, held_versions(channel, pointer)
+    wanted = {*pins.kept(store), *pins.tags(store).values()}
+    living = hosts.versions(read_reports(store))
+    return decide(Situation(pointer.version, held, time.time(), living, wanted), retention)
 
 
 def prune(channel: Channel, verdict: Verdict, claim: Claim, local: Path | None = None) -> None:

@@ -14,11 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from weightcast.publisher.maintenance.multi_step_deltas import (
-    due_multi_step,
-    existing_multi_step,
-    write_multi_step,
-)
+from weightcast.publisher.maintenance.multi_step_deltas import multi_step_deltas, write_multi_step
 from weightcast.publisher.maintenance.orders import standing
 from weightcast.publisher.maintenance.prune import (
     GRACE_SECONDS,
@@ -27,10 +23,10 @@ from weightcast.publisher.maintenance.prune import (
     forget_hosts,
     held_versions,
     prune,
-    situation,
+    what_to_prune,
 )
 from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
-from weightcast.publisher.maintenance.retention import Retention, cheapest, decide
+from weightcast.publisher.maintenance.retention import Retention, cheapest
 from weightcast.publisher.publish.anchors import Full, write_anchor
 from weightcast.publisher.publish.commit import UNSIGNED, Signer
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
@@ -48,7 +44,6 @@ from weightcast.shared.channel.layout import (
     version_name,
 )
 from weightcast.shared.channel.listing import look
-from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import Step
 from weightcast.shared.checkpoint.update.buffer_reuse import drop as drop_spares
@@ -281,8 +276,7 @@ class Upkeep:
     def _prune(self, channel: Channel, pointer: Pointer) -> str:
         if not self._options.retention.bounded:
             return ""
-        hosts = self._active.versions(read_reports(self._store))
-        verdict = decide(situation(channel, pointer, hosts, time.time()), self._options.retention)
+        verdict = what_to_prune(channel, pointer, self._active, self._options.retention)
         prune(channel, verdict, self._claim, self._local)
         return f"{counted(len(verdict.removals), 'version')} pruned" if verdict.removals else ""
 
@@ -301,9 +295,13 @@ class Upkeep:
         self._swept = True
 
     def _make_skip(self, channel: Channel, pointer: Pointer, log: ReplayLog) -> str:
-        positions, span = log.positions(), self._options.skip_span
-        made = existing_multi_step(self._store, positions, span)
-        for version, base_version in due_multi_step(pointer.version, min(positions), made, span):
+        positions = log.positions()
+        for version, base_version in multi_step_deltas(
+            pointer.version, min(positions), self._options.skip_span
+        ):
+            key = multi_step_key(version, base_version)
+            if self._store.stat(f"{key}/{INDEX_NAME}") is not None:
+                continue
             main = channel.index(pointer, version, log.table)
             base = positions.get(base_version)
             if not isinstance(main, Index) or base is None or main.digest != positions[version].digest:
@@ -314,7 +312,7 @@ class Upkeep:
                 # one of the journals is wrong, and which one is not worth finding out
                 self._journals.clear()
                 raise
-            self._wrote("skip", multi_step_key(version, base_version))
+            self._wrote("skip", key)
             return f"delta of version {version} from version {base_version}"
         return ""
 

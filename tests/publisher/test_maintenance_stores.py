@@ -21,10 +21,10 @@ from weightcast.publisher.channel_repair import repair_channel, sign_channel
 from weightcast.publisher.fleet.report_intake import ReportIntake
 from weightcast.publisher.fleet.version_history import VersionHistory
 from weightcast.publisher.maintenance.orders import order_rollback
-from weightcast.publisher.maintenance.prune import empty_trash, is_due, prune, situation
+from weightcast.publisher.maintenance.prune import ActiveHosts, empty_trash, is_due, prune, what_to_prune
 from weightcast.publisher.maintenance.repair import ChannelCheck, Repairs
 from weightcast.publisher.maintenance.replay_log import ReplayLog
-from weightcast.publisher.maintenance.retention import Retention, decide
+from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
@@ -264,9 +264,9 @@ def test_a_listing_without_its_newest_half_costs_no_tagged_version(world: World)
     channel = Channel.open(world.store)
     # what leads from version 2 to 3 is hidden with the anchor
     world.store.fail("list", "weight_v000002", "torn")
-    verdict = decide(situation(channel, Pointer(6), [], time.time()), Retention(1))
+    verdict = what_to_prune(channel, Pointer(6), ActiveHosts(), Retention(1))
     assert verdict.removals == ()
-    verdict = decide(situation(channel, Pointer(6), [], time.time()), Retention(1))
+    verdict = what_to_prune(channel, Pointer(6), ActiveHosts(), Retention(1))
     prune(channel, verdict, held)
     assert world.versions() == [2, 3, 4, 5, 6]
     with world.host(3, base=False):
@@ -309,7 +309,7 @@ def test_a_restored_horizon_is_not_below_what_was_pruned_elsewhere(world: World)
         publisher.write_anchor()
         world.grow(publisher, 3)
     channel, held = Channel.open(world.store), claim(world.store, this_process(), take_over=True)
-    prune(channel, decide(situation(channel, Pointer(6), [], time.time()), Retention(2)), held)
+    prune(channel, what_to_prune(channel, Pointer(6), ActiveHosts(), Retention(2)), held)
     held.release()
     before = world.store.read("channel.json", LIMIT)
     assert parse_channel_file(before).horizon == 3 and world.versions() == [3, 4, 5, 6]

@@ -16,7 +16,7 @@ from publisher_cases import Place
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.maintenance.multi_step_deltas import due_multi_step
+from weightcast.publisher.maintenance.multi_step_deltas import multi_step_deltas
 from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
 from weightcast.publisher.maintenance.retention import HeldVersion, cheapest
 from weightcast.publisher.maintenance.upkeep import Chain, PatchRate, UpkeepOptions, due_anchor
@@ -85,12 +85,12 @@ def hops(route: Route) -> Sequence[int]:
 
 
 def test_which_are_due() -> None:
-    assert due_multi_step(8, 0, set(), 8) == [
+    assert multi_step_deltas(8, 0, 8) == [
         *((8, 0), (8, 4), (4, 0)),
         *((8, 6), (6, 4), (4, 2), (2, 0)),
     ]
-    assert due_multi_step(8, 3, {(8, 4)}, 64) == [(8, 6), (6, 4)]
-    assert due_multi_step(8, 8, set(), 64) == due_multi_step(9, 0, set(), 0) == []
+    assert multi_step_deltas(8, 3, 64) == [(8, 4), (8, 6), (6, 4)]
+    assert multi_step_deltas(8, 8, 64) == multi_step_deltas(9, 0, 0) == []
 
 
 def test_which_anchor_is_due() -> None:
