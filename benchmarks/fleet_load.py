@@ -27,6 +27,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import Report, Update, pack_report, write_report
 
 from .files import cpu_seconds
@@ -124,7 +125,7 @@ class _Beats:
         while not self._ending.wait(_EVERY_SECONDS / len(self._reports)):
             report = replace(self._reports[at], counter=self._reports[at].counter + 1)
             self._reports[at] = report
-            write_report(self._channel, report)
+            write_report(open_store(self._channel), report)
             at = (at + 1) % len(self._reports)
 
 
@@ -172,7 +173,7 @@ def measure(hosts: int, seconds: float, root: Path) -> Load:
         took, began = [], time.perf_counter()
         for report in reports:
             before = time.perf_counter()
-            write_report(channel, report)
+            write_report(open_store(channel), report)
             took.append(1e3 * (time.perf_counter() - before))
         written = time.perf_counter()
         while len(client.get("/v1/fleet").json()["hosts"]) < hosts:

@@ -15,7 +15,6 @@ from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import entries, verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import claim, this_process
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import BASE_JSON
@@ -29,14 +28,14 @@ from weightcast.shared.channel.signing import (
     stated_by_base,
     write_signature,
 )
-from weightcast.shared.channel.store import Address, Store
+from weightcast.shared.channel.store import Store
 
 _POLL_SECONDS = 0.2
 _WAIT_SECONDS = 600.0
 
 
 def repair_channel(
-    channel: Address,
+    store: Store,
     local: Path | None = None,
     *,
     take_over: bool = False,
@@ -48,7 +47,7 @@ def repair_channel(
     """`local`: the publisher's own local checkpoint, for what only its bytes can restore.
 
     Raises OwnerAlive while a publisher owns the channel, and what `repair` raises."""
-    store, trust = open_store(channel), Trust.load(trusted_keys)
+    trust = Trust.load(trusted_keys)
     if is_sound(store, advance, trust):
         return Repairs()
 
@@ -69,7 +68,7 @@ def repair_channel(
 
 
 def ask_for_repair(
-    channel: Address,
+    store: Store,
     *,
     wait_seconds: float = _WAIT_SECONDS,
     advance: Advance | None = None,
@@ -77,7 +76,7 @@ def ask_for_repair(
 ) -> Repairs:
     """Orders the running publisher to repair its channel, and waits until it has. Raises NotInTime after
     `wait_seconds`; the order stays."""
-    store, trust = open_store(channel), Trust.load(trusted_keys)
+    trust = Trust.load(trusted_keys)
     before = faults(store, advance, trust)
     pins.order_repair(store)
     deadline = time.monotonic() + wait_seconds
@@ -94,10 +93,10 @@ def ask_for_repair(
     return Repairs(done=done, left=left)
 
 
-def sign_channel(address: Address, key: PrivateKey, advance: Advance | None = None) -> int:
+def sign_channel(store: Store, key: PrivateKey, advance: Advance | None = None) -> int:
     """Signs every index up to the pointer, then base.json, in place of the signatures that are there. Returns
     how many versions. Raises DamagedFile, and signs nothing, when `verify` finds anything wrong."""
-    channel = Channel.open(address)
+    channel = Channel.open(store)
     _, base = channel.require_ours()
     problems = verify(channel, advance)
     if problems:

@@ -28,6 +28,7 @@ from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import OwnerAlive, claim, this_process
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import Pointer, index_key
 from weightcast.shared.channel.signing import load_private_key
 from weightcast.shared.checkpoint.update.sources import open_base
@@ -92,7 +93,7 @@ def repair(
     with output.progress(f"reading {channel}", None) as advance:
         try:
             done = repair_channel(
-                channel,
+                open_store(channel),
                 local,
                 take_over=take_over,
                 advance=advance,
@@ -100,7 +101,7 @@ def repair(
                 trusted_keys=keys,
             )
         except OwnerAlive:
-            done = ask_for_repair(channel, advance=advance, trusted_keys=keys)
+            done = ask_for_repair(open_store(channel), advance=advance, trusted_keys=keys)
     facts = {
         "channel": str(channel),
         "done": done.done,
@@ -147,7 +148,7 @@ def init(
             advance=advance,
             sign_key=sign_key,
         )
-    made, opened = base_facts(Channel.open(channel)), open_base(base)
+    made, opened = base_facts(Channel.open(open_store(channel))), open_base(base)
     left = side_files(opened).left
     facts = {
         "channel": str(channel),
@@ -177,7 +178,7 @@ def sign(
     output = Output(json=as_json)
     key = load_private_key(sign_key)
     with output.progress(f"reading {channel}", None) as advance:
-        versions = sign_channel(channel, key, advance)
+        versions = sign_channel(open_store(channel), key, advance)
     facts = {"channel": str(channel), "versions": versions, "signed_by": key.public.id}
     output.result(facts, lambda console: show_facts(console, facts))
 
@@ -239,7 +240,7 @@ def prune(
 
 
 def _opened(channel: ChannelOption) -> tuple[Channel, Pointer]:
-    opened = Channel.open(channel)
+    opened = Channel.open(open_store(channel))
     opened.require_ours()
     return opened, opened.pointer() or Pointer(0)
 
@@ -276,15 +277,17 @@ def _show(console: Console, verdict: Verdict, dry_run: bool, deleted: int) -> No
 def keep(version: VersionArgument, channel: ChannelOption, as_json: JsonOption = False) -> None:
     """Keep a version when older ones are pruned."""
     _require_published(channel, version)
-    pins.keep(channel, version)
-    _say(f"version {version} is kept", {"kept": pins.kept(channel)}, as_json)
+    store = open_store(channel)
+    pins.keep(store, version)
+    _say(f"version {version} is kept", {"kept": pins.kept(store)}, as_json)
 
 
 def unkeep(version: VersionArgument, channel: ChannelOption, as_json: JsonOption = False) -> None:
     """Allow a kept version to be pruned."""
-    if not pins.unkeep(channel, version):
-        raise Refused(f"version {version} was not kept", remedy=f"kept are {pins.kept(channel) or 'none'}")
-    _say(f"version {version} may be pruned", {"kept": pins.kept(channel)}, as_json)
+    store = open_store(channel)
+    if not pins.unkeep(store, version):
+        raise Refused(f"version {version} was not kept", remedy=f"kept are {pins.kept(store) or 'none'}")
+    _say(f"version {version} may be pruned", {"kept": pins.kept(store)}, as_json)
 
 
 def tag(
@@ -297,14 +300,15 @@ def tag(
     """Point a tag at a version; hosts that follow the tag move there. Tagged versions are kept."""
     if delete == (version is not None):
         raise typer.BadParameter("give a version, or --delete")
+    store = open_store(channel)
     if version is not None:
         _require_published(channel, version)
-        pins.set_tag(channel, name, version)
-    elif not pins.delete_tag(channel, name):
+        pins.set_tag(store, name, version)
+    elif not pins.delete_tag(store, name):
         raise Refused(
             f"there is no tag {name[:80]!r}", remedy="list the files in the channel's tags/ directory"
         )
-    _say(f"{name} is {'gone' if delete else version}", {"tags": pins.tags(channel)}, as_json)
+    _say(f"{name} is {'gone' if delete else version}", {"tags": pins.tags(store)}, as_json)
 
 
 def _require_published(channel: ChannelOption, version: int) -> None:
@@ -322,7 +326,7 @@ def rollback(
     as_json: JsonOption = False,
 ) -> None:
     """Publish an older version's bytes again and hold publishing until `resume`."""
-    order = order_rollback(channel, to)
+    order = order_rollback(open_store(channel), to)
     _say(
         f"rollback to version {to} ordered; publishing is held until `weightcast channel resume`",
         {"to": order.to, "root": order.root, "held": True},
@@ -333,7 +337,7 @@ def rollback(
 def resume(channel: ChannelOption, as_json: JsonOption = False) -> None:
     """Resume publishing after a rollback, or cancel a pending rollback."""
     _opened(channel)
-    if not pins.resume(channel):
+    if not pins.resume(open_store(channel)):
         raise Refused("publishing is not held", remedy="nothing to do")
     _say("publishing resumes", {"held": False}, as_json)
 

@@ -22,6 +22,7 @@ from weightcast.publisher.weights.side_configs import CARRY_CONFIG, config_text
 from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.cli.output import Output
@@ -94,7 +95,7 @@ def publish(
     """Publish one checkpoint as the channel's next version."""
     output = Output(json=as_json)
     rules = ExportRules.of(cast, rename or (), drop or ())
-    _, described = _look(Channel.open(channel), checkpoint, local, base, take_over, rules)
+    _, described = _look(Channel.open(open_store(channel)), checkpoint, local, base, take_over, rules)
     with (
         ServicePublisher.open(
             channel,

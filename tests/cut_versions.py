@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from channel_paths import Layout
+
 from weightcast.shared.base.elements import Part, TensorTable, grid
-from weightcast.shared.channel.delta_writer import ChunkStep, ShardWriter, open_shard_writer
+from weightcast.shared.channel.delta_writer import ChunkStep, ShardWriter, begin_shard
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index, VersionTotals, write_index
 from weightcast.shared.channel.index_records import TensorRecords
-from weightcast.shared.channel.layout import INDEX_NAME, Layout, write_pointer
+from weightcast.shared.channel.layout import INDEX_NAME, write_pointer
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.checkpoint.state.state import unpack_lanes
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
@@ -33,7 +36,7 @@ def commit_cut(channel: Path, publisher: Path, given: Path, number: int, cut: Cu
         assert local.state.position.version == number - 1
         index = _index(local, new, directory, number, cut(local.table))
         (directory / INDEX_NAME).write_bytes(write_index(index, local.table))
-    write_pointer(channel, number)
+    write_pointer(open_store(channel), number)
 
 
 def _index(
@@ -45,7 +48,7 @@ def _index(
     for part in parts:
         name = f"model-{part.number:05d}-of-{len(parts):05d}.safetensors"
         count = sum(1 for _ in grid(table, part))
-        writer = open_shard_writer("fast", directory / name, table, count)
+        writer = begin_shard("fast", open_store(directory), name, table, count)
         for step in _steps(local, new, part, writer):
             sums.add(step.sums)
             shards |= {table[tensor].name: name for tensor in step.sums.tensors.tolist()}

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from io import BytesIO
 from typing import Literal, TypeVar
 
@@ -61,7 +62,8 @@ class FaultyStore:
         self._seconds, self._sleep = seconds, sleep
 
     def fail(self, verb: str, key: str, *faults: Fault) -> None:
-        """The next calls of `verb` for `key`, one fault each; `key` is relative to the whole channel."""
+        """The next calls of `verb` for `key`, one fault each; `key`: relative to the whole channel, with `*`
+        for what is random in it."""
         self._script.faults.setdefault((verb, key), deque()).extend(faults)
 
     @property
@@ -70,7 +72,13 @@ class FaultyStore:
         return any(self._script.faults.values())
 
     def _fault(self, verb: str, key: str) -> Fault | None:
-        waiting = self._script.faults.get((verb, joined(self._prefix, key) if key else self._prefix))
+        whole = joined(self._prefix, key) if key else self._prefix
+        fitting = (
+            faults
+            for (called, pattern), faults in self._script.faults.items()
+            if called == verb and faults and fnmatchcase(whole, pattern)
+        )
+        waiting = next(fitting, None)
         fault = waiting.popleft() if waiting else None
         if fault == "slow":
             self._sleep(self._seconds)

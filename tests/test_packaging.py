@@ -109,6 +109,7 @@ from pathlib import Path
 from core_cases import tensor, write_checkpoint, read_checkpoint
 from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 here = Path.cwd()
 write_checkpoint(here / "base", {"w": tensor(np.random.default_rng(0), "F32", 9, 5)})
@@ -116,8 +117,9 @@ init_channel(here / "channel", here / "base")
 new = np.full((9, 5), 2.5, np.float32)
 with Publisher.open(here / "channel", local=here / "pub", base=here / "base") as publisher:
     publisher.publish({"w": new})
-updater = LocalUpdater(here / "channel", here / "host", here / "base")
-updater.update_to(Channel.open(here / "channel"))
+store = open_store(here / "channel")
+updater = LocalUpdater(store, here / "host", here / "base")
+updater.update_to(Channel.open(store))
 updater.close()
 assert read_checkpoint(here / "host") == {"w": new.tobytes()}
 """

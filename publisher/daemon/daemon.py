@@ -22,6 +22,7 @@ from weightcast.publisher.fleet.view import FleetView
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.claims import process_began
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.daemon.fleet import REPORTS_PATH
 from weightcast.shared.daemon.http import Answer, StrictRoute, make_app
 from weightcast.shared.daemon.loop import Stop, Wakeup, run_daemon
@@ -96,7 +97,7 @@ def repair_routes(channel: Path, wake: Callable[[], None]) -> APIRouter:
     def repair() -> RepairOrder:
         """Orders the publisher to repair its channel; `repair` in the status has the result."""
         try:
-            pins.order_repair(channel)
+            pins.order_repair(open_store(channel))
         except OSError as error:
             raise RetryLater(disk_text(error, channel), remedy="check the channel's mount") from error
         wake()
@@ -113,7 +114,7 @@ def run_publisher(settings: PublisherSettings) -> None:
     watch_loop(registry, loop)
     renamed = deque[str](maxlen=_RENAMED_KEPT)
     view = FleetView(
-        settings.channel,
+        open_store(settings.channel),
         settings.upkeep.retention,
         settings.bounds,
         lambda: publish_loop.record.publish_seconds,

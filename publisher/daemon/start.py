@@ -14,6 +14,7 @@ from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import read_pointer
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room
@@ -44,7 +45,7 @@ def open_watched(settings: PublisherSettings, renamed: deque[str], began: float)
 def _version_of(channel: Path) -> int:
     """Of a channel that may not be there yet, or not be readable: opening it reports that."""
     try:
-        pointer = read_pointer(channel)
+        pointer = read_pointer(open_store(channel))
     except (OSError, WeightcastError):
         return 0
     return 0 if pointer is None else pointer.version
@@ -72,7 +73,7 @@ def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
             sign_key=settings.sign_key,
             trusted_keys=settings.trusted_key,
         )
-    _, base = Channel.open(settings.channel).require_ours()
+    _, base = Channel.open(open_store(settings.channel)).require_ours()
     if settings.base is not None:
         _check_base(settings.base, base)
     return base.table.nbytes
@@ -83,7 +84,7 @@ def _base_of(settings: PublisherSettings, is_seeded: bool) -> Path | None:
     if settings.base is not None:
         return settings.base
     try:
-        found = find_base(Channel.open(settings.channel))
+        found = find_base(Channel.open(open_store(settings.channel)))
     except Refused as error:
         if not is_seeded:
             raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from weightcast.shared.base.errors import Refused, WrongRun
 from weightcast.shared.channel.layout import report_key
 from weightcast.shared.channel.reports import REPORTS_LIMIT, pack_report, parse_report, write_packed
-from weightcast.shared.channel.store import Address
+from weightcast.shared.channel.store import Store
 from weightcast.shared.files.disk_errors import disk_text
 
 PER_HOST_SECONDS = 0.5
@@ -49,8 +49,8 @@ class _Waiting:
 class ReportIntake:
     """The last report of each host, until it is written."""
 
-    def __init__(self, channel: Address, clock: Callable[[], float] = time.monotonic) -> None:
-        self._channel, self._clock = channel, clock
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._clock = store, clock
         self._lock = threading.Lock()
         self._waiting: dict[str, _Waiting] = {}
         self._waiting_bytes = 0
@@ -119,7 +119,7 @@ class ReportIntake:
             key, one = next(iter(waiting.items()))
             del waiting[key]
             try:
-                write_packed(self._channel, key, one.packed)
+                write_packed(self._store, key, one.packed)
             except OSError as error:
                 failed[key] = one
                 self._failing[key] = f"{one.host}: {disk_text(error, key)}", self._clock()

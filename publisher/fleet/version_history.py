@@ -13,10 +13,9 @@ from weightcast.publisher.maintenance.retention import HeldVersion
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index, VersionTotals
 from weightcast.shared.channel.layout import Pointer
-from weightcast.shared.channel.store import Address
+from weightcast.shared.channel.store import Store
 
 ROWS_LIMIT = 1000
 """versions whose indexes are read"""
@@ -54,8 +53,8 @@ class History:
 
 
 class VersionHistory:
-    def __init__(self, channel: Address, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._clock = open_store(channel), clock
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._clock = store, clock
         self._channel: Channel | None = None
         self._held: dict[int, HeldVersion] = {}
         self._facts: dict[int, VersionFacts] = {}

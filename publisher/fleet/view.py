@@ -22,9 +22,8 @@ from weightcast.publisher.fleet.version_history import History, VersionHistory
 from weightcast.publisher.maintenance.prune import ACTIVE_SECONDS
 from weightcast.publisher.maintenance.retention import Retention, Situation
 from weightcast.shared.base.errors import WeightcastError
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import forget
-from weightcast.shared.channel.store import Address
+from weightcast.shared.channel.store import Store
 from weightcast.shared.daemon.fleet import (
     Bounds,
     Fleet,
@@ -71,14 +70,14 @@ class FleetView:
 
     def __init__(
         self,
-        channel: Address,
+        store: Store,
         retention: Retention,
         bounds: Bounds,
         publish_seconds: Callable[[], Mapping[int, float]] = dict,
         clock: Callable[[], float] = time.monotonic,
         publisher: Callable[[], PublisherLine | None] = lambda: None,
     ) -> None:
-        self._store, self._retention, self._clock = open_store(channel), retention, clock
+        self._store, self._retention, self._clock = store, retention, clock
         self.report_intake = ReportIntake(self._store)
         self._publish_seconds = publish_seconds
         self._reader = FleetReader(self._store, bounds, publisher=publisher)

@@ -24,7 +24,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.pins import Rollback
-from weightcast.shared.channel.store import Address
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 
@@ -37,10 +37,10 @@ class Held(Refused):
         )
 
 
-def order_rollback(channel: Address, to: int) -> Rollback:
+def order_rollback(store: Store, to: int) -> Rollback:
     """Leaves the order for the owner. Raises Refused for a version that the channel cannot say the bytes of,
     or that is the newest one."""
-    opened = Channel.open(channel)
+    opened = Channel.open(store)
     file, _ = opened.require_ours()
     pointer = opened.pointer()
     if pointer is None or not 0 <= to < pointer.version:
@@ -50,7 +50,7 @@ def order_rollback(channel: Address, to: int) -> Rollback:
             remedy="list versions with `weightcast channel log`",
         )
     order = Rollback(file.run_id, to, root_of(opened, pointer, to), time.time())
-    pins.order_rollback(opened.store, order)
+    pins.order_rollback(store, order)
     return order
 
 

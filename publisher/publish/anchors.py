@@ -19,7 +19,6 @@ from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import (
     INDEX_NAME,
     FileRecord,
@@ -45,7 +44,7 @@ _PIECE_BYTES = 8 << 20
 
 
 def write_weights(
-    files: Store | Path,
+    files: Store,
     table: TensorTable,
     words_in: WordsIn,
     beside: Mapping[str, Path],
@@ -55,7 +54,6 @@ def write_weights(
 ) -> tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]]:
     """Shards and the files `beside` them, into a draft; the weight map; raw lanes of what was written, in
     table order."""
-    files = open_store(files)
     lanes = [Lanes()] * len(table)
     weight_map: dict[str, str] = {}
     records: list[FileRecord] = []

@@ -23,12 +23,10 @@ from weightcast.shared.base.errors import DamagedFile, Forked, Refused, RetryLat
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import CARRIED, INDEX_NAME, FileRecord, Index, object_record
 from weightcast.shared.channel.layout import (
     ATTEMPTS,
     BASE_JSON,
-    Layout,
     Pointer,
     TornPointer,
     attempts_key,
@@ -254,9 +252,8 @@ def _hook(post_write: PostWrite | None, version: int, place: str, phase: str) ->
             time.sleep(0.2 * (_HOOK_TRIES - left))
 
 
-def verify_files(files: Store | Path, index: Index, but: Collection[str] = ()) -> None:
+def verify_files(files: Store, index: Index, but: Collection[str] = ()) -> None:
     """Every file that the index names is there and what it says. `but`: those that are known to be."""
-    files = open_store(files)
     for record in index.all_files:
         found = None
         with contextlib.suppress(NotFound, DamagedFile):
@@ -287,39 +284,6 @@ def carry(
         kept.keep(record, [data])
         records.append(record)
     return tuple(sorted(records, key=lambda record: record.name))
-
-
-def new_parts_dir(layout: Layout, version: int, epoch: int) -> Path:
-    key = f"{attempts_key(version)}/{epoch}-{secrets.token_hex(4)}"
-    (layout.channel / key).mkdir(parents=True)
-    return layout.channel / key
-
-
-def new_beside(directory: Path, epoch: int) -> Path:
-    made = directory.with_name(f"{directory.name}.{epoch}-{secrets.token_hex(4)}")
-    made.mkdir()
-    return made
-
-
-def discard(layout: Layout, path: Path) -> None:
-    open_store(layout.channel).discard(path.relative_to(layout.channel).as_posix())
-
-
-def drop_attempt(layout: Layout, path: Path) -> None:
-    end_attempt(open_store(layout.channel), path.relative_to(layout.channel).as_posix())
-
-
-def commit(
-    layout: Layout,
-    made: Path,
-    directory: Path,
-    index: Index,
-    data: bytes,
-    claim: Claim,
-    key: PrivateKey | None,
-) -> None:
-    draft, name = (path.relative_to(layout.channel).as_posix() for path in (made, directory))
-    commit_draft(claim, draft, name, index, data, key)
 
 
 def is_carried(channel: Channel, weights: NewWeights, version: int) -> bool:

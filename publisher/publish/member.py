@@ -28,7 +28,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import index_key
 from weightcast.shared.channel.run_files import ChannelFile
-from weightcast.shared.channel.store import Store
+from weightcast.shared.channel.store import Store, StoreError
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.state import Phase, read_state
@@ -53,7 +53,9 @@ class MemberRank:
             return self._publish(job, last)
         except OSError as error:
             self._updater.release()
-            raise disk_error(error, self._updater.store.place()) from error
+            if isinstance(error, StoreError):
+                raise
+            raise disk_error(error, self._updater.paths.directory) from error
 
     def _publish(self, job: PublishJob, last: _Last | None) -> PublishReport:
         early = self._compare_early(job, last)

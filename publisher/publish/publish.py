@@ -48,7 +48,7 @@ from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import Index, parse_index, write_index
 from weightcast.shared.channel.layout import index_key
 from weightcast.shared.channel.run_files import Base, ChannelFile
-from weightcast.shared.channel.store import Store
+from weightcast.shared.channel.store import Store, StoreError
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.side_files import SideFiles
@@ -130,11 +130,10 @@ class OwnerRank:
         except NeedsReseed as error:
             self._updater.mark_dirty(error.message)
             raise
-        except OSError as error:
+        except BaseException as error:
             self._updater.release()
-            raise disk_error(error, self._updater.store.place()) from error
-        except BaseException:
-            self._updater.release()
+            if isinstance(error, OSError) and not isinstance(error, StoreError):
+                raise disk_error(error, self._updater.paths.directory) from error
             raise
 
     # compare, where a trainer waits for its tensors

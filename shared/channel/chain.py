@@ -13,12 +13,11 @@ from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel, FullVersion
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, ForeignIndex, Index, object_record
 from weightcast.shared.channel.layout import Pointer, from_name, index_key, version_of
 from weightcast.shared.channel.listing import look
 from weightcast.shared.channel.run_files import Base
-from weightcast.shared.channel.store import Address, NotFound, Store
+from weightcast.shared.channel.store import NotFound, Store
 from weightcast.shared.files.disk_errors import disk_text
 
 AnyIndex = Index | ForeignIndex | FullVersion
@@ -257,13 +256,12 @@ def _skip(
 
 
 def check_files(
-    files: Address, records: Sequence[FileRecord], advance: Advance | None = None
+    files: Store, records: Sequence[FileRecord], advance: Advance | None = None
 ) -> Iterator[Flaw]:
-    """What is wrong with the files that an index lists; `files`: their directory, or a store of it."""
-    store = open_store(files)
+    """What is wrong with the files that an index lists."""
     for record in records:
         try:
-            found = object_record(store, record.name, advance)
+            found = object_record(files, record.name, advance)
         except NotFound:
             yield Flaw(f"{record.name} is missing")
         except (WeightcastError, OSError) as error:

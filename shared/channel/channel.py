@@ -19,7 +19,7 @@ from weightcast.shared.base.errors import (
     UnknownFormat,
     Untrusted,
 )
-from weightcast.shared.channel.directory_store import directory_of, open_store
+from weightcast.shared.channel.directory_store import directory_of
 from weightcast.shared.channel.index import (
     INDEX_LIMIT,
     INDEX_NAME,
@@ -35,7 +35,6 @@ from weightcast.shared.channel.layout import (
     BASE_JSON,
     CHANNEL_JSON,
     LATEST,
-    Layout,
     Pointer,
     anchor_key,
     index_key,
@@ -62,7 +61,7 @@ from weightcast.shared.channel.signing import (
     stated_by,
     stated_by_base,
 )
-from weightcast.shared.channel.store import Address, NotFound, Store, read_if_there
+from weightcast.shared.channel.store import NotFound, Store, read_if_there
 from weightcast.shared.files.strict_json import Members
 
 
@@ -112,10 +111,9 @@ class Channel:
     trust: Trust | None = None
 
     @classmethod
-    def open(cls, channel: Address, trust: Trust | None = None) -> Channel:
+    def open(cls, store: Store, trust: Trust | None = None) -> Channel:
         """Raises NoChannel for a directory that does not exist (yet), Refused when it is not a channel,
         Untrusted when `trust` is given and its base is not signed."""
-        store = open_store(channel)
         if not store.present():
             raise NoChannel(
                 f"{store.place()} is not a directory",
@@ -150,17 +148,8 @@ class Channel:
         return self.store.place()
 
     @property
-    def directory(self) -> Path:
-        """Of a channel in a directory. Raises Refused for others."""
-        return directory_of(self.store)
-
-    @property
     def foreign(self) -> bool:
         return self.file is None
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.directory)
 
     def require_ours(self) -> tuple[ChannelFile, Base]:
         if self.file is None or self.base is None:
@@ -321,10 +310,9 @@ def may_lie_before(name: str) -> bool:
     return name.startswith(".") or name in _BEFORE
 
 
-def require_named(channel: Address) -> None:
+def require_named(store: Store) -> None:
     """Raises Refused for a directory with files of anything else, and NoChannel where a channel may still be
     made or mounted. A channel of another tool has only the pointer."""
-    store = open_store(channel)
     if not store.present() or any(store.stat(key) for key in (CHANNEL_JSON, BASE_JSON, LATEST)):
         return
     for name in store.names():

@@ -17,10 +17,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from weightcast.shared.base.errors import DamagedFile, Refused
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index_records import FORMAT, check_format
 from weightcast.shared.channel.layout import PUBLISHERS, claim_key
-from weightcast.shared.channel.store import Address, AlreadyExists, NotFound, Store, read_if_there
+from weightcast.shared.channel.store import AlreadyExists, NotFound, Store, read_if_there
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 from weightcast.shared.files.system import BOOT_ID, system_text
 
@@ -119,9 +118,9 @@ def parse_claim(data: bytes, what: str) -> ClaimRecord:
     )
 
 
-def current_epoch(channel: Address) -> int:
+def current_epoch(store: Store) -> int:
     """The highest claimed epoch, 0 when nobody ever claimed the channel."""
-    matches = map(_NAME.fullmatch, open_store(channel).names(PUBLISHERS))
+    matches = map(_NAME.fullmatch, store.names(PUBLISHERS))
     return max((int(match[1]) for match in matches if match is not None), default=0)
 
 
@@ -172,7 +171,7 @@ class OwnerAlive(Refused):
 
 
 def claim(
-    channel: Address,
+    store: Store,
     claimant: Claimant,
     *,
     take_over: bool,
@@ -185,7 +184,6 @@ def claim(
     owner gives way when it released the channel, when its process is known to be dead, when its file does not
     change for `patience` seconds of `clock`, or at once to `take_over`. Raises Refused, naming an owner that
     lives, and OSError."""
-    store = open_store(channel)
     epoch = current_epoch(store)
     if epoch and not take_over and not _is_over(store, epoch, claimant):
         _outwait(store, epoch, patience, clock, sleep)
@@ -232,9 +230,8 @@ class Owner:
     written: float
 
 
-def owner_of(channel: Address) -> Owner | None:
+def owner_of(store: Store) -> Owner | None:
     """None where nobody claimed the channel. Raises StoreError."""
-    store = open_store(channel)
     epoch = current_epoch(store)
     found = store.stat(claim_key(epoch)) if epoch else None
     if found is None:

@@ -11,7 +11,6 @@ import numpy as np
 from weightcast.shared.base.elements import ByteArray, Chunk, ChunkKey, TensorTable, Words
 from weightcast.shared.base.errors import MEND_CHANNEL, DamagedFile, UnknownFormat
 from weightcast.shared.channel.delta_writer import ChunkStep, bytes_of, chunk_entry_name
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import (
     INDEX_NAME,
     STEP_ENCODINGS,
@@ -21,7 +20,7 @@ from weightcast.shared.channel.index import (
 )
 from weightcast.shared.channel.layout import from_name, version_name
 from weightcast.shared.channel.shard_files import read_exactly, read_shard_header
-from weightcast.shared.channel.store import Address, Store
+from weightcast.shared.channel.store import Store
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import decode_step
 from weightcast.shared.codec.slime import PayloadReader, digest_stream, open_payload
@@ -272,11 +271,10 @@ class _TensorStream:
 
 
 def open_delta(
-    index: Index | ForeignIndex, table: TensorTable, files: Address, arrived: Arrived | None = None
+    index: Index | ForeignIndex, table: TensorTable, files: Store, arrived: Arrived | None = None
 ) -> DeltaReader:
     """`files`: the version's shards; those that `arrived` waits for may still be on their way there. Their
     digests are checked by the fetch."""
-    store = open_store(files)
     if isinstance(index, Index) and index.encoding in STEP_ENCODINGS:
-        return BlobReader(index, store, arrived)
-    return FieldReader(index, table, store, arrived)
+        return BlobReader(index, files, arrived)
+    return FieldReader(index, table, files, arrived)

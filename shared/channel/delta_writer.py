@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 
 from weightcast.shared.base.elements import ByteArray, Chunk, ChunkKey, TensorTable, Words
 from weightcast.shared.base.failpoints import failpoint
-from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import ChunkRecord, Encoding, FileRecord, object_record
 from weightcast.shared.channel.store import Store
 from weightcast.shared.codec.changes import Changes
@@ -78,10 +76,6 @@ def begin_shard(
         return _BlobShard(_Shard(files, name, 64 + chunks * (_ENTRY_ROOM + 32), sync), encoding)
     room = sum(2 * len(json.dumps(spec.name).encode()) + _ENTRY_ROOM + 48 for spec in table)
     return _FieldShard(_Shard(files, name, 64 + room, sync), table, encoding)
-
-
-def open_shard_writer(encoding: Encoding, path: Path, table: TensorTable, chunks: int) -> ShardWriter:
-    return begin_shard(encoding, DirectoryStore(path.parent), path.name, table, chunks)
 
 
 def _record(chunk: Chunk, file: str, offset: int, length: int, step: ChunkStep) -> ChunkRecord:

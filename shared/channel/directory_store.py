@@ -22,7 +22,6 @@ from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.store import (
     TRASH,
-    Address,
     AlreadyExists,
     Changed,
     Entry,
@@ -46,9 +45,10 @@ _COMPARING = threading.Lock()
 """held from a comparison to its rename: no rename compares by itself"""
 
 
-def open_store(address: Address) -> Store:
-    """The store at an address: today the path of a directory."""
-    return DirectoryStore(Path(address)) if isinstance(address, str | Path) else address
+def open_store(channel: str | Path | Store) -> Store:
+    """The store of a channel, as a command line or a caller of the API names it: today by the path of a
+    directory."""
+    return DirectoryStore(Path(channel)) if isinstance(channel, str | Path) else channel
 
 
 def mounted(store: Store) -> Path | None:

@@ -21,12 +21,11 @@ from weightcast.shared.channel.chain import (
 )
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import CLAIM_LIMIT, current_epoch, parse_claim
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import HOSTS, LATEST, PUBLISHERS, Pointer, version_of
 from weightcast.shared.channel.reports import REPORT_LIMIT, parse_report
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.channel.store import Address, NotFound, Store
+from weightcast.shared.channel.store import NotFound, Store
 
 _FILES = ("channel.json", "base.json", "latest")
 _OURS = (*_FILES, *(f"{name}.sig" for name in _FILES))
@@ -44,10 +43,9 @@ _UNREAD = (
 )
 
 
-def faults(channel: Address, advance: Advance | None = None, trust: Trust | None = None) -> list[Problem]:
+def faults(store: Store, advance: Advance | None = None, trust: Trust | None = None) -> list[Problem]:
     """Everything that is wrong, in order of versions; with `trust`, also what is not signed. Raises
     RetryLater when the channel does not exist."""
-    store = open_store(channel)
     try:
         opened = Channel.open(store, trust)
     except WeightcastError as error:

@@ -10,9 +10,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from weightcast.shared.base.errors import DamagedFile, RetryLater
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME
-from weightcast.shared.channel.store import TRASH, Address, joined, read_if_there
+from weightcast.shared.channel.store import Store, joined, read_if_there
 from weightcast.shared.files.paths import file_name
 
 LATEST, CHANNEL_JSON, BASE_JSON = "latest", "channel.json", "base.json"
@@ -83,59 +82,6 @@ def report_key(host: str, local_path: Path | str) -> str:
     return f"{HOSTS}/{file_name(f'{name}-{mark}.json')}"
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Paths of a channel in a directory."""
-
-    channel: Path
-
-    @property
-    def latest(self) -> Path:
-        return self.channel / LATEST
-
-    @property
-    def channel_json(self) -> Path:
-        return self.channel / CHANNEL_JSON
-
-    @property
-    def base_json(self) -> Path:
-        return self.channel / BASE_JSON
-
-    def version_dir(self, version: int) -> Path:
-        return self.channel / version_name(version)
-
-    def index(self, version: int) -> Path:
-        return self.version_dir(version) / INDEX_NAME
-
-    def parts_dir(self, version: int, epoch: int, attempt: str) -> Path:
-        return self.channel / f"{version_name(version)}.parts" / file_name(f"{epoch}-{attempt}")
-
-    def from_dir(self, version: int, base_version: int) -> Path:
-        """The delta of `version` from a version older than the one before it."""
-        return self.version_dir(version) / from_name(base_version)
-
-    def anchor_dir(self, version: int) -> Path:
-        return self.version_dir(version) / ANCHOR
-
-    @property
-    def publishers_dir(self) -> Path:
-        return self.channel / PUBLISHERS
-
-    def claim(self, epoch: int) -> Path:
-        return self.publishers_dir / f"{epoch}.json"
-
-    @property
-    def hosts_dir(self) -> Path:
-        return self.channel / HOSTS
-
-    def report(self, host: str, local_path: Path | str) -> Path:
-        return self.channel / report_key(host, local_path)
-
-    @property
-    def trash(self) -> Path:
-        return self.channel / TRASH
-
-
 _LIMIT = 4096
 _TORN = re.compile(r"(?:[^/]+/weight_v)?\d{0,5}", re.ASCII)
 _RUN_DIRECTORY = "updates"
@@ -159,9 +105,8 @@ class Pointer:
         return joined(self.prefix, version_name(version))
 
 
-def read_pointer(channel: Address) -> Pointer | None:
+def read_pointer(store: Store) -> Pointer | None:
     """None without a pointer. Raises TornPointer, and DamagedFile for content that can never be one."""
-    store = open_store(channel)
     data = read_if_there(store, LATEST, _LIMIT)
     return None if data is None else parse_pointer(data, store.place(LATEST))
 
@@ -188,6 +133,6 @@ def _is_name(text: str) -> bool:
         return False
 
 
-def write_pointer(channel: Address, version: int, allowed: Callable[[], None] | None = None) -> None:
+def write_pointer(store: Store, version: int, allowed: Callable[[], None] | None = None) -> None:
     """Announces a version to all hosts: durable, at once; `allowed` is called last, and may raise."""
-    open_store(channel).replace(LATEST, digits(version).encode(), allowed=allowed)
+    store.replace(LATEST, digits(version).encode(), allowed=allowed)

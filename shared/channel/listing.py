@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME
 from weightcast.shared.channel.layout import ANCHOR, base_of
-from weightcast.shared.channel.store import Address, Store
+from weightcast.shared.channel.store import Store
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,8 @@ class Shown:
     anchor: int | None = None
 
 
-def look(version: Address) -> Shown | None:
+def look(files: Store) -> Shown | None:
     """Of a version's directory; None where it has no index. Raises StoreError."""
-    files = open_store(version)
     nbytes, directories = _bytes_of(files)
     if nbytes is None:
         return None

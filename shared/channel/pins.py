@@ -8,10 +8,9 @@ import re
 from dataclasses import dataclass
 
 from weightcast.shared.base.errors import DamagedFile, Refused
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index_records import FORMAT, check_format
 from weightcast.shared.channel.layout import digits
-from weightcast.shared.channel.store import Address, AlreadyExists, read_if_there
+from weightcast.shared.channel.store import AlreadyExists, Store, read_if_there
 from weightcast.shared.files.paths import file_name
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
@@ -23,37 +22,37 @@ _KEEP, _TAGS = "keep", "tags"
 _ROLLBACK, _REPAIR = "orders/rollback.json", "orders/repair"
 
 
-def keep(channel: Address, version: int) -> None:
-    open_store(channel).replace(_kept_key(version), digits(version).encode())
+def keep(store: Store, version: int) -> None:
+    store.replace(_kept_key(version), digits(version).encode())
 
 
-def unkeep(channel: Address, version: int) -> bool:
+def unkeep(store: Store, version: int) -> bool:
     """False when it was not kept."""
-    return open_store(channel).delete(_kept_key(version))
+    return store.delete(_kept_key(version))
 
 
-def kept(channel: Address) -> list[int]:
-    return sorted(int(name) for name in open_store(channel).names(_KEEP) if _NUMBER.fullmatch(name))
+def kept(store: Store) -> list[int]:
+    return sorted(int(name) for name in store.names(_KEEP) if _NUMBER.fullmatch(name))
 
 
-def set_tag(channel: Address, name: str, version: int) -> None:
+def set_tag(store: Store, name: str, version: int) -> None:
     """Raises Refused for a name that cannot be a target."""
-    open_store(channel).replace(_tag_key(name), digits(version).encode())
+    store.replace(_tag_key(name), digits(version).encode())
 
 
-def delete_tag(channel: Address, name: str) -> bool:
+def delete_tag(store: Store, name: str) -> bool:
     """False when there is none."""
-    return open_store(channel).delete(_tag_key(name))
+    return store.delete(_tag_key(name))
 
 
-def tags(channel: Address) -> dict[str, int]:
+def tags(store: Store) -> dict[str, int]:
     """Raises DamagedFile for a tag without a version: what it keeps is unknown then."""
-    return {name: tagged(channel, name) for name in sorted(open_store(channel).names(_TAGS))}
+    return {name: tagged(store, name) for name in sorted(store.names(_TAGS))}
 
 
-def tagged(channel: Address, name: str) -> int:
+def tagged(store: Store, name: str) -> int:
     """The version that `tags/<name>` names. Raises NotFound and DamagedFile."""
-    store, key = open_store(channel), f"{_TAGS}/{file_name(name)}"
+    key = f"{_TAGS}/{file_name(name)}"
     data = store.read(key, _TAG_LIMIT)
     if not _TAGGED.fullmatch(data):
         raise DamagedFile(
@@ -90,7 +89,7 @@ class Rollback:
     ordered: float
 
 
-def order_rollback(channel: Address, order: Rollback) -> None:
+def order_rollback(store: Store, order: Rollback) -> None:
     """Raises Refused while another order holds."""
     data = write_object(
         {
@@ -102,18 +101,17 @@ def order_rollback(channel: Address, order: Rollback) -> None:
         }
     )
     try:
-        open_store(channel).create(_ROLLBACK, data)
+        store.create(_ROLLBACK, data)
     except AlreadyExists as error:
-        earlier = read_rollback(channel)
+        earlier = read_rollback(store)
         number = "another version" if earlier is None else f"version {earlier.to}"
         raise Refused(
             f"a rollback to {number} is ordered already", remedy="`weightcast channel resume` withdraws it"
         ) from error
 
 
-def read_rollback(channel: Address) -> Rollback | None:
+def read_rollback(store: Store) -> Rollback | None:
     """None when publishing is not held. Raises DamagedFile and UnknownFormat."""
-    store = open_store(channel)
     data, place = read_if_there(store, _ROLLBACK, _ORDER_LIMIT), store.place(_ROLLBACK)
     if data is None:
         return None
@@ -127,21 +125,21 @@ def read_rollback(channel: Address) -> Rollback | None:
     )
 
 
-def resume(channel: Address) -> bool:
+def resume(store: Store) -> bool:
     """Withdraws the order. False when there was none."""
-    return open_store(channel).delete(_ROLLBACK)
+    return store.delete(_ROLLBACK)
 
 
-def order_repair(channel: Address) -> None:
+def order_repair(store: Store) -> None:
     """Orders the owner to repair the channel. An earlier order stays."""
     with contextlib.suppress(AlreadyExists):
-        open_store(channel).create(_REPAIR, b"")
+        store.create(_REPAIR, b"")
 
 
-def repair_ordered(channel: Address) -> bool:
-    return open_store(channel).stat(_REPAIR) is not None
+def repair_ordered(store: Store) -> bool:
+    return store.stat(_REPAIR) is not None
 
 
-def end_repair(channel: Address) -> bool:
+def end_repair(store: Store) -> bool:
     """Removes the order. False when there was none."""
-    return open_store(channel).delete(_REPAIR)
+    return store.delete(_REPAIR)

@@ -15,10 +15,9 @@ from math import inf, isfinite
 from typing import Literal, cast
 
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat, WeightcastError
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index_records import FORMAT, check_format
 from weightcast.shared.channel.layout import HOSTS, report_key
-from weightcast.shared.channel.store import Address, Entry, Stat, Store, StoreError
+from weightcast.shared.channel.store import Entry, Stat, Store, StoreError
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
@@ -45,7 +44,7 @@ _ERROR_LIMIT = 4096
 _PHASES_LIMIT = 32
 _SUFFIX = ".json"
 _NAME = re.compile(r".+-[0-9a-f]{8}\.json", re.DOTALL)
-"""as `Layout.report` makes them"""
+"""as `report_key` makes them"""
 
 
 @dataclass(frozen=True)
@@ -95,15 +94,14 @@ class Report:
     """newest first"""
 
 
-def write_report(channel: Address, report: Report) -> float:
+def write_report(store: Store, report: Report) -> float:
     """Returns when it was written by the clock of the channel's store. Raises StoreError, on a channel
     mounted read-only for instance."""
-    return write_packed(channel, report_key(report.host, report.local), pack_report(report))
+    return write_packed(store, report_key(report.host, report.local), pack_report(report))
 
 
-def write_packed(channel: Address, key: str, packed: bytes) -> float:
+def write_packed(store: Store, key: str, packed: bytes) -> float:
     """As `write_report`; `key` from `report_key`."""
-    store = open_store(channel)
     store.replace(key, packed, sync=False)
     found = store.stat(key)
     return store.now(HOSTS) if found is None else found.written
@@ -200,10 +198,10 @@ def _seconds(row: Members) -> dict[str, float]:
     return {name: phases.number(name) for name in found}
 
 
-def read_reports(channel: Address, limit: int = REPORTS_LIMIT) -> list[Report]:
+def read_reports(store: Store, limit: int = REPORTS_LIMIT) -> list[Report]:
     """In the order of file names, the youngest `limit` of them. Unreadable reports are left out: one bad host
     must not hide the others."""
-    return [stored.report for stored in ReportReader(channel, limit).read()]
+    return [stored.report for stored in ReportReader(store, limit).read()]
 
 
 @dataclass(frozen=True)
@@ -229,14 +227,14 @@ class ReportReader:
 
     def __init__(
         self,
-        channel: Address,
+        store: Store,
         limit: int = REPORTS_LIMIT,
         updates: int = UPDATES_LIMIT,
         engine_members: Collection[str] | None = None,
     ) -> None:
         """`updates`: so many of each report are read. `engine_members`: these of its engines are, short texts
         and integers; None: all."""
-        self._hosts, self._limit, self._updates = open_store(channel).within(HOSTS), limit, updates
+        self._hosts, self._limit, self._updates = store.within(HOSTS), limit, updates
         self._engine_members = engine_members
         self._known: dict[str, tuple[_Seen, Report | None]] = {}
 
@@ -279,11 +277,10 @@ def _there(hosts: Store) -> list[tuple[str, Stat]]:
     return [(entry.name, entry.stat) for entry in found if entry.stat is not None]
 
 
-def forgotten(channel: Address, now: float) -> list[str]:
+def forgotten(store: Store, now: float) -> list[str]:
     """Keys of reports that nobody needs any more: both by this machine's clock, at `now`, and by the newest
     report they are older than FORGOTTEN_SECONDS, whichever of the two is wrong. None where the directory is a
     link: its files are not the channel's. Raises StoreError."""
-    store = open_store(channel)
     if not any(entry.name == HOSTS and entry.kind == "directory" for entry in store.list()):
         return []
     files = _there(store.within(HOSTS))
@@ -292,9 +289,9 @@ def forgotten(channel: Address, now: float) -> list[str]:
     return [f"{HOSTS}/{name}" for name, stat in files if stat.written < before and _NAME.fullmatch(name)]
 
 
-def forget(channel: Address, key: str) -> bool:
+def forget(store: Store, key: str) -> bool:
     """Deletes the report `key`. False where there is none. Raises StoreError."""
-    return open_store(channel).within(HOSTS).delete(key + _SUFFIX)
+    return store.within(HOSTS).delete(key + _SUFFIX)
 
 
 def _longest_whole(sizes: Sequence[int]) -> int:
@@ -349,8 +346,8 @@ class ChannelClock:
     PROBE_SECONDS, and counted on by this process's clock. Where it cannot be read this machine's time is
     used, unless it is behind the newest report and thus proven wrong. For one thread."""
 
-    def __init__(self, channel: Address, clock: Callable[[], float], local: Callable[[], float]) -> None:
-        self._store, self._clock, self._local = open_store(channel), clock, local
+    def __init__(self, store: Store, clock: Callable[[], float], local: Callable[[], float]) -> None:
+        self._store, self._clock, self._local = store, clock, local
         self._ahead: float | None = None
         """of `clock`"""
         self._due = -inf

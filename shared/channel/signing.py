@@ -211,11 +211,6 @@ def signature_key(key: str) -> str:
     return f"{key}.sig"
 
 
-def signature_path(path: Path) -> Path:
-    """Of the signature over the file `path`."""
-    return path.with_name(signature_key(path.name))
-
-
 def stated_by(index: Index, digest: str, main: str = "") -> Statement:
     """`digest`: of the index's exact bytes."""
     return Statement(

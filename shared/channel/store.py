@@ -19,7 +19,6 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol
 
@@ -244,10 +243,6 @@ def check_key(key: str) -> str:
     for part in parts:
         file_name(part)
     return key
-
-
-Address = Store | Path | str
-"""a store, or where it is"""
 
 
 def read_if_there(store: Store, key: str, limit: int) -> bytes | None:

@@ -16,11 +16,10 @@ from pathlib import Path
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import BASE_JSON, CHANNEL_JSON, Pointer
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.channel.store import Address
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, own
 from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.state.side_files import SideFiles
@@ -79,9 +78,9 @@ class LocalUpdater:
     """One local checkpoint on its way along one channel. Not thread-safe."""
 
     def __init__(
-        self, channel: Address, local: Path, base: Path | None, options: UpdaterOptions | None = None
+        self, store: Store, local: Path, base: Path | None, options: UpdaterOptions | None = None
     ) -> None:
-        self.store, self.base_dir = open_store(channel), base
+        self.store, self.base_dir = store, base
         self.paths = LocalPaths(local)
         self.options = UpdaterOptions() if options is None else options
         self.local: LocalCheckpoint | None = None

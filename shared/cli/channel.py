@@ -13,6 +13,7 @@ from rich.table import Table
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, Untrusted
 from weightcast.shared.channel.chain import ChainEntry, Problem, entries, read_entry
 from weightcast.shared.channel.channel import Channel, FullVersion, require_named
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
@@ -41,9 +42,9 @@ def log(
     as_json: JsonOption = False,
 ) -> None:
     """List the versions of a channel and, with trusted keys, who signed them."""
-    require_named(channel)
-    trust = Trust.load(trusted_key or ())
-    opened = Channel.open(channel, trust)
+    store, trust = open_store(channel), Trust.load(trusted_key or ())
+    require_named(store)
+    opened = Channel.open(store, trust)
     pointer = opened.pointer()
     anchored = frozenset() if pointer is None or opened.foreign else opened.anchored(pointer)
     found = list(entries(opened, pointer))
@@ -126,7 +127,7 @@ def show(
 ) -> None:
     """Show the index of a version and, with trusted keys, who signed it."""
     trust = Trust.load(trusted_key or ())
-    opened = Channel.open(channel, trust)
+    opened = Channel.open(open_store(channel), trust)
     facts = base_facts(opened) if version == 0 else version_facts(opened, version)
     if trust is not None:
         facts["signed_by"] = trust.signer(facts["digest"])
@@ -223,10 +224,10 @@ def _line(value: object) -> str:
 
 def check(channel: ChannelOption, trusted_key: TrustedKeyOption = None, as_json: JsonOption = False) -> None:
     """Check every file of every version, the chain of versions and, with trusted keys, who signed it."""
-    output = Output(json=as_json)
-    require_named(channel)
+    output, store = Output(json=as_json), open_store(channel)
+    require_named(store)
     with output.progress(f"reading {channel}", None) as advance:
-        problems = faults(channel, advance, Trust.load(trusted_key or ()))
+        problems = faults(store, advance, Trust.load(trusted_key or ()))
     if problems and not as_json:
         show_problems(problems)
     facts = {"channel": str(channel), "problems": [vars(problem) for problem in problems]}

@@ -21,8 +21,10 @@ from rich.text import Text
 
 from weightcast.shared.base.errors import Refused, WeightcastError, counted
 from weightcast.shared.channel.channel import require_named
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.reports import forget as forget_report
+from weightcast.shared.channel.store import Store
 from weightcast.shared.cli.app import AnyChannelOption, JsonOption, TokenOption
 from weightcast.shared.cli.output import Output, is_unread, to_json
 from weightcast.shared.daemon.client import Daemon
@@ -156,7 +158,7 @@ def _delete_report(host: Host, channel: Path | None, url: str | None, token: str
             daemon.delete(f"/v1/hosts/{quote(host.key, safe='')}")
     elif channel is not None:
         try:
-            forget_report(channel, host.key)
+            forget_report(open_store(channel), host.key)
         except OSError as error:
             raise Refused(
                 f"the report of {host.host} cannot be deleted: {disk_text(error, channel)}",
@@ -186,13 +188,14 @@ def _looking(channel: Path | None, url: str | None, token: str | None, updates: 
         with Daemon(url, token) as daemon:
             yield lambda: _parsed(daemon.get(FLEET_PATH), daemon.url)
     elif channel is not None:
-        yield partial(_named, channel, FleetReader(channel, updates=updates))
+        store = open_store(channel)
+        yield partial(_named, store, FleetReader(store, updates=updates))
     else:
         raise typer.BadParameter("give --channel or --url")
 
 
-def _named(channel: Path, reader: FleetReader) -> Fleet:
-    require_named(channel)
+def _named(store: Store, reader: FleetReader) -> Fleet:
+    require_named(store)
     return reader.read()
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from weightcast.shared.base.errors import DamagedFile, Refused, counted
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
@@ -133,8 +134,10 @@ def repair_local(
 ) -> Repaired | None:
     """Engines are marked as in doubt and reloaded by the next sync. Raises RetryLater
     while a daemon owns the checkpoint."""
-    opened = Channel.open(channel, trust)
-    with closing(LocalUpdater(channel, local, base, UpdaterOptions(threads, visible_seconds=0.0))) as updater:
+    opened = Channel.open(open_store(channel), trust)
+    with closing(
+        LocalUpdater(opened.store, local, base, UpdaterOptions(threads, visible_seconds=0.0))
+    ) as updater:
         updater.recover_state(opened, advance)
         if opened.base is not None:
             restore_base(LocalPaths(local), opened.base)

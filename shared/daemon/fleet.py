@@ -14,7 +14,6 @@ from typing import Literal
 from weightcast.shared.base.errors import Refused, RetryLater, counted
 from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
 from weightcast.shared.channel.claims import Owner as ClaimOwner
-from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
 from weightcast.shared.channel.reports import (
     CAUSES,
@@ -28,7 +27,7 @@ from weightcast.shared.channel.reports import (
     TimeSource,
 )
 from weightcast.shared.channel.run_files import CHANNEL_FILE_LIMIT, ChannelFile, parse_channel_file
-from weightcast.shared.channel.store import Address, read_if_there
+from weightcast.shared.channel.store import Store, read_if_there
 from weightcast.shared.daemon.frozen import Frozen
 
 REPORTS_PATH = "/v1/reports"
@@ -262,7 +261,7 @@ class FleetReader:
 
     def __init__(
         self,
-        channel: Address,
+        store: Store,
         bounds: Bounds | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
@@ -270,19 +269,19 @@ class FleetReader:
         publisher: Callable[[], PublisherLine | None] = lambda: None,
     ) -> None:
         """`updates`: so many of each host's are read; they are most of a report."""
-        self._channel, self._now, self._publisher = channel, now, publisher
-        self._channel_clock = ChannelClock(channel, clock, now)
+        self._store, self._now, self._publisher = store, now, publisher
+        self._channel_clock = ChannelClock(store, clock, now)
         self._bounds = Bounds() if bounds is None else bounds
         members = EngineLine.model_fields.keys()
-        self._reports = ReportReader(channel, updates=updates, engine_members=members)
+        self._reports = ReportReader(store, updates=updates, engine_members=members)
         self._heard = Heard(clock)
         self._shown: dict[str, tuple[Report, Host]] = {}
 
     def read(self) -> Fleet:
         """Raises RetryLater when there is no channel, DamagedFile when its pointer cannot be read."""
-        run = _run_of(self._channel)
+        run = _run_of(self._store)
         reports = self._reports.read()
-        claim = _claim(self._channel)
+        claim = _claim(self._store)
         dates = [each.written for each in reports] + ([] if claim is None else [claim.written])
         clock = self._channel_clock.read(max(dates, default=0.0))
         silences = self._heard.silences(reports, clock.now)
@@ -290,14 +289,14 @@ class FleetReader:
         self._shown = {each.key: self._shown[each.key] for each in reports}
         fleet = Fleet(
             now=self._now(),
-            channel=open_store(self._channel).place(),
+            channel=self._store.place(),
             run_id=run.run_id,
             latest=run.latest,
             hosts=hosts,
             counts=count(hosts),
             lag=distribution(hosts),
             bounds=self._bounds,
-            latest_age_seconds=_version_age(self._channel, run.latest, clock.now),
+            latest_age_seconds=_version_age(self._store, run.latest, clock.now),
             time_source=clock.source,
             owner=None if claim is None else _owner(claim, clock.now),
             publisher=self._publisher(),
@@ -321,9 +320,9 @@ class FleetReader:
         return shown
 
 
-def _claim(channel: Address) -> ClaimOwner | None:
+def _claim(store: Store) -> ClaimOwner | None:
     try:
-        return owner_of(channel)
+        return owner_of(store)
     except OSError:
         return None
 
@@ -336,27 +335,27 @@ def _owner(claim: ClaimOwner, now: float | None) -> Owner:
     return Owner(name=claim.name, state=state, heard_seconds_ago=silent)
 
 
-def _version_age(channel: Address, version: int | None, now: float | None) -> float | None:
+def _version_age(store: Store, version: int | None, now: float | None) -> float | None:
     if now is None or version is None:
         return None
     try:
-        found = open_store(channel).stat(index_key(version) if version else CHANNEL_JSON)
+        found = store.stat(index_key(version) if version else CHANNEL_JSON)
     except OSError:
         return None
     return None if found is None else round(max(0.0, now - found.written), 3)
 
 
-def _run_of(channel: Address) -> RunHead:
-    if not open_store(channel).present():
-        raise RetryLater(f"{channel} is not a directory", remedy="mount it, or correct --channel")
-    pointer, file = read_pointer(channel), _channel_file(channel)
+def _run_of(store: Store) -> RunHead:
+    if not store.present():
+        raise RetryLater(f"{store.place()} is not a directory", remedy="mount it, or correct --channel")
+    pointer, file = read_pointer(store), _channel_file(store)
     if pointer is None:
         return RunHead(None if file is None else file.run_id, None if file is None else 0)
     return RunHead(pointer.run if file is None else file.run_id, pointer.version)
 
 
-def _channel_file(channel: Address) -> ChannelFile | None:
-    data = read_if_there(open_store(channel), CHANNEL_JSON, CHANNEL_FILE_LIMIT)
+def _channel_file(store: Store) -> ChannelFile | None:
+    data = read_if_there(store, CHANNEL_JSON, CHANNEL_FILE_LIMIT)
     return None if data is None else parse_channel_file(data)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError, counted
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.store import Store
 from weightcast.shared.daemon.fleet import Fleet, FleetReader, Host, names_of, of_run
 from weightcast.shared.files.paths import printable
@@ -77,11 +78,11 @@ class VersionWait:
     @classmethod
     def in_channel(
         cls,
-        channel: Path | Store,
+        store: Store,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> VersionWait:
-        return cls(FleetReader(channel, clock=clock, updates=0).read, clock, pause)
+        return cls(FleetReader(store, clock=clock, updates=0).read, clock, pause)
 
     def wait(self, version: int, min_hosts: int | None, fraction: float | None, timeout: float) -> list[str]:
         """Names of the hosts that are ready and serve `version` or a later one, as soon as they are that
@@ -131,7 +132,7 @@ def wait_for_hosts(
 ) -> list[str]:
     """Waits until that many hosts are ready and serve `version` or a later one; their names: see
     `VersionWait.wait`. Hosts report this themselves; reports are not authenticated."""
-    return VersionWait.in_channel(Path(channel)).wait(version, min_hosts, fraction, timeout)
+    return VersionWait.in_channel(open_store(channel)).wait(version, min_hosts, fraction, timeout)
 
 
 def _late(version: int, found: WaitResult | None, timeout: float) -> NotInTime:

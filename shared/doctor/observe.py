@@ -21,8 +21,9 @@ from typing import TypeVar
 
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.layout import HOSTS
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, is_foreign
 from weightcast.shared.checkpoint.state.state import Boot
 from weightcast.shared.checkpoint.update.buffer_reuse import spare_bytes
@@ -254,7 +255,7 @@ def within_seconds(look: Callable[[], T], seconds: float) -> T | None:
 def observe_channel(channel: Path) -> PlaceFacts:
     """Hosts need not write there: where only `hosts/` lets them, that is tried. Raises OSError when not even
     what is there can be looked at."""
-    places = [channel, Layout(channel).hosts_dir] if is_directory(channel) else []
+    places = [channel, channel / HOSTS] if is_directory(channel) else []
     return _facts(channel, places)
 
 
@@ -300,7 +301,7 @@ def _world_writable(path: Path) -> bool:
 def observe_run(channel: Path) -> RunFacts:
     """Reads channel.json, base.json, pointer and the newest index."""
     try:
-        return _run_facts(Channel.open(channel))
+        return _run_facts(Channel.open(open_store(channel)))
     except WeightcastError as error:
         return RunFacts(problem=error.message, remedy=error.remedy)
     except OSError as error:

@@ -318,7 +318,7 @@ class Start:
         try:
             require_directory("--channel", channel)
             with suppress(NoChannel):
-                require_named(channel)
+                require_named(open_store(channel))
             if base is not None and not exists(self._sync.updater.paths.state):
                 open_base(base)
             self._sync.take_local()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcast.shared.base.errors import RetryLater, Stopped, WeightcastError
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
@@ -112,7 +113,7 @@ class StepHost:
         """processes of engines when config files were last changed under them"""
         self._shown, self._looked = 0.0, -math.inf
         self.updater = LocalUpdater(
-            options.channel,
+            open_store(options.channel),
             options.local,
             options.base,
             UpdaterOptions(

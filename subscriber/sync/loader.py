@@ -27,7 +27,7 @@ class Loader:
 
     def adopt(self) -> None:
         """A state that cannot be read is an error of every other step."""
-        channel = Channel.open(self._host.options.channel, self._host.options.trust)
+        channel = Channel.open(self._updater.store, self._host.options.trust)
         self._host.enter("hashing")
         if self._updater.recover_state(channel, self._host.advance):
             self._host.degrade("the local state could not be read; all weights were read instead")
@@ -42,7 +42,7 @@ class Loader:
         if self._updater.local is None:
             self._host.enter("loading")
         try:
-            channel = Channel.open(self._host.options.channel, self._host.options.trust)
+            channel = Channel.open(self._updater.store, self._host.options.trust)
             self._updater.require_mounted(channel)
         except (WeightcastError, OSError):
             self.load(None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weightcast.shared.base.errors import USAGE, DamagedFile, Refused, RetryLater
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.pins import tagged
-from weightcast.shared.channel.store import Address
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Blocked
 from weightcast.shared.files.paths import file_name
@@ -53,19 +53,19 @@ def parse_target(text: str) -> Target:
     raise BadTarget(f"target {text[:80]!r} is none", remedy="give latest, a version's number or a tag")
 
 
-def resolve(target: Target, channel: Address, pointer: Pointer) -> int:
+def resolve(target: Target, store: Store, pointer: Pointer) -> int:
     """The version that the target names now. Raises RetryLater for a tag that does not exist (yet)."""
     if target.text == LATEST:
         return pointer.version
     if target.version is not None:
         return target.version
-    return read_tag(channel, target.text)
+    return read_tag(store, target.text)
 
 
-def read_tag(channel: Address, name: str) -> int:
+def read_tag(store: Store, name: str) -> int:
     """The six digits in `tags/<name>`."""
     try:
-        return tagged(channel, name)
+        return tagged(store, name)
     except FileNotFoundError as error:
         raise RetryLater(
             f"{error.filename}: no such tag",

@@ -20,6 +20,7 @@ from examples.model import CausalLM
 from weightcast.publisher import init_channel
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 TINY = Config(
@@ -58,9 +59,9 @@ def bytes_in(file: Path) -> dict[str, bytes]:
 
 def arrived(place: Path, version: int) -> dict[str, bytes]:
     """On a host that follows to this version."""
-    updater = LocalUpdater(place / "channel", place / "host", place / "base", UpdaterOptions())
+    updater = LocalUpdater(open_store(place / "channel"), place / "host", place / "base", UpdaterOptions())
     try:
-        updater.update_to(Channel.open(place / "channel"), version)
+        updater.update_to(Channel.open(open_store(place / "channel")), version)
     finally:
         updater.close()
     return read_checkpoint(place / "host")
@@ -78,4 +79,4 @@ def test_worlds_of_2_4_and_2_ranks(place: Path) -> None:
     assert "rank 1 failed: ValueError: the device is gone" in failed[0]
     for number, version in ((1, 2), (2, 3), (3, 4)):
         assert arrived(place, version) == bytes_in(place / f"full-{number}.safetensors")
-    assert verify(Channel.open(place / "channel")) == []
+    assert verify(Channel.open(open_store(place / "channel"))) == []

@@ -11,15 +11,18 @@ from core_cases import read_checkpoint
 from examples.attach.megatron_like import Sizes, exported, held, places, random_model, run
 from weightcast.publisher import Shard
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 
 @pytest.mark.parametrize(("tensors", "stages"), [(2, 2), (1, 4)])
 def test_what_arrives(tmp_path: Path, tensors: int, stages: int) -> None:
     model = run(tmp_path, 2, tensors, stages)
-    updater = LocalUpdater(tmp_path / "channel", tmp_path / "host", tmp_path / "base", UpdaterOptions())
+    updater = LocalUpdater(
+        open_store(tmp_path / "channel"), tmp_path / "host", tmp_path / "base", UpdaterOptions()
+    )
     try:
-        updater.update_to(Channel.open(tmp_path / "channel"), 2)
+        updater.update_to(Channel.open(open_store(tmp_path / "channel")), 2)
     finally:
         updater.close()
     arrived = read_checkpoint(tmp_path / "host")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 from examples.attach.quantised import BLOCK, HOW, power_of_two, quantised, run  # noqa: E402
 from weightcast.shared.channel.channel import Channel  # noqa: E402
+from weightcast.shared.channel.directory_store import open_store  # noqa: E402
 from weightcast.shared.checkpoint.local_updater import LocalUpdater  # noqa: E402
 
 
@@ -19,9 +20,9 @@ from weightcast.shared.checkpoint.local_updater import LocalUpdater  # noqa: E40
 def test_a_host_holds_the_quantised_policy(tmp_path: Path, how: str) -> None:
     policy = run(tmp_path, how, 2)
     channel = tmp_path / f"channel-{how}"
-    updater = LocalUpdater(channel, tmp_path / "host", tmp_path / f"base-{how}")
+    updater = LocalUpdater(open_store(channel), tmp_path / "host", tmp_path / f"base-{how}")
     try:
-        updater.update_to(Channel.open(channel))
+        updater.update_to(Channel.open(open_store(channel)))
         assert updater.local is not None and updater.local.state.position.version == 2
     finally:
         updater.close()

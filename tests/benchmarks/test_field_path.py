@@ -25,6 +25,7 @@ from benchmarks.field_path import (
     version_directory,
 )
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 
 ROOT = Path(__file__).parents[2]
@@ -131,8 +132,8 @@ def test_files_are_those_of_the_format(site: Site) -> None:
 def test_weightcast_follows_the_channel_bit_for_bit(site: Site) -> None:
     for _ in range(2):
         site.publisher.publish(site.step(*MOVED))
-    updater = LocalUpdater(site.channel, site.root / "ours", site.root / "base")
-    updater.update_to(Channel.open(site.channel))
+    updater = LocalUpdater(open_store(site.channel), site.root / "ours", site.root / "base")
+    updater.update_to(Channel.open(open_store(site.channel)))
     updater.close()
     assert read_checkpoint(site.root / "ours") == site.bytes()
 

@@ -7,11 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.shared.base.errors import DamagedFile, RetryLater
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import (
-    Layout,
     Pointer,
     TornPointer,
+    anchor_key,
+    attempts_key,
+    claim_key,
+    index_key,
+    multi_step_key,
     read_pointer,
+    report_key,
     version_name,
     version_of,
     write_pointer,
@@ -45,56 +51,35 @@ def test_other_names_are_no_versions(name: str) -> None:
     assert version_of(name) is None
 
 
-def test_paths() -> None:
-    layout = Layout(Path("/c"))
-    found = [
-        layout.latest,
-        layout.channel_json,
-        layout.base_json,
-        layout.index(8),
-        layout.parts_dir(8, 2, "k3"),
-        layout.from_dir(8, 0),
-        layout.anchor_dir(8),
-        layout.claim(3),
-        layout.trash,
-    ]
-    assert [str(path) for path in found] == [
-        "/c/latest",
-        "/c/channel.json",
-        "/c/base.json",
-        "/c/weight_v000008/model.safetensors.index.json",
-        "/c/weight_v000008.parts/2-k3",
-        "/c/weight_v000008/from_v000000",
-        "/c/weight_v000008/anchor",
-        "/c/publishers/3.json",
-        "/c/.trash",
+def test_keys() -> None:
+    found = [index_key(8), attempts_key(8), multi_step_key(8, 0), anchor_key(8), claim_key(3)]
+    assert found == [
+        "weight_v000008/model.safetensors.index.json",
+        "weight_v000008.parts",
+        "weight_v000008/from_v000000",
+        "weight_v000008/anchor",
+        "publishers/3.json",
     ]
 
 
 @pytest.mark.parametrize("host", ["node-1.example", "../../etc", "a/b", "..", "", "x" * 300, "nöde", "a\0b"])
 def test_reports_stay_in_their_directory(host: str) -> None:
-    path = Layout(Path("/c")).report(host, "/local")
-    assert path.parent == Path("/c/hosts")
-    assert path.name.endswith(".json") and not path.name.startswith(".")
+    directory, _, name = report_key(host, "/local").partition("/")
+    assert directory == "hosts" and "/" not in name
+    assert name.endswith(".json") and not name.startswith(".")
 
 
 def test_two_subscribers_of_one_machine_have_two_reports() -> None:
-    layout = Layout(Path("/c"))
-    assert layout.report("h", "/a") != layout.report("h", "/b")
-    assert layout.report("h", "/a").name == "h-d37c8aa1.json"
-
-
-def test_an_attempt_must_be_a_plain_name() -> None:
-    with pytest.raises(DamagedFile):
-        Layout(Path("/c")).parts_dir(8, 2, "../x")
+    assert report_key("h", "/a") != report_key("h", "/b")
+    assert report_key("h", "/a") == "hosts/h-d37c8aa1.json"
 
 
 def test_the_pointer_comes_back(tmp_path: Path) -> None:
-    assert read_pointer(tmp_path) is None
+    assert read_pointer(open_store(tmp_path)) is None
     for version in (0, 7, 999_999, 1_000_000):
-        write_pointer(tmp_path, version)
-        assert read_pointer(tmp_path) == Pointer(version)
-    write_pointer(tmp_path, 7)
+        write_pointer(open_store(tmp_path), version)
+        assert read_pointer(open_store(tmp_path)) == Pointer(version)
+    write_pointer(open_store(tmp_path), 7)
     assert (tmp_path / "latest").read_bytes() == b"000007"
 
 
@@ -111,14 +96,14 @@ def test_the_pointer_comes_back(tmp_path: Path) -> None:
 def test_both_dialects(tmp_path: Path, content: bytes, version: int, run: str | None) -> None:
     (tmp_path / "latest").write_bytes(content)
     prefix = "" if run is None else "updates"
-    assert read_pointer(tmp_path) == Pointer(version, run, prefix)
+    assert read_pointer(open_store(tmp_path)) == Pointer(version, run, prefix)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"0", b"00000", b"run-1/weight_v", b"run-1/weight_v00000"])
 def test_a_torn_pointer_is_read_again_later(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "latest").write_bytes(content)
     with pytest.raises(TornPointer):
-        read_pointer(tmp_path)
+        read_pointer(open_store(tmp_path))
     assert issubclass(TornPointer, RetryLater)
 
 
@@ -144,11 +129,11 @@ def test_a_torn_pointer_is_read_again_later(tmp_path: Path, content: bytes) -> N
 def test_other_content_is_damage(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "latest").write_bytes(content)
     with pytest.raises(DamagedFile):
-        read_pointer(tmp_path)
+        read_pointer(open_store(tmp_path))
 
 
 def test_a_pointer_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"000009")
     (tmp_path / "latest").symlink_to("secret")
     with pytest.raises(DamagedFile):
-        read_pointer(tmp_path)
+        read_pointer(open_store(tmp_path))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from channel_paths import Layout
 
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.claims import (
@@ -20,7 +21,7 @@ from weightcast.shared.channel.claims import (
     this_process,
     write_claim,
 )
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.directory_store import open_store
 
 FIRST = Claimant("trainer-0", 10, "boot-a", "pid:[1]", "100")
 SECOND = Claimant("trainer-1", 10, "boot-b", "pid:[2]", "200")
@@ -45,7 +46,7 @@ class Time:
 
 def take(channel: Path, claimant: Claimant, time: Time | None = None, *, take_over: bool = False) -> Claim:
     time = Time() if time is None else time
-    return claim(channel, claimant, take_over=take_over, clock=time.clock, sleep=time.sleep)
+    return claim(open_store(channel), claimant, take_over=take_over, clock=time.clock, sleep=time.sleep)
 
 
 def dead_process() -> Claimant:
@@ -58,8 +59,8 @@ def dead_process() -> Claimant:
 
 
 def test_the_first_claim_is_epoch_one(tmp_path: Path) -> None:
-    assert current_epoch(tmp_path) == 0
-    assert take(tmp_path, FIRST).epoch == current_epoch(tmp_path) == 1
+    assert current_epoch(open_store(tmp_path)) == 0
+    assert take(tmp_path, FIRST).epoch == current_epoch(open_store(tmp_path)) == 1
 
 
 def test_epochs_rise_as_numbers(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_epochs_rise_as_numbers(tmp_path: Path) -> None:
         assert found.epoch == epoch
     (tmp_path / "publishers" / "99.json.bak").touch()
     (tmp_path / "publishers" / "0x7f.json").touch()
-    assert current_epoch(tmp_path) == 11
+    assert current_epoch(open_store(tmp_path)) == 11
 
 
 def test_a_silent_owner_gives_way_after_a_minute_of_the_takers_clock(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_a_living_owner_keeps_the_channel(tmp_path: Path, caplog: pytest.LogCapt
     time.meanwhile = lambda: old.beat() if time.now > 50 else None
     with pytest.raises(Refused, match=r"process 10 on trainer-0 .*--take-over"):
         take(tmp_path, SECOND, time)
-    assert current_epoch(tmp_path) == 1
+    assert current_epoch(open_store(tmp_path)) == 1
     old.check()
     [said] = caplog.messages
     assert f"{tmp_path} belongs to process 10 on trainer-0 (epoch 1): waiting up to 60 s" in said
@@ -146,7 +147,7 @@ def test_of_two_takers_at_the_same_moment_one_is_refused(tmp_path: Path) -> None
     time.meanwhile = lambda: time.now >= 60 and take(tmp_path, third, take_over=True)
     with pytest.raises(Refused, match="process 11 on trainer-2"):
         take(tmp_path, SECOND, time)
-    assert current_epoch(tmp_path) == 2
+    assert current_epoch(open_store(tmp_path)) == 2
 
 
 def test_an_unreadable_claim_still_owns_the_channel(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.claims import Claimant, claim, current_epoch
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord
 from weightcast.shared.channel.layout import Pointer, read_pointer, write_pointer
 from weightcast.shared.channel.memory_store import MemoryStore
@@ -60,7 +61,7 @@ def test_late_visibility_of_a_channel_is_waited_for() -> None:
     _channel(store)
     write_pointer(store, 1)
     foreign_at_first = FaultyStore(MemoryStore())
-    assert Channel.open(foreign_at_first).pointer() is None
+    assert Channel.open(open_store(foreign_at_first)).pointer() is None
     store.fail("read", "channel.json", "late")
     opened = Channel.open(store)
     with pytest.raises(NoChannel):
@@ -200,5 +201,5 @@ def test_one_bad_report_hides_no_other() -> None:
 
 
 def test_an_address_may_be_a_path(tmp_path: Path) -> None:
-    write_pointer(tmp_path, 3)
-    assert read_pointer(str(tmp_path)) == Pointer(3)
+    write_pointer(open_store(tmp_path), 3)
+    assert read_pointer(open_store(str(tmp_path))) == Pointer(3)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import (
     REPORT_LIMIT,
     Report,
@@ -39,25 +40,25 @@ def test_reports_come_back(tmp_path: Path) -> None:
     without_version = replace(REPORT, local="/local/b", lag=None, local_version=None)
     others = [without_version, replace(REPORT, host="node-0", engines=())]
     for report in (REPORT, *others, replace(REPORT, counter=4)):
-        write_report(tmp_path, report)
-    found = read_reports(tmp_path)
+        write_report(open_store(tmp_path), report)
+    found = read_reports(open_store(tmp_path))
     assert found[0].host == "node-0"
     assert sorted(report.counter for report in found) == [3, 3, 4]
     assert replace(REPORT, counter=4) in found
 
 
 def test_a_channel_without_reports(tmp_path: Path) -> None:
-    assert read_reports(tmp_path) == []
+    assert read_reports(open_store(tmp_path)) == []
 
 
 def test_errors_of_any_text_are_reported(tmp_path: Path) -> None:
-    write_report(tmp_path, replace(REPORT, last_error="line\nline\x1b[31m" + "x" * 10_000))
-    (found,) = read_reports(tmp_path)
+    write_report(open_store(tmp_path), replace(REPORT, last_error="line\nline\x1b[31m" + "x" * 10_000))
+    (found,) = read_reports(open_store(tmp_path))
     assert found.last_error.startswith("line line [31mxx") and len(found.last_error) == 4096
 
 
 def test_bad_reports_do_not_hide_good_ones(tmp_path: Path) -> None:
-    write_report(tmp_path, REPORT)
+    write_report(open_store(tmp_path), REPORT)
     hosts = tmp_path / "hosts"
     (hosts / "a-damaged.json").write_bytes(b"{")
     (hosts / "b-later.json").write_bytes(pack_report(REPORT).replace(b'"format":1', b'"format":2'))
@@ -65,15 +66,15 @@ def test_bad_reports_do_not_hide_good_ones(tmp_path: Path) -> None:
     (hosts / "d-link.json").symlink_to(next(hosts.glob("node-1-*.json")))
     (hosts / "e-directory.json").mkdir()
     (hosts / "notes.txt").write_text("x")
-    assert read_reports(tmp_path) == [REPORT]
+    assert read_reports(open_store(tmp_path)) == [REPORT]
 
 
 def test_of_too_many_reports_the_youngest_count(tmp_path: Path) -> None:
     for number in range(5):
-        write_report(tmp_path, replace(REPORT, host=f"node-{number}"))
+        write_report(open_store(tmp_path), replace(REPORT, host=f"node-{number}"))
     for file, age in zip(sorted((tmp_path / "hosts").iterdir()), [9, 0, 8, 1, 7], strict=True):
         os.utime(file, (1e9 - age, 1e9 - age))
-    assert [report.host for report in read_reports(tmp_path, limit=2)] == ["node-1", "node-3"]
+    assert [report.host for report in read_reports(open_store(tmp_path), limit=2)] == ["node-1", "node-3"]
 
 
 @pytest.mark.parametrize(
@@ -102,10 +103,10 @@ def test_damaged_reports(change: dict[str, object]) -> None:
 def test_so_many_updates_are_read_as_are_wanted(tmp_path: Path) -> None:
     updates = tuple(Update(n, "patch", 1.5, {"fetch": 0.25, "total": 2}, 3, "done") for n in range(20))
     report = replace(REPORT, updates=updates)
-    write_report(tmp_path, report)
-    assert read_reports(tmp_path) == [report]
+    write_report(open_store(tmp_path), report)
+    assert read_reports(open_store(tmp_path)) == [report]
     for most in (0, 1, 20):
-        (sighting,) = ReportReader(tmp_path, updates=most).read()
+        (sighting,) = ReportReader(open_store(tmp_path), updates=most).read()
         assert sighting.report == replace(report, updates=updates[:most])
 
 

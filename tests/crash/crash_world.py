@@ -39,6 +39,7 @@ from ports import free_port
 from weightcast.publisher import init_channel
 from weightcast.publisher.daemon.daemon import run_publisher
 from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.listing import look
 from weightcast.shared.daemon.logs import setup_logs
@@ -376,7 +377,7 @@ class World:
         """Whether an anchor takes fewer bytes than the deltas from `version` on, or one of them is gone."""
         deltas = 0
         for later in range(version + 1, to + 1):
-            shown = look(self.channel / version_name(later))
+            shown = look(open_store(self.channel / version_name(later)))
             if shown is None:
                 return True
             deltas += shown.nbytes

@@ -15,6 +15,7 @@ from weightcast_engine.update.patch_file import read_patch
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.engine_patch import write_engine_patch
@@ -33,7 +34,7 @@ def host(tmp_path: Path) -> Iterator[LocalUpdater]:
     with Publisher.open(channel, local=tmp_path / "publisher", base=tmp_path / "base") as publisher:
         publisher.publish(target, step=1)
     options = UpdaterOptions(visible_seconds=0.2)
-    with closing(LocalUpdater(channel, tmp_path / "host", tmp_path / "base", options)) as updater:
+    with closing(LocalUpdater(open_store(channel), tmp_path / "host", tmp_path / "base", options)) as updater:
         yield updater
 
 

@@ -12,6 +12,7 @@ from faultkit import Faulty, Place, until
 from hosts import Run, Site
 from in_process import Command
 
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import read_reports
 
 FLAT = {"path": "*", "action": "flat"}
@@ -86,7 +87,7 @@ def test_a_local_disk_without_locks(run: Run, site: Site, weightcast: Command, c
     with failing("flock", site.root, code):
         ended, told, _ = weightcast("doctor", "--local", local, "--json")
     assert ended == 3 and "flock failed" in told
-    assert not local.exists() and read_reports(run.channel) == []
+    assert not local.exists() and read_reports(open_store(run.channel)) == []
 
 
 def test_a_watched_directory_that_cannot_be_emptied(

@@ -15,6 +15,7 @@ from hosts import Run
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 
 UNREAD = ["*/anchor", "*/anchor/*.safetensors", "*/anchor/*.json", "*/from_v*/*.safetensors", "hosts/*.json"]
 RETRY_LATER, DAMAGED = 75, 3
@@ -68,7 +69,7 @@ def test_what_is_wrong_is_moved_beside_what_cannot_be_read(place: Place, run: Ru
     assert (run.channel / "weight_v000003" / "anchor").is_dir()
     view.rules()
     assert place.verb("channel", "repair", "--channel", view.mount)[0] == 0
-    assert verify(Channel.open(run.channel)) == []
+    assert verify(Channel.open(open_store(run.channel))) == []
 
 
 def test_a_pointer_is_not_put_below_what_cannot_be_read(place: Place, run: Run) -> None:

@@ -23,7 +23,7 @@ from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import ChunkKey, Part
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel import pins
-from weightcast.shared.channel.directory_store import DirectoryStore
+from weightcast.shared.channel.directory_store import DirectoryStore, open_store
 from weightcast.shared.channel.index import parse_index, write_index
 from weightcast.shared.channel.signing import (
     Statement,
@@ -80,11 +80,11 @@ def _tags(data: bytes) -> object:
     """What hosts follow is what the publisher keeps."""
     placed("tagged/tags/stable", data)
     try:
-        followed: object = read_tag(ROOT / "tagged", "stable")
+        followed: object = read_tag(open_store(ROOT / "tagged"), "stable")
     except DamagedFile as error:
         followed = error.message
     try:
-        found = pins.tags(ROOT / "tagged")["stable"]
+        found = pins.tags(open_store(ROOT / "tagged"))["stable"]
     except DamagedFile as error:
         assert followed == error.message
         raise
@@ -94,7 +94,7 @@ def _tags(data: bytes) -> object:
 
 def _order(data: bytes) -> object:
     placed("ordered/orders/rollback.json", data)
-    return pins.read_rollback(ROOT / "ordered")
+    return pins.read_rollback(open_store(ROOT / "ordered"))
 
 
 def _inbox(data: bytes) -> object:

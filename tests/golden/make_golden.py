@@ -26,6 +26,7 @@ from field_writer import root_of, write_pointer, write_version  # noqa: E402
 
 from weightcast.publisher import Publisher, init_channel  # noqa: E402
 from weightcast.shared.channel.channel import Channel  # noqa: E402
+from weightcast.shared.channel.directory_store import open_store  # noqa: E402
 from weightcast.shared.channel.index import Index  # noqa: E402
 
 CHANNELS = HERE / "channels"
@@ -63,17 +64,17 @@ def make_ours(encoding: str) -> str:
             report = publisher.publish_checkpoint(new, step=step)
     for left in (channel / ".trash", channel / "publishers"):
         shutil.rmtree(left, ignore_errors=True)
-    index = Channel.open(channel).index(pointer_of(channel), VERSIONS, table_of(channel))
+    index = Channel.open(open_store(channel)).index(pointer_of(channel), VERSIONS, table_of(channel))
     assert isinstance(index, Index) and index.root == report.root
     return report.root
 
 
 def pointer_of(channel: Path):  # type: ignore[no-untyped-def]
-    return Channel.open(channel).pointer()
+    return Channel.open(open_store(channel)).pointer()
 
 
 def table_of(channel: Path):  # type: ignore[no-untyped-def]
-    return Channel.open(channel).require_ours()[1].table
+    return Channel.open(open_store(channel)).require_ours()[1].table
 
 
 def make_field(name: str, run: str | None, **options: str) -> None:

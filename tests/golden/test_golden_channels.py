@@ -27,8 +27,9 @@ from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.memory_store import MemoryStore
-from weightcast.shared.channel.store import Address
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 
@@ -48,13 +49,16 @@ def in_memory(channel: Path) -> MemoryStore:
     return store
 
 
-def bring(channel: Address, local: Path, base: Path | None = BASE) -> str:
+def bring(channel: Path | Store, local: Path, base: Path | None = BASE) -> str:
     """Follows to the pointer; the root that lies there."""
     updater = LocalUpdater(
-        channel, local, base, UpdaterOptions(visible_seconds=2.0 if isinstance(channel, FaultyStore) else 0.2)
+        open_store(channel),
+        local,
+        base,
+        UpdaterOptions(visible_seconds=2.0 if isinstance(channel, FaultyStore) else 0.2),
     )
     try:
-        updater.update_to(Channel.open(channel))
+        updater.update_to(Channel.open(open_store(channel)))
         assert updater.local is not None
         report = full_hash(updater.local)
         assert report.intact
@@ -67,7 +71,7 @@ def bring(channel: Address, local: Path, base: Path | None = BASE) -> str:
 def test_a_host_reads_what_was_written_once(tmp_path: Path, name: str) -> None:
     assert bring(CHANNELS / name, tmp_path / "local") == EXPECTED["roots"][name]
     assert root_of(read_checkpoint(tmp_path / "local")) == EXPECTED["bytes"]
-    assert verify(Channel.open(CHANNELS / name)) == []
+    assert verify(Channel.open(open_store(CHANNELS / name))) == []
 
 
 @pytest.mark.parametrize("name", FIELD)
@@ -201,15 +205,15 @@ def test_drift_under_a_foreign_channel_is_found_where_it_is_touched(tmp_path: Pa
     rot(tmp_path / "local", next(name for name in old if old[name] != new[name]))
     write_pointer(channel, 3)
     updater = LocalUpdater(
-        channel,
+        open_store(channel),
         tmp_path / "local",
         base,
         UpdaterOptions(visible_seconds=2.0 if isinstance(channel, FaultyStore) else 0.2),
     )
     with pytest.raises(NeedsReseed):
-        updater.update_to(Channel.open(channel))
+        updater.update_to(Channel.open(open_store(channel)))
     updater.release()
-    updater.update_to(Channel.open(channel))
+    updater.update_to(Channel.open(open_store(channel)))
     updater.close()
     assert read_checkpoint(tmp_path / "local") == new
 

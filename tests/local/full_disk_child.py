@@ -19,6 +19,7 @@ from core_cases import snapshot
 from weightcast.shared.base import failpoints
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint import local_updater
 from weightcast.shared.checkpoint.update.plan import Seed
 
@@ -28,9 +29,9 @@ moment = sys.argv[7]
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(mount)], check=True)
 local = mount / "local"
 updater = local_updater.LocalUpdater(
-    channel_dir, local, base, local_updater.UpdaterOptions(visible_seconds=0.2)
+    open_store(channel_dir), local, base, local_updater.UpdaterOptions(visible_seconds=0.2)
 )
-channel = Channel.open(channel_dir)
+channel = Channel.open(open_store(channel_dir))
 updater.load(channel)
 if what != "seed":
     pointer = channel.pointer()

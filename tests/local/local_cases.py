@@ -15,6 +15,7 @@ from opening import open_publisher
 
 from weightcast.publisher import init_channel
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.plan import Patch, Seed, Stay
 from weightcast.shared.checkpoint.update.sources import Route
@@ -73,7 +74,7 @@ def following(
     run: Run, local: Path, base: Path | None = None, *, visible_seconds: float = 0.2
 ) -> Iterator[LocalUpdater]:
     updater = LocalUpdater(
-        run.channel,
+        open_store(run.channel),
         local,
         run.base if base is None else base,
         UpdaterOptions(visible_seconds=visible_seconds),

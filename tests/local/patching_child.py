@@ -10,13 +10,14 @@ from pathlib import Path
 
 from weightcast.shared.base.failpoints import watch
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.update.plan import Patch
 
 way, channel_dir, local, base = sys.argv[1], *map(Path, sys.argv[2:5])
 moment = sys.argv[5] if len(sys.argv) > 5 else ""
-updater = LocalUpdater(channel_dir, local, base)
-channel = Channel.open(channel_dir)
+updater = LocalUpdater(open_store(channel_dir), local, base)
+channel = Channel.open(open_store(channel_dir))
 
 
 def stop() -> None:

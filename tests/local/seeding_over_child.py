@@ -18,17 +18,19 @@ from core_cases import read_checkpoint, snapshot
 
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.layout import anchor_key
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.plan import Patch, Seed
 
 how, channel_dir, base, other, mount = sys.argv[1], *map(Path, sys.argv[2:6])
 size, free = int(sys.argv[6]), int(sys.argv[7])
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(mount)], check=True)
-local, channel = mount / "local", Channel.open(channel_dir)
+local, channel = mount / "local", Channel.open(open_store(channel_dir))
 
 
 def seed(base: Path, version: int) -> None:
-    updater = LocalUpdater(channel_dir, local, base, UpdaterOptions(visible_seconds=0.2))
+    updater = LocalUpdater(open_store(channel_dir), local, base, UpdaterOptions(visible_seconds=0.2))
     try:
         pointer = channel.pointer()
         assert pointer is not None
@@ -52,7 +54,7 @@ with ExitStack() as opened:
     left = os.statvfs(mount)
     (mount / "filler").write_bytes(bytes(max(0, left.f_bavail * left.f_frsize - free * 1024)))
     before = snapshot(local)
-    source, version = (other, 0) if how == "others" else (channel.layout.anchor_dir(1), 1)
+    source, version = (other, 0) if how == "others" else (channel_dir / anchor_key(1), 1)
     try:
         seed(other if how == "others" else base, version)
         outcome = "no error"

@@ -14,6 +14,7 @@ from local_cases import Run, catch_up, edit_state, following, make_run, phase_of
 from weightcast.publisher import Publisher
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat, WrongRun
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.cli.main import run as weightcast
 
@@ -72,8 +73,8 @@ def test_what_differs_is_repaired(run: Run) -> None:
     with following(run, host(run)) as updater:
         adopt(updater)
         assert (phase_of(host(run)), state_of(host(run))["position"]["version"]) == ("dirty", 2)
-        updater.load(Channel.open(run.channel))
-        repaired = updater.repair(Channel.open(run.channel))
+        updater.load(Channel.open(open_store(run.channel)))
+        repaired = updater.repair(Channel.open(open_store(run.channel)))
         assert repaired is not None and (repaired.tensors, repaired.words) == (("f32.matrix",), 1)
         catch_up(updater)
     assert read_checkpoint(host(run)) == bytes_of(run.latest)

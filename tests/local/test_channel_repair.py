@@ -21,6 +21,7 @@ from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.claims import claim, this_process
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.reports import Report, write_report
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
@@ -50,7 +51,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     run = make_run(tmp_path_factory.mktemp("run"), 3, anchor_every=2)
     other = make_run(tmp_path_factory.mktemp("other"), 1, seed=8)
     write_report(
-        run.channel, Report("h", "/l", "run", "idle", 1, None, "latest", 0, "", (), 3, "weightcast 1")
+        open_store(run.channel),
+        Report("h", "/l", "run", "idle", 1, None, "latest", 0, "", (), 3, "weightcast 1"),
     )
     return Runs(run, other)
 
@@ -105,11 +107,11 @@ def plant(runs: Runs, run: Run, kind: str, damage: str) -> None:
 def test_a_planted_fault(runs: Runs, run: Run, tmp_path: Path, kind: str, damage: str) -> None:
     plant(runs, run, kind, damage)
     before = snapshot(run.channel, ())
-    found = faults(run.channel)
+    found = faults(open_store(run.channel))
     assert snapshot(run.channel, ()) == before, "looking changes nothing"
     assert bool(found) is ((kind, damage) not in UNSEEN), found
     assert all(problem.meaning and problem.message for problem in found)
-    done = repair_channel(run.channel, run.root / "pub", patience=0.0)
+    done = repair_channel(open_store(run.channel), run.root / "pub", patience=0.0)
     assert bool(done.left) is ((kind, damage) in LOST), done
     assert bool(done.done) is (bool(found) and (kind, damage) not in NOTHING_TO_DO), done
     after = snapshot(run.channel, ())
@@ -131,7 +133,7 @@ NOTHING_TO_DO = {("shard", damage) for damage in DAMAGES[:4]}
 
 def joins(run: Run, local: Path, base: Path | None) -> None:
     """A new host gets to the pointer."""
-    updater = LocalUpdater(run.channel, local, base, UpdaterOptions(visible_seconds=0.2))
+    updater = LocalUpdater(open_store(run.channel), local, base, UpdaterOptions(visible_seconds=0.2))
     try:
         catch_up(updater)
         assert updater.local is not None
@@ -145,11 +147,11 @@ def joins(run: Run, local: Path, base: Path | None) -> None:
 def test_a_damaged_channel_file_names_one_remedy(runs: Runs, run: Run) -> None:
     plant(runs, run, "channel", "truncated")
     with pytest.raises(DamagedFile, match=r"channel\.json") as damaged:
-        repair_channel(run.channel)
+        repair_channel(open_store(run.channel))
     assert "--local PUBLISHER_LOCAL" in damaged.value.remedy
     (run.root / "pub" / ".weightcast" / "channel.json").unlink()
     with pytest.raises(DamagedFile, match="has no copy") as damaged:
-        repair_channel(run.channel, run.root / "pub")
+        repair_channel(open_store(run.channel), run.root / "pub")
     assert "from a backup" in damaged.value.remedy and "repair" not in damaged.value.remedy
 
 
@@ -159,20 +161,20 @@ def test_the_channel_file_of_another_run_is_not_taken(runs: Runs, run: Run) -> N
     kept.write_bytes(kept.read_bytes().replace(b'"run_id":"', b'"run_id":"other-'))
     before = file_of(run.channel, "channel").read_bytes()
     with pytest.raises(Refused, match="is of run other-"):
-        repair_channel(run.channel, run.root / "pub")
+        repair_channel(open_store(run.channel), run.root / "pub")
     assert file_of(run.channel, "channel").read_bytes() == before
 
 
 def test_a_sound_channel_is_left_alone(run: Run) -> None:
     before = snapshot(run.channel, ())
-    done = repair_channel(run.channel, run.root / "pub")
+    done = repair_channel(open_store(run.channel), run.root / "pub")
     assert (done.done, done.left, done.notes) == ([], [], [])
     assert snapshot(run.channel, ()) == before
 
 
 def test_a_channel_whose_publisher_lives_is_left_to_it(runs: Runs, run: Run) -> None:
     plant(runs, run, "latest", "removed")
-    held = claim(run.channel, this_process(), take_over=False)
+    held = claim(open_store(run.channel), this_process(), take_over=False)
     before = snapshot(run.channel, ())
     with pytest.raises(Refused, match="alive"):
         held.beat()
@@ -194,7 +196,7 @@ def repair_channel_while_beating(run: Run, held: Any) -> None:
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        repair_channel(run.channel, patience=3.0)
+        repair_channel(open_store(run.channel), patience=3.0)
     finally:
         stop.set()
         thread.join()
@@ -203,7 +205,7 @@ def repair_channel_while_beating(run: Run, held: Any) -> None:
 def test_publishing_goes_on_after_a_repair(runs: Runs, run: Run, tmp_path: Path) -> None:
     for kind in ("latest", "anchor shard", "index"):
         plant(runs, run, kind, "truncated")
-    repair_channel(run.channel, run.root / "pub")
+    repair_channel(open_store(run.channel), run.root / "pub")
     model = some_changed(run.models[3], np.random.default_rng(3))
     with ServicePublisher.open(run.channel, local=run.root / "pub", base=run.base) as publisher:
         report = publisher.publish_checkpoint(write_checkpoint(tmp_path / "new", model))
@@ -216,7 +218,7 @@ def test_publishing_goes_on_after_a_repair(runs: Runs, run: Run, tmp_path: Path)
 def test_a_committed_version_that_is_not_announced_is_its_publisher_s_matter(run: Run) -> None:
     (run.channel / "latest").write_text("000002")
     (run.channel / "weight_v000001 copy").mkdir()
-    done = repair_channel(run.channel)
+    done = repair_channel(open_store(run.channel))
     assert (run.channel / "latest").read_text() == "000002"
     assert len(done.notes) == 1 and "version 3 is committed but not announced" in done.notes[0]
 
@@ -225,7 +227,7 @@ def test_what_is_moved_can_be_had_back_for_a_while(runs: Runs, run: Run) -> None
     plant(runs, run, "anchor shard", "flipped")
     anchor, trash = file_of(run.channel, "anchor shard").parent, run.channel / ".trash"
     before = snapshot(anchor, ())
-    repair_channel(run.channel)
+    repair_channel(open_store(run.channel))
     keeping = UpkeepOptions(anchor_every=1)
     with ServicePublisher.open(
         run.channel, local=run.root / "pub", options=PublisherOptions(upkeep=keeping)

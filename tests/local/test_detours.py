@@ -16,6 +16,7 @@ from local_cases import Run, catch_up, following, make_run, step_to
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.faults import of_channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.sources import DamagedSources
@@ -152,21 +153,25 @@ def test_an_anchor_whose_index_contradicts_itself(run: Run, tmp_path: Path) -> N
         catch_up(updater)
     assert read_checkpoint(tmp_path / "by base") == bytes_of(run.latest)
     flipped(shard(run, ANCHOR))
-    no_base = LocalUpdater(run.channel, tmp_path / "lost", None, UpdaterOptions(visible_seconds=0.2))
+    no_base = LocalUpdater(
+        open_store(run.channel), tmp_path / "lost", None, UpdaterOptions(visible_seconds=0.2)
+    )
     for _ in range(2):
         with pytest.raises(DamagedFile) as told:
-            no_base.update_to(Channel.open(run.channel))
+            no_base.update_to(Channel.open(open_store(run.channel)))
         assert str(index) in told.value.message and "channel repair" in told.value.remedy
     no_base.close()
     assert not (tmp_path / "lost/.weightcast/state.json").exists()
-    assert any("lanes" in problem.message for problem in of_channel(Channel.open(run.channel)))
+    assert any("lanes" in problem.message for problem in of_channel(Channel.open(open_store(run.channel))))
 
 
 def test_an_anchor_with_other_bytes_is_not_the_operators_mistake(run: Run, tmp_path: Path) -> None:
     flipped(shard(run, ANCHOR))
-    updater = LocalUpdater(run.channel, tmp_path / "lost", None, UpdaterOptions(visible_seconds=0.2))
+    updater = LocalUpdater(
+        open_store(run.channel), tmp_path / "lost", None, UpdaterOptions(visible_seconds=0.2)
+    )
     with pytest.raises(DamagedFile, match="1 tensor with other bytes") as told:
-        updater.update_to(Channel.open(run.channel))
+        updater.update_to(Channel.open(open_store(run.channel)))
     updater.close()
     assert str(run.channel / ANCHOR) in told.value.message and "channel repair" in told.value.remedy
 
@@ -181,9 +186,11 @@ def test_an_anchor_whose_files_are_not_those_listed(
         if record[0] == shard(run, ANCHOR).name:
             record[cell] = value
     index.write_text(json.dumps(facts))
-    updater = LocalUpdater(run.channel, tmp_path / "lost", None, UpdaterOptions(visible_seconds=0.2))
+    updater = LocalUpdater(
+        open_store(run.channel), tmp_path / "lost", None, UpdaterOptions(visible_seconds=0.2)
+    )
     with pytest.raises(DamagedFile, match="index lists") as told:
-        updater.update_to(Channel.open(run.channel))
+        updater.update_to(Channel.open(open_store(run.channel)))
     updater.close()
     assert str(shard(run, ANCHOR)) in told.value.message and "channel repair" in told.value.remedy
 
@@ -231,9 +238,9 @@ def test_a_refused_hook_is_no_damage(run: Run, tmp_path: Path) -> None:
         raise Refused("the hook says no")
 
     options = UpdaterOptions(visible_seconds=0.2, pre_read=no)
-    updater = LocalUpdater(run.channel, tmp_path / "host", None, options)
+    updater = LocalUpdater(open_store(run.channel), tmp_path / "host", None, options)
     with pytest.raises(Refused, match="hook"):
-        updater.update_to(Channel.open(run.channel))
+        updater.update_to(Channel.open(open_store(run.channel)))
     assert updater.damaged_sources.damaged == {}
     updater.close()
 

@@ -15,6 +15,7 @@ from local_cases import Run, following, make_run, patch_keeping_undo, run_of, st
 
 from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.update import engine_patch
@@ -168,7 +169,7 @@ def test_a_start_drops_what_a_kill_left(run: Run, tmp_path: Path) -> None:
         step_to(updater, 0)
         write_engine_patch(opened(updater), [staged(updater, 1).step], 0)
     with following(run, tmp_path / "host") as updater:
-        updater.load(Channel.open(run.channel))
+        updater.load(Channel.open(open_store(run.channel)))
         assert list((tmp_path / "host/.weightcast/engine").iterdir()) == []
 
 

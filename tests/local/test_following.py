@@ -35,6 +35,7 @@ from local_cases import (
 
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.memory_store import MemoryStore
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
@@ -245,7 +246,7 @@ def test_a_drifted_word_inside_a_change_is_found_and_seeded_again(run: Run, loca
 def test_a_word_changed_between_stage_and_patch_makes_it_dirty(run: Run, local: Path) -> None:
     at_version(run, local, 2)
     with following(run, local) as updater:
-        updater.load(Channel.open(run.channel))
+        updater.load(Channel.open(open_store(run.channel)))
         assert updater.local is not None
         step = staged(updater, 3)
         old, new = bytes_of(run.models[2]), bytes_of(run.models[3])
@@ -329,7 +330,7 @@ def test_after_a_reboot_intact_bytes_are_kept(run: Run, local: Path) -> None:
 def test_what_could_not_be_recovered_is_recovered_by_the_next_load(run: Run, local: Path) -> None:
     at_version(run, local, 2)
     edit_state(local, boot_id="another boot", last_full_hash=None)
-    channel = Channel.open(run.channel)
+    channel = Channel.open(open_store(run.channel))
 
     def fail(name: str, path: Path | None) -> None:
         if name == "lock.taken" and path is not None and path.name == "patch":
@@ -367,7 +368,7 @@ def test_a_reboot_while_patching_trusts_no_journal(run: Run, local: Path, lies: 
     (local / ".weightcast/journal" / f"{step['journal']}.journal").write_bytes(b"torn")
     edit_state(local, phase="patching", active=step, position=step["base"], undo=[], boot_id="another")
     with following(run, local) as updater:
-        updater.load(Channel.open(run.channel))
+        updater.load(Channel.open(open_store(run.channel)))
         assert updater.local is not None and updater.local.state.position.version == lies
     holds(run, local, lies)
 

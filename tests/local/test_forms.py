@@ -13,6 +13,7 @@ from test_engine_patch import patched, read
 
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.update.engine_patch import write_engine_patch
 from weightcast.shared.checkpoint.update.journal import JournalReader
@@ -133,7 +134,7 @@ def test_deltas_over_several_versions_are_made_of_them(mixed: Run, tmp_path: Pat
     run = run_of(tmp_path, mixed.models, upkeep=UpkeepOptions(skip_span=2, history_share=1000.0))
     with following(run, tmp_path / "host") as updater:
         step_to(updater, 0)
-        channel = Channel.open(run.channel)
+        channel = Channel.open(open_store(run.channel))
         pointer = channel.pointer()
         assert pointer is not None
         plan = updater.route(channel, pointer, 2, exact=True).plan

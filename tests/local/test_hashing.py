@@ -14,6 +14,7 @@ from local_cases import following, run_of
 
 from weightcast.shared.base.elements import ByteArray, TensorSpec, TensorTable
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.verify.hashing import hash_tensors
 from weightcast.shared.digest.checksums import hash_bytes
 from weightcast.shared.files.hf_checkpoint import Place
@@ -87,7 +88,7 @@ def test_empty_tensors_may_lie_anywhere_in_a_file(model: Model, files: int) -> N
     with TemporaryDirectory() as root:
         run = run_of(Path(root), [model, all_changed(model, np.random.default_rng(1))], files=files)
         with following(run, run.root / "host") as updater:
-            updater.update_to(Channel.open(run.channel))
+            updater.update_to(Channel.open(open_store(run.channel)))
         assert read_checkpoint(run.root / "host") == bytes_of(run.latest)
 
 

@@ -21,6 +21,7 @@ from local_cases import Run, catch_up, edit_state, following, phase_of, run_of, 
 from waiting import wait_until
 
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 
 CHILD = Path(__file__).with_name("patching_child.py")
@@ -47,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def seeded(run: Run) -> Path:
     local = run.root / "seeded"
     with following(run, local) as updater:
-        channel = Channel.open(run.channel)
+        channel = Channel.open(open_store(run.channel))
         pointer = channel.pointer()
         assert pointer is not None
         updater.load(channel)
@@ -87,7 +88,7 @@ def test_patching_is_replayed_forward(run: Run, local: Path) -> None:
     killed_in(run, local, "patch", "patching")
     assert 0 < changed_so_far(run, local) < len(run.models[0])
     with following(run, local) as updater:
-        updater.load(Channel.open(run.channel))
+        updater.load(Channel.open(open_store(run.channel)))
         assert updater.local is not None and updater.local.state.position.version == 1
         assert full_hash(updater.local).intact
         assert updater.local.state.last_full_hash is not None
@@ -110,7 +111,7 @@ def test_a_replay_that_is_killed_is_replayed(run: Run, local: Path) -> None:
 def test_undoing_is_replayed_backwards(run: Run, local: Path) -> None:
     killed_in(run, local, "undo", "undoing")
     with following(run, local) as updater:
-        updater.load(Channel.open(run.channel))
+        updater.load(Channel.open(open_store(run.channel)))
         assert updater.local is not None and updater.local.state.position.version == 0
         assert updater.local.state.undo == () and full_hash(updater.local).intact
     holds(run, local, 0)
@@ -123,7 +124,7 @@ def test_a_word_changed_while_nobody_looked_is_found_at_the_replay(run: Run, loc
     new, old = bytes_of(run.models[1])[name], bytes_of(run.models[0])[name]
     rot(local, name, next(place for place in range(len(old)) if old[place] != new[place]))
     with following(run, local) as updater:
-        updater.load(Channel.open(run.channel))
+        updater.load(Channel.open(open_store(run.channel)))
         assert updater.local is None and name in updater.trouble
         assert phase_of(local) == "dirty"
         catch_up(updater)
@@ -136,7 +137,7 @@ def test_an_untouched_word_changed_is_found_by_the_full_hash(run: Run, local: Pa
     same = next(place for place in range(0, len(old), 4) if old[place : place + 4] == new[place : place + 4])
     rot(local, "large.1", same)
     with following(run, local) as updater:
-        updater.load(Channel.open(run.channel))
+        updater.load(Channel.open(open_store(run.channel)))
         assert updater.local is None and "large.1" in updater.trouble
         catch_up(updater)
     holds(run, local, 1)
@@ -146,7 +147,7 @@ def test_after_a_reboot_half_a_patch_is_no_version(run: Run, local: Path) -> Non
     killed_in(run, local, "patch", "patching")
     edit_state(local, boot_id="another boot")
     with following(run, local) as updater:
-        updater.load(Channel.open(run.channel))
+        updater.load(Channel.open(open_store(run.channel)))
         assert updater.local is None and "restart of the machine" in updater.trouble
         catch_up(updater)
     holds(run, local, 1)
@@ -161,7 +162,7 @@ def test_repairing_starts_over(run: Run, local: Path) -> None:
     killed_in(run, local, "repair", "dirty")
     rot(local, "layer.7", 3)
     with following(run, local) as updater:
-        channel = Channel.open(run.channel)
+        channel = Channel.open(open_store(run.channel))
         updater.load(channel)
         done = updater.repair(channel)
         assert done is not None and (done.tensors, done.words) == (("large.1",), 1)

@@ -16,6 +16,7 @@ from weightcast.publisher.weights.match import match
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME, parse_index
 from weightcast.shared.channel.run_files import parse_base
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
@@ -88,8 +89,8 @@ def differs(run: Run, name: str, version: int) -> bool:
 
 
 def test_what_never_changes_is_parsed_once(run: Run, tmp_path: Path) -> None:
-    channel = Channel.open(run.channel)
-    assert channel.base is not None and Channel.open(run.channel).base is channel.base
+    channel = Channel.open(open_store(run.channel))
+    assert channel.base is not None and Channel.open(open_store(run.channel)).base is channel.base
     data = (run.channel / "base.json").read_bytes()
     assert parse_base(data + b" ") is not channel.base
 
@@ -121,7 +122,7 @@ def test_weights_that_fitted_are_not_taken_for_others(run: Run, tmp_path: Path) 
     names = [spec.name for spec in open_checkpoint(run.base, follow_links=False).table]
     for number, others in enumerate((run.models[0], {n: run.models[0][n] for n in names[1:]}, run.models[0])):
         given = open_checkpoint(write_checkpoint(tmp_path / f"{number}", others, files=3), follow_links=False)
-        table = Channel.open(run.channel).require_ours()[1].table
+        table = Channel.open(open_store(run.channel)).require_ours()[1].table
         if len(others) == len(names):
             matched = match(given.table, table, frozen=(), aliases={}, partial=False)
             assert [matched.sources[n] for n in range(len(names))] == names
@@ -133,7 +134,7 @@ def test_weights_that_fitted_are_not_taken_for_others(run: Run, tmp_path: Path) 
 
 
 def test_an_index_is_parsed_once_for_a_table(run: Run) -> None:
-    channel = Channel.open(run.channel)
+    channel = Channel.open(open_store(run.channel))
     pointer = channel.pointer()
     assert channel.base is not None and pointer is not None
     table = channel.base.table

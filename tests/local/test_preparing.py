@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def index_of(run: Run, version: int) -> Index:
-    channel = Channel.open(run.channel)
+    channel = Channel.open(open_store(run.channel))
     pointer = channel.pointer()
     assert pointer is not None and channel.base is not None
     index = channel.index(pointer, version, channel.base.table)
@@ -94,7 +94,9 @@ def test_a_shard_that_heals_is_staged_from_its_second_copy(run: Run, tmp_path: P
         damaged.write_bytes(whole)
 
     local = tmp_path / "local"
-    updater = LocalUpdater(channel, local, run.base, UpdaterOptions(visible_seconds=WAIT, wait=heal))
+    updater = LocalUpdater(
+        open_store(channel), local, run.base, UpdaterOptions(visible_seconds=WAIT, wait=heal)
+    )
     try:
         catch_up(updater)
     finally:
@@ -119,7 +121,9 @@ def test_a_copy_that_was_not_the_published_one_does_not_count_where_nothing_in_i
         other.write_bytes(whole)
 
     local = tmp_path / "local"
-    updater = LocalUpdater(channel, local, run.base, UpdaterOptions(visible_seconds=WAIT, wait=heal))
+    updater = LocalUpdater(
+        open_store(channel), local, run.base, UpdaterOptions(visible_seconds=WAIT, wait=heal)
+    )
     try:
         step_to(updater, 0)
         with watched(lambda name, path: passed.append(name)):
@@ -133,7 +137,9 @@ def test_a_copy_that_was_not_the_published_one_does_not_count_where_nothing_in_i
 def test_what_was_fetched_ahead_is_not_read_again(run: Run, tmp_path: Path) -> None:
     channel = tmp_path / "channel"
     shutil.copytree(run.channel, channel)
-    updater = LocalUpdater(channel, tmp_path / "local", run.base, UpdaterOptions(visible_seconds=0.0))
+    updater = LocalUpdater(
+        open_store(channel), tmp_path / "local", run.base, UpdaterOptions(visible_seconds=0.0)
+    )
     try:
         step_to(updater, 1)
         updater.fetch_ahead(1)
@@ -161,7 +167,9 @@ def test_a_failed_fetch_ahead_is_told_by_the_step_that_needs_it(run: Run, tmp_pa
     channel = tmp_path / "channel"
     shutil.copytree(run.channel, channel)
     (channel / shard(run, 2).relative_to(run.channel)).unlink()
-    updater = LocalUpdater(channel, tmp_path / "local", run.base, UpdaterOptions(visible_seconds=0.0))
+    updater = LocalUpdater(
+        open_store(channel), tmp_path / "local", run.base, UpdaterOptions(visible_seconds=0.0)
+    )
     try:
         step_to(updater, 1)
         updater.fetch_ahead(1)

@@ -25,6 +25,7 @@ from local_cases import (
 
 from weightcast.shared.base.elements import TensorSpec, TensorTable
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.state import EngineState, Mark, read_state, write_state
@@ -57,9 +58,9 @@ def followed(run: Run, local: Path) -> Path:
 
 
 def repaired(run: Run, local: Path, base: Path | None) -> Repaired | None:
-    updater = LocalUpdater(run.channel, local, base, UpdaterOptions(visible_seconds=0.2))
+    updater = LocalUpdater(open_store(run.channel), local, base, UpdaterOptions(visible_seconds=0.2))
     try:
-        channel = Channel.open(run.channel)
+        channel = Channel.open(open_store(run.channel))
         updater.load(channel)
         updater.rehash()
         return updater.repair(channel)
@@ -151,7 +152,7 @@ def test_what_cannot_be_repaired_is_seeded_again(anchored: Run, tmp_path: Path, 
 def test_a_base_seeded_and_never_moved(anchored: Run, tmp_path: Path) -> None:
     local = tmp_path / "local"
     with following(anchored, local) as updater:
-        channel = Channel.open(anchored.channel)
+        channel = Channel.open(open_store(anchored.channel))
         pointer = channel.pointer()
         assert pointer is not None
         updater.load(channel)
@@ -170,7 +171,7 @@ def test_after_a_reboot_only_lost_pages_are_written(encoded: Run, tmp_path: Path
     edit_state(local, boot_id=boot_id)
     before = weight_inodes(local)
     with following(encoded, local) as updater:
-        channel = Channel.open(encoded.channel)
+        channel = Channel.open(open_store(encoded.channel))
         updater.load(channel)
         assert updater.local is None and "restart of the machine" in updater.trouble
         done = updater.repair(channel)
@@ -191,7 +192,7 @@ def test_after_a_reboot_with_lost_pages_no_way_leads_back(anchored: Run, tmp_pat
     rot(local, "long", 4000)
     edit_state(local, boot_id="another boot")
     with following(anchored, local) as updater:
-        channel = Channel.open(anchored.channel)
+        channel = Channel.open(open_store(anchored.channel))
         updater.load(channel)
         assert updater.repair(channel) is not None
     holds(anchored, local)
@@ -220,7 +221,7 @@ def test_rot_that_a_patch_meets_costs_no_new_seed(anchored: Run, tmp_path: Path)
     """The usual way in which rot is found: an old word is not what the delta expects."""
     local = tmp_path / "local"
     with following(anchored, local) as updater:
-        channel = Channel.open(anchored.channel)
+        channel = Channel.open(open_store(anchored.channel))
         pointer = channel.pointer()
         assert pointer is not None
         updater.load(channel)
@@ -229,7 +230,7 @@ def test_rot_that_a_patch_meets_costs_no_new_seed(anchored: Run, tmp_path: Path)
     rot(local, "long", 4000)
     before = weight_inodes(local), state_of(local)["generation"]
     with following(anchored, local) as updater:
-        updater.load(Channel.open(anchored.channel))
+        updater.load(Channel.open(open_store(anchored.channel)))
         updater.rehash()
         assert updater.repairable
         catch_up(updater)
@@ -263,7 +264,9 @@ def test_the_source_of_fewest_bytes_comes_first(anchored: Run, tmp_path: Path, t
     opened = LocalCheckpoint.open(local)
     assert opened is not None
     with opened:
-        ways = repair_sources(Channel.open(anchored.channel), 3, opened.table, anchored.base)[::turn]
+        ways = repair_sources(Channel.open(open_store(anchored.channel)), 3, opened.table, anchored.base)[
+            ::turn
+        ]
         plans = [plan_repair(opened.table, way, [opened.table.numbers["long"]]) for way in ways]
         assert len({plan.nbytes for plan in plans}) == len(plans) > 1
         done = repair(opened, lambda position: ways)
@@ -274,7 +277,7 @@ def test_the_source_of_fewest_bytes_comes_first(anchored: Run, tmp_path: Path, t
 def test_neighbours_in_a_chunk_are_read_with_it(encoded: Run, tmp_path: Path) -> None:
     """A chunk is decoded as a whole, a payload is not."""
     local = followed(encoded, tmp_path / "local")
-    channel = Channel.open(encoded.channel)
+    channel = Channel.open(open_store(encoded.channel))
     assert channel.base is not None
     table = channel.base.table
     (way,) = repair_sources(channel, 3, table, encoded.base)

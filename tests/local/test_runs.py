@@ -16,6 +16,7 @@ from weightcast.publisher import Publisher, init_channel
 from weightcast.publisher.weights.tensors import CheckpointWeights
 from weightcast.shared.base.elements import Chunk, Span, grid
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.files.hf_checkpoint import Place, run_of
 
@@ -123,5 +124,5 @@ def test_versions_arrive_where_one_tensor_is_not_given(tmp_path: Path) -> None:
             run.models.append(new | {"t7": run.models[0]["t7"]})
             publisher.publish_checkpoint(write_checkpoint(run.root / f"new-{version}", new, aligned=True))
     with following(run, tmp_path / "host") as updater:
-        updater.update_to(Channel.open(run.channel))
+        updater.update_to(Channel.open(open_store(run.channel)))
         assert read_checkpoint(updater.paths.directory) == bytes_of(run.latest)

@@ -13,6 +13,7 @@ from local_cases import Run, following, run_of, state_of, step_to
 
 from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.verify.hashing import Differs, Scrub
@@ -119,7 +120,7 @@ def test_what_was_repaired_after_it_was_read_is_no_fault(run: Run, updater: Loca
         turn(scrub, updater, clock)
     assert scrub.status.done_bytes < LONG
     updater.rehash()
-    assert updater.repair(Channel.open(run.channel)) is not None
+    assert updater.repair(Channel.open(open_store(run.channel))) is not None
     while not scrub.status.passes:
         turn(scrub, updater, clock)
     assert scrub.status.faults == 0
@@ -139,7 +140,7 @@ def test_rot_is_found_and_repaired(run: Run, updater: LocalUpdater, name: str, b
     hashed = opened(updater).state.last_full_hash
     updater.mark_damaged(found.value)
     assert updater.local is None and state_of(updater.paths.directory)["phase"] == "dirty"
-    done = updater.repair(Channel.open(run.channel))
+    done = updater.repair(Channel.open(open_store(run.channel)))
     assert done is not None and (done.tensors, done.words) == ((name,), 1)
     assert read_checkpoint(updater.paths.directory) == bytes_of(run.models[2])
     assert opened(updater).state.last_full_hash == hashed, "the others were not read"

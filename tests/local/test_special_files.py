@@ -18,6 +18,7 @@ from weightcast.publisher import Publisher
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 
 INDEX = "model.safetensors.index.json"
 IN_CHANNEL = [
@@ -79,7 +80,7 @@ def test_in_a_channel(run: Run, tmp_path: Path, name: str, what: str) -> None:
 def test_a_check_tells_them(run: Run, name: str, what: str) -> None:
     put(run.channel / name, what)
     try:
-        problems = [problem.message for problem in verify(Channel.open(run.channel))]
+        problems = [problem.message for problem in verify(Channel.open(open_store(run.channel)))]
     except WeightcastError as error:
         problems = [error.message]
     assert Path(name).name in problems[0]

@@ -18,6 +18,7 @@ from weightcast.publisher import init_channel
 from weightcast.shared.base.errors import WrongRun
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.run_files import parse_base
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.side_files import repair_files
@@ -94,17 +95,17 @@ def test_a_host_seeded_from_the_base_has_all_files(run: Run, local: Path) -> Non
 
 
 def test_a_host_that_joins_by_an_anchor_has_all_files(run: Run, local: Path) -> None:
-    updater = LocalUpdater(run.channel, local, None, UpdaterOptions(visible_seconds=0.2))
+    updater = LocalUpdater(open_store(run.channel), local, None, UpdaterOptions(visible_seconds=0.2))
     catch_up(updater)
     updater.close()
     assert there(local) == SIDE
-    assert verify(Channel.open(run.channel)) == []
+    assert verify(Channel.open(open_store(run.channel))) == []
 
 
 def test_a_damaged_side_file_of_an_anchor_is_found(run: Run, tmp_path: Path) -> None:
     channel = shutil.copytree(run.channel, tmp_path / "channel")
     (channel / "weight_v000001/anchor/speech/tokenizer/stats.npz").write_bytes(b"KP")
-    assert ["stats.npz" in problem.message for problem in verify(Channel.open(channel))] == [True]
+    assert ["stats.npz" in problem.message for problem in verify(Channel.open(open_store(channel)))] == [True]
 
 
 @pytest.mark.parametrize("name", SIDE)
@@ -114,7 +115,7 @@ def test_a_base_without_one_of_the_files_is_refused_by_name(
     base = shutil.copytree(run.base, tmp_path / "base")
     (base / name).write_bytes(b"another")
     channel = shutil.copytree(run.channel, tmp_path / "channel", ignore=shutil.ignore_patterns("anchor"))
-    updater = LocalUpdater(channel, local, base, UpdaterOptions(visible_seconds=0.2))
+    updater = LocalUpdater(open_store(channel), local, base, UpdaterOptions(visible_seconds=0.2))
     with pytest.raises(WrongRun, match=f"{name} is different"):
         catch_up(updater)
     updater.close()
@@ -157,7 +158,7 @@ def test_a_link_in_the_place_of_a_subdirectory_is_not_written_through(
 
 def test_a_local_checkpoint_of_an_older_release_is_completed(run: Run, local: Path) -> None:
     seeded_by_an_older_release(run, local)
-    alone = LocalUpdater(run.channel, local, None, UpdaterOptions(visible_seconds=0.2))
+    alone = LocalUpdater(open_store(run.channel), local, None, UpdaterOptions(visible_seconds=0.2))
     catch_up(alone)
     assert set(alone.side_files.missing) == set(SIDE)
     alone.close()
@@ -182,7 +183,7 @@ def test_a_channel_of_an_older_release_still_gives_whole_hosts(older: Run, local
 def test_an_older_release_on_both_sides_is_completed_from_the_base_alone(older: Run, local: Path) -> None:
     publish(older)
     seeded_by_an_older_release(older, local)
-    alone = LocalUpdater(older.channel, local, None, UpdaterOptions(visible_seconds=0.2))
+    alone = LocalUpdater(open_store(older.channel), local, None, UpdaterOptions(visible_seconds=0.2))
     catch_up(alone)
     assert (alone.side_files.missing, alone.side_files.lists_too_few) == ((), True)
     alone.close()

@@ -13,6 +13,7 @@ from promkit import dashboard_queries
 from worldkit import World
 
 from weightcast.shared.channel.claims import claim, this_process
+from weightcast.shared.channel.directory_store import open_store
 
 pytestmark = pytest.mark.monitoring
 ALARM_SECONDS = 60.0
@@ -43,7 +44,7 @@ def test_scrapes_alerts_and_the_dashboard(world: World) -> None:
     world.hosts["host-a"].end_engine()
     until(lambda: prometheus.firing("WeightcastEngineSilent", engine="host-a"), "engine", ALARM_SECONDS)
     until(lambda: prometheus.firing("WeightcastNoNewVersion"), "no new version", ALARM_SECONDS)
-    claim(world.channel, this_process(), take_over=True)
+    claim(open_store(world.channel), this_process(), take_over=True)
     assert world.publisher.wait() == 3, "it lost the channel"
     until(lambda: prometheus.firing("WeightcastPublisherDown"), "publisher down", ALARM_SECONDS)
     assert "WeightcastCrashes" not in prometheus.all_firing()

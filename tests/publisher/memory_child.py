@@ -12,6 +12,7 @@ from pathlib import Path
 
 from weightcast.publisher import Publisher, PublisherOptions
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 
 
@@ -56,9 +57,9 @@ with Publisher.open(
     with Highest() as highest:
         report = publisher.publish_checkpoint(root / "new")
     grown["publish"] = highest.seen - idle
-updater = LocalUpdater(root / "channel", root / "host", root / "base")
+updater = LocalUpdater(open_store(root / "channel"), root / "host", root / "base")
 with Highest() as highest:
-    updater.update_to(Channel.open(root / "channel"))
+    updater.update_to(Channel.open(open_store(root / "channel")))
 grown["sync"] = highest.seen - idle
 updater.close()
 print(json.dumps([grown, report.changed_elements, report.elements]))

@@ -15,6 +15,7 @@ from opening import open_publisher
 from weightcast.publisher import init_channel
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 
@@ -72,14 +73,16 @@ class Place:
 
     def follow(self, host: Path | None = None, base: Path | None = None) -> LocalUpdater:
         options = UpdaterOptions(visible_seconds=0.2)
-        return LocalUpdater(self.channel, host or self.host, self.base if base is None else base, options)
+        return LocalUpdater(
+            open_store(self.channel), host or self.host, self.base if base is None else base, options
+        )
 
     def arrives(self, model: Model, version: int, host: Path | None = None) -> None:
         """A host follows the pointer, and holds exactly these bytes afterwards."""
         host = self.host if host is None else host
         updater = self.follow(host)
         try:
-            updater.update_to(Channel.open(self.channel))
+            updater.update_to(Channel.open(open_store(self.channel)))
             assert updater.local is not None and full_hash(updater.local).intact
             assert updater.local.state.position.version == version
         finally:

@@ -21,6 +21,7 @@ from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import RetryLater
+from weightcast.shared.channel.directory_store import open_store
 
 what, root, mount = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount)], check=True)
@@ -69,7 +70,7 @@ if what == "follow":
     fill()
     ServicePublisher.open(channel, local=local, options=PublisherOptions(upkeep=keeping)).close()
 elif what == "rollback":
-    order_rollback(channel, before[0] - 1)
+    order_rollback(open_store(channel), before[0] - 1)
     models.append(models[before[0] - 1])
     filler = fill()
     with ServicePublisher.open(channel, local=local, options=PublisherOptions(upkeep=keeping)) as publisher:

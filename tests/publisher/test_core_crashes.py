@@ -33,6 +33,7 @@ from weightcast.shared.base.errors import DamagedFile, Forked, NeedsReseed, Refu
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import claim, this_process
+from weightcast.shared.channel.directory_store import open_store
 
 CHILD = Path(__file__).with_name("publishing_child.py")
 INDEX = "model.safetensors.index.json"
@@ -262,14 +263,14 @@ def test_drift_found_while_catching_up(place: Place, rng: np.random.Generator) -
 
 
 def verified(place: Place) -> bool:
-    return verify(Channel.open(place.channel)) == []
+    return verify(Channel.open(open_store(place.channel))) == []
 
 
 # two publishers
 
 
 def test_a_second_publisher_is_refused_and_told_of_the_first(place: Place, rng: np.random.Generator) -> None:
-    first = claim(place.channel, this_process(), take_over=False)
+    first = claim(open_store(place.channel), this_process(), take_over=False)
     over = threading.Event()
 
     def live() -> None:
@@ -399,7 +400,7 @@ def test_killed_at_random_moments(place: Place, rng: np.random.Generator) -> Non
                 child.communicate(timeout=60)
             if (place.channel / "latest").exists():
                 reached = pointer(place)
-                host.update_to(Channel.open(place.channel))
+                host.update_to(Channel.open(open_store(place.channel)))
                 assert host.local is not None and host.local.state.position.version == reached
     finally:
         host.close()
@@ -457,7 +458,7 @@ def test_joining_from_an_anchor_without_a_base(place: Place, rng: np.random.Gene
             publisher.publish_checkpoint(place.new(model))
     assert {p.parent.name for p in place.channel.glob("*/anchor")} == {"weight_v000002", "weight_v000004"}
     updater = joiner(place, place.root / "joiner")
-    updater.update_to(Channel.open(place.channel))
+    updater.update_to(Channel.open(open_store(place.channel)))
     updater.close()
     assert read_checkpoint(place.root / "joiner") == bytes_of(model)
     assert (place.root / "joiner" / "config.json").read_bytes() == (place.base / "config.json").read_bytes()
@@ -466,7 +467,7 @@ def test_joining_from_an_anchor_without_a_base(place: Place, rng: np.random.Gene
 def joiner(place: Place, local: Path):  # type: ignore[no-untyped-def]
     from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
-    return LocalUpdater(place.channel, local, None, UpdaterOptions(visible_seconds=0.2))
+    return LocalUpdater(open_store(place.channel), local, None, UpdaterOptions(visible_seconds=0.2))
 
 
 @pytest.mark.parametrize("damage", ["byte", "cut", "index", "config", "missing"])
@@ -487,7 +488,7 @@ def test_a_damaged_anchor_is_refused(place: Place, rng: np.random.Generator, dam
         shard.unlink()
     updater = joiner(place, place.root / "joiner")
     with pytest.raises((Refused, RetryLater)):
-        updater.update_to(Channel.open(place.channel))
+        updater.update_to(Channel.open(open_store(place.channel)))
     updater.close()
     assert read_checkpoint(place.root / "joiner") == {}
 
@@ -496,7 +497,7 @@ def test_a_joiner_without_base_and_anchor_is_told_what_to_do(place: Place, rng: 
     committed(place, rng, 1)
     updater = joiner(place, place.root / "joiner")
     with pytest.raises(Refused, match="--base"):
-        updater.update_to(Channel.open(place.channel))
+        updater.update_to(Channel.open(open_store(place.channel)))
     updater.close()
 
 
@@ -514,7 +515,7 @@ def test_an_anchor_is_written_once(place: Place, rng: np.random.Generator) -> No
     with place.publisher() as publisher:
         assert publisher.write_anchor() and not publisher.write_anchor()
     updater = joiner(place, place.root / "joiner")
-    updater.update_to(Channel.open(place.channel))
+    updater.update_to(Channel.open(open_store(place.channel)))
     updater.close()
     assert read_checkpoint(place.root / "joiner") == bytes_of(models[1])
 
@@ -561,7 +562,7 @@ def test_versions_damaged_in_the_channel(place: Place, rng: np.random.Generator,
     for what in damaged_versions(place):
         updater = place.follow()
         with pytest.raises((DamagedFile, RetryLater)):
-            updater.update_to(Channel.open(place.channel))
+            updater.update_to(Channel.open(open_store(place.channel)))
         updater.close()
         assert snapshot(place.host, leave_out=("owner", "patch", "spool")) == {
             name: digest for name, digest in before.items() if not name.endswith("spool")
@@ -592,7 +593,7 @@ def test_indexes_damaged_in_the_channel(place: Place, rng: np.random.Generator, 
         index.write_bytes({"empty": b"", "cut": good[:-1], "another's": first}[damage])
     updater = place.follow()
     with pytest.raises((DamagedFile, RetryLater, Forked, NeedsReseed)):
-        updater.update_to(Channel.open(place.channel))
+        updater.update_to(Channel.open(open_store(place.channel)))
     updater.close()
     after = snapshot(place.host)
     after.pop(".weightcast/state.json")

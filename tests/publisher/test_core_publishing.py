@@ -14,6 +14,7 @@ from publisher_cases import ENCODINGS, as_numpy, make_place, numpy_model
 
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 
 torch = pytest.importorskip("torch")
 
@@ -139,7 +140,7 @@ def test_a_version_is_bound_to_its_run_epoch_and_parent(tmp_path: Path, rng: np.
     place = make_place(tmp_path)
     place.publish(some_changed(place.model, rng))
     place.publish(some_changed(place.model, rng))
-    channel = Channel.open(place.channel)
+    channel = Channel.open(open_store(place.channel))
     pointer = channel.pointer()
     file, base = channel.require_ours()
     assert pointer is not None

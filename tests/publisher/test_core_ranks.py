@@ -19,6 +19,7 @@ from weightcast.publisher import Publisher, PublisherOptions
 from weightcast.shared.base.errors import NotInTime, Refused
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 
 CHILD = Path(__file__).with_name("rank_child.py")
 
@@ -87,7 +88,7 @@ def test_ranks_publish_disjoint_tensors(place: Place, world: int, separate: bool
     assert len(shards) == world
     assert not list(place.channel.glob("*.parts"))
     place.arrives(model_at(3), 3)
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -188,7 +189,7 @@ def test_a_drifted_rank_heals_by_the_next_publication(place: Place, separate: bo
     assert kinds <= {"NeedsReseed", "Refused"}
     found = outcomes(start_ranks(place, 2, steps=1, separate=separate))
     assert [one[0] for one in found] == [2, 2], found
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
 
 
 def test_a_rank_may_try_again_at_once(place: Place) -> None:

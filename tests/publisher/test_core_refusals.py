@@ -22,6 +22,7 @@ from weightcast.publisher import Publisher, RawTensor, init_channel
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError, WrongRun
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel, NoChannel
+from weightcast.shared.channel.directory_store import open_store
 
 
 @pytest.fixture
@@ -306,12 +307,12 @@ def test_a_publisher_in_the_same_local_directory(place: Place) -> None:
 
 def test_a_channel_that_is_made_after_a_look_at_it_is_nobody_elses(place: Place, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
-    early = Channel.open(tmp_path / "made")
+    early = Channel.open(open_store(tmp_path / "made"))
     assert early.foreign and early.pointer() is None
     shutil.copytree(place.channel, tmp_path / "made", dirs_exist_ok=True)
     with pytest.raises(NoChannel):
         early.pointer()
-    assert Channel.open(tmp_path / "made").pointed() == 1
+    assert Channel.open(open_store(tmp_path / "made")).pointed() == 1
 
 
 def test_a_channel_is_made_once(place: Place, tmp_path: Path, rng: np.random.Generator) -> None:
@@ -375,7 +376,7 @@ def test_two_make_one_channel_at_once(place: Place, tmp_path: Path) -> None:
                 publisher.publish_checkpoint(place.new(place.model))
 
     assert init_channel(channel, place.base, advance=make).run_id == made[0]
-    assert verify(Channel.open(channel)) == []
+    assert verify(Channel.open(open_store(channel))) == []
     with Publisher.open(channel, local=tmp_path / "local", base=place.base) as publisher:
         assert publisher.publish_checkpoint(place.new(place.model)).version == 2
 

@@ -12,6 +12,7 @@ from publisher_cases import Place, make_place, numpy_model
 
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.update.plan import Link, PlanFacts, Refuse, Seed, plan
 
@@ -53,7 +54,7 @@ def test_an_earlier_publisher_s_version_may_be_asked_for(place: Place) -> None:
     place.arrives(second, 2)
     updater = place.follow()
     try:
-        channel = Channel.open(place.channel)
+        channel = Channel.open(open_store(place.channel))
         pointer = channel.pointer()
         assert pointer is not None
         updater.load(channel)

@@ -16,6 +16,7 @@ from daemonkit import Daemon, Places, base_tensors, changed, rename_in
 from in_process import Command
 from waiting import wait_until
 
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.daemon.wait import wait_for_hosts
 
@@ -191,5 +192,5 @@ def test_a_host_that_ends_says_so_and_one_that_reports_to_nobody_writes_nothing(
         return str(code.json()["report_error"])
 
     wait_until(lambda: "127.0.0.1:9" in report_error())
-    reported = {report.local for report in read_reports(fleet.places.channel)}
+    reported = {report.local for report in read_reports(open_store(fleet.places.channel))}
     assert reported == {str(fleet.local("ends")), str(fleet.local("posts"))}

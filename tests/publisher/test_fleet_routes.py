@@ -14,11 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
+from channel_paths import Layout
 from daemonkit import Daemon, Places, base_tensors, changed, rename_in, unprivileged
 from in_process import Command
 from waiting import wait_until
 
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.pins import keep, set_tag
 from weightcast.shared.channel.reports import REPORT_LIMIT, Report, Update, pack_report, write_report
 from weightcast.shared.channel.run_files import ChannelFile, write_channel_file
@@ -71,9 +72,13 @@ def events(daemon: Daemon) -> Iterator[Callable[[], tuple[str, Any]]]:
 
 def test_hosts_are_shown_grow_old_and_come_back(places: Places, daemon: Daemon, run_id: str) -> None:
     engines = ({"name": "a", "kind": "vllm", "state": "serving", "version": 0, "confirmed_by": "label"},)
-    write_report(places.channel, report("one", run_id, 0, engines=engines))
-    write_report(places.channel, report("two", run_id, None, state="seeding", target="3", lag=None))
-    write_report(places.channel, report("bad", run_id, 0, state="waiting", last_error="E: m", remedy="r"))
+    write_report(open_store(places.channel), report("one", run_id, 0, engines=engines))
+    write_report(
+        open_store(places.channel), report("two", run_id, None, state="seeding", target="3", lag=None)
+    )
+    write_report(
+        open_store(places.channel), report("bad", run_id, 0, state="waiting", last_error="E: m", remedy="r")
+    )
     fleet = wait_until(
         lambda: fleet if len((fleet := daemon.get("/v1/fleet").json())["hosts"]) == 3 else None
     )
@@ -100,7 +105,7 @@ def test_hosts_are_shown_grow_old_and_come_back(places: Places, daemon: Daemon, 
     lost = wait_until(lambda: host if (host := host_of(daemon, "one"))["presence"] == "lost" else None)
     assert (lost["served_version"], lost["lag"], lost["standing"]) == (0, 1, "lost"), "the host itself said 0"
     assert lost["heard_seconds_ago"] >= 4
-    write_report(places.channel, report("one", run_id, 1, counter=2))
+    write_report(open_store(places.channel), report("one", run_id, 1, counter=2))
     wait_until(lambda: host_of(daemon, "one")["presence"] == "live")
     assert host_of(daemon, "one")["lag"] == 0
 
@@ -109,9 +114,9 @@ def test_versions_catching_up_and_pruning(places: Places, daemon: Daemon, run_id
     for step in (1, 2, 3, 4):
         rename_in(places.watch / f"step_{step}", changed(base_tensors(), step))
         daemon.wait_for_version(step)
-    keep(places.channel, 2)
-    set_tag(places.channel, "best", 3)
-    write_report(places.channel, report("one", run_id, 1))
+    keep(open_store(places.channel), 2)
+    set_tag(open_store(places.channel), "best", 3)
+    write_report(open_store(places.channel), report("one", run_id, 1))
 
     def shown() -> list[dict[str, Any]]:
         found = daemon.get("/v1/versions").json()
@@ -153,7 +158,7 @@ def test_events_tell_hosts_and_versions(places: Places, daemon: Daemon, run_id: 
     with events(daemon) as following:
         name, fleet = following()
         assert (name, fleet["hosts"]) == ("fleet", [])
-        write_report(places.channel, report("one", run_id, 0))
+        write_report(open_store(places.channel), report("one", run_id, 0))
         name, fleet = following()
         assert (name, [host["host"] for host in fleet["hosts"]]) == ("fleet", ["one"])
         rename_in(places.watch / "step_1", changed(base_tensors(), 1))
@@ -167,7 +172,8 @@ def many_hosts(places: Places, daemon: Daemon, run_id: str) -> int:
     engines = ({"name": "n" * 60, "kind": "k" * 60, "state": "s" * 60, "confirmed_by": "c" * 60},) * 60
     for number in range(HOSTS):
         write_report(
-            places.channel, report(f"host{number}", run_id, 0, engines=engines, last_error="e" * 4000)
+            open_store(places.channel),
+            report(f"host{number}", run_id, 0, engines=engines, last_error="e" * 4000),
         )
     wait_until(lambda: len(daemon.get("/v1/fleet").json()["hosts"]) == HOSTS)
     return HOSTS
@@ -268,7 +274,7 @@ def test_a_posted_report_that_cannot_be_written_again_is_refused(
     wait_until(lambda: host_of(daemon, "good") and host_of(daemon, "better"))
     # whoever can write into the channel needs no post
     Layout(places.channel).report("bad", "/data/policy").write_bytes(bad)
-    write_report(places.channel, report("later", run_id, 0))
+    write_report(open_store(places.channel), report("later", run_id, 0))
     wait_until(lambda: host_of(daemon, "later"))
     assert host_of(daemon, "bad") == {}
 
@@ -295,7 +301,7 @@ def test_a_reader_without_rights_says_whose_clock_it_is(weightcast: Command) -> 
         layout = Layout(channel)
         layout.channel_json.write_bytes(write_channel_file(ChannelFile("run", 0.0)))
         layout.latest.write_text("000001")
-        write_report(channel, report("a", "run", 1))
+        write_report(open_store(channel), report("a", "run", 1))
         layout.hosts_dir.chmod(0o555)
         path, now = layout.report("a", "/data/policy"), time.time()
         os.utime(path, (now - 1320, now - 1320))

@@ -18,6 +18,7 @@ from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 
 POINTER_BYTES = 6
 NOTE_BYTES = 4096
@@ -72,7 +73,7 @@ def test_full_in_a_phase(place: Place, disk: Disk, phase: str, published: int) -
     assert (report.version, report.kind) == (published + 1, "delta")
     place.arrives(model, report.version)
     assert read_checkpoint(place.pub) == bytes_of(model)
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
     assert not list(place.channel.glob("*.parts"))
 
 
@@ -114,7 +115,7 @@ def test_an_anchor_that_does_not_fit_is_written_beside_the_next_version(place: P
                 done.append(version)
     assert [path.parent.name for path in place.channel.glob("*/anchor")] == ["weight_v000003"]
     place.arrives(model, 3)
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
 
 
 def test_what_a_kill_left_half_deleted_is_deleted(place: Place) -> None:
@@ -155,7 +156,7 @@ def test_pruning_makes_room_where_an_anchor_does_not_fit(place: Place, disk: Dis
         disk.grow()
         assert publisher.make_due()[0] == "anchor of version 5"
     place.arrives(model, 5)
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
 
 
 def grave(place: Place) -> Path:

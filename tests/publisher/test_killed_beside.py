@@ -14,6 +14,7 @@ from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 
 INDEX = "model.safetensors.index.json"
 CHILD = Path(__file__).with_name("upkeep_child.py")
@@ -57,7 +58,7 @@ def test_killed_at(tmp_path: Path, name: str) -> None:
             if len(models) == 4 and name.startswith("prune"):
                 publisher.make_due()
     kill_at(name, place)
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
     place.arrives(models[6], 6)
     with place.publisher(upkeep=OPTIONS) as publisher:
         publisher.make_due()
@@ -66,6 +67,6 @@ def test_killed_at(tmp_path: Path, name: str) -> None:
         publisher.publish_checkpoint(place.new(models[-1]))
     made = [path for path in place.channel.glob("weight_v*/*") if path.is_dir()]
     assert made and all((path / INDEX).exists() for path in made)
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
     place.arrives(models[7], 7)
     place.arrives(models[7], 7, tmp_path / "new host")

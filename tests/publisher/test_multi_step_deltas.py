@@ -23,6 +23,7 @@ from weightcast.publisher.maintenance.upkeep import Chain, PatchRate, UpkeepOpti
 from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.listing import Shown
@@ -143,7 +144,7 @@ def test_a_host_far_behind_reads_one_delta(place: Place, encoding: str) -> None:
             grow(publisher, place, models, 9)
             assert len(publisher.make_due()) == 4 + 2 + 1
             assert publisher.make_due() == []
-            assert verify(Channel.open(place.channel)) == []
+            assert verify(Channel.open(open_store(place.channel))) == []
             assert hops(move(host, 8)) == [8]
             holds(host, models[8])
             # it goes on from there with a single step
@@ -177,7 +178,7 @@ def test_versions_that_come_while_one_is_made(place: Place) -> None:
         grow(publisher, place, models, 12)
         wait_until(lambda: worker.problem or len(beside(place)) == 8 + 4 + 2 + 1, what="all are made")
         assert worker.problem == ""
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
     place.arrives(models[16], 16)
 
 
@@ -194,7 +195,7 @@ def test_an_anchor_of_a_version_that_has_passed(place: Place) -> None:
     joiner = place.follow(place.root / "joiner", base=place.root / "no such base")
     joiner.base_dir = None
     try:
-        joiner.update_to(Channel.open(place.channel))
+        joiner.update_to(Channel.open(open_store(place.channel)))
         holds(joiner, models[6])
     finally:
         joiner.close()
@@ -222,7 +223,7 @@ def test_nothing_changed_between(place: Place) -> None:
         publisher.make_due()
         assert beside(place) == ["weight_v000002/from_v000000"]
         assert [path.name for path in (place.channel / beside(place)[0]).iterdir()] == [INDEX]
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
 
 
 def test_there_and_back_again(place: Place, rng: np.random.Generator) -> None:
@@ -231,7 +232,7 @@ def test_there_and_back_again(place: Place, rng: np.random.Generator) -> None:
         publisher.publish_checkpoint(place.new(other))
         publisher.publish_checkpoint(place.new(place.model))
         publisher.make_due()
-    channel = Channel.open(place.channel)
+    channel = Channel.open(open_store(place.channel))
     assert channel.base is not None
     found = channel.skip(2, 0, channel.base.table)
     assert isinstance(found, Index) and found.root == found.base_root and not found.chunks
@@ -387,7 +388,7 @@ def test_a_delta_of_another_chain_is_found_by_verify_and_not_taken(place: Place,
     index = json.loads(path.read_text())
     index["weightcast"][member] = "0" * 64
     path.write_text(json.dumps(index))
-    problems = verify(Channel.open(place.channel))
+    problems = verify(Channel.open(open_store(place.channel)))
     assert [problem.version for problem in problems] == [4]
     with host_at(place, 0) as host:
         if member == "base_root":

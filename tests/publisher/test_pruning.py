@@ -27,6 +27,7 @@ from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import Report, write_report
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 
@@ -68,7 +69,7 @@ def host(place: Place, name: str, version: int, base: bool = True) -> Iterator[L
     if not base:
         updater.base_dir = None
     try:
-        updater.update_to(Channel.open(place.channel), version)
+        updater.update_to(Channel.open(open_store(place.channel)), version)
         yield updater
     finally:
         updater.close()
@@ -86,13 +87,13 @@ def test_a_publisher_prunes_and_everybody_arrives(place: Place) -> None:
         hosts = [stack.enter_context(host(place, f"at-{version}", version)) for version in (0, 3)]
         publisher.make_due()
         assert left(place) == [1, 2, 3, 4], "there were no full weights before version 3"
-        pins.keep(place.channel, 1)
+        pins.keep(open_store(place.channel), 1)
         grow(publisher, place, models, 2)
         assert "3 versions pruned" not in publisher.make_due()
         grow(publisher, place, models, 3)
         made = publisher.make_due()
         assert any(text.endswith("versions pruned") for text in made), made
-        channel = Channel.open(place.channel)
+        channel = Channel.open(open_store(place.channel))
         assert channel.file is not None
         horizon = channel.file.horizon
         assert 4 <= horizon <= 8 and left(place) == [1, *range(horizon, 10)]
@@ -119,7 +120,7 @@ def test_pruned_versions_stay_in_the_trash_for_a_while(place: Place) -> None:
         grow(publisher, place, models, 1)
         trash = sorted(path.name for path in (place.channel / ".trash").iterdir())
         assert trash and all(name.endswith(".pruned") for name in trash)
-        store = Channel.open(place.channel).store
+        store = open_store(place.channel)
         assert empty_trash(store, 3600.0) == 0
         here = Uptime.here()
         for other in (Uptime("another boot", here.seconds), Uptime("another boot", here.seconds + 3599.0)):
@@ -137,7 +138,7 @@ def test_a_reader_that_loses_the_race_plans_again(place: Place) -> None:
     with place.publisher(upkeep=KEEP_TWO) as publisher:
         grow(publisher, place, models, 5)
         with host(place, "racing", 0) as updater:
-            channel = Channel.open(place.channel)
+            channel = Channel.open(open_store(place.channel))
             pointer = channel.pointer()
             assert pointer is not None
             route = updater.route(channel, pointer, 5, exact=False)
@@ -193,7 +194,7 @@ def test_the_verb_says_what_and_why(pruned: Place, verb: Verb) -> None:
     assert all("version 3 has full weights" in row["why"] for row in said["removals"])
     assert snapshot(pruned.channel) == before
     # a host that is behind holds them back
-    write_report(pruned.channel, report(pruned, 1))
+    write_report(open_store(pruned.channel), report(pruned, 1))
     assert verb(*words, "--dry-run")[1]["removals"] == []
     assert len(verb(*words, "--host-versions", 0, "--dry-run")[1]["removals"]) == 2
     code, said = verb(*words, "--host-versions", 0)
@@ -234,7 +235,7 @@ def stick(grave: Path) -> None:
 
 def test_what_cannot_be_deleted_is_told_after_the_rest(pruned: Place, verb: Verb) -> None:
     verb("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2)
-    store, stuck = Channel.open(pruned.channel).store, pruned.channel / ".trash" / trash(pruned)[0]
+    store, stuck = open_store(pruned.channel), pruned.channel / ".trash" / trash(pruned)[0]
     stick(stuck)
     with pytest.raises(RetryLater, match=rf"cannot delete {stuck}"):
         empty_trash(store, 0.0)
@@ -253,7 +254,7 @@ def test_trash_that_cannot_be_deleted_costs_no_publication(
     places = ("--channel", pruned.channel, "--local", pruned.pub, "--base", pruned.base)
     code, said = verb("publish", new, *places, "--skip-span", 0, "--anchor")
     assert (code, said["version"]) == (0, 7)
-    assert (Channel.open(pruned.channel).layout.version_dir(7) / "anchor").is_dir()
+    assert (Channel.open(open_store(pruned.channel)).layout.version_dir(7) / "anchor").is_dir()
 
 
 def test_what_kept_upkeep_from_its_work_is_told_until_it_is_gone(pruned: Place, verb: Verb) -> None:
@@ -283,7 +284,7 @@ DAY = 86400
 
 def test_reports_of_hosts_that_are_no_more_are_deleted(place: Place) -> None:
     for name in ("gone", "away", "alive"):
-        write_report(place.channel, replace(report(place, 0), host=name))
+        write_report(open_store(place.channel), replace(report(place, 0), host=name))
     ages = {"gone": 31 * DAY, "away": 29 * DAY, "alive": 0}
     write_ages(place, ages)
     with place.publisher() as publisher:
@@ -295,7 +296,7 @@ def test_reports_of_hosts_that_are_no_more_are_deleted(place: Place) -> None:
 def test_a_clock_that_is_wrong_deletes_no_report(place: Place, ages: dict[str, int]) -> None:
     """The publisher's own, or that of a machine that wrote a report."""
     for name in ages:
-        write_report(place.channel, replace(report(place, 0), host=name))
+        write_report(open_store(place.channel), replace(report(place, 0), host=name))
     write_ages(place, {name: days * DAY for name, days in ages.items()})
     with place.publisher() as publisher:
         publisher.make_due()
@@ -305,7 +306,7 @@ def test_a_clock_that_is_wrong_deletes_no_report(place: Place, ages: dict[str, i
 def test_of_old_files_beside_reports_none_is_deleted(place: Place, tmp_path: Path) -> None:
     """What is no report by its name, and reports of another place."""
     for name in ("gone", "alive"):
-        write_report(place.channel, replace(report(place, 0), host=name))
+        write_report(open_store(place.channel), replace(report(place, 0), host=name))
     write_ages(place, {"gone": 31 * DAY, "alive": 0})
     hosts, elsewhere = place.channel / "hosts", tmp_path / "elsewhere"
     hosts.rename(elsewhere)
@@ -357,7 +358,7 @@ def test_marks(pruned: Place, verb: Verb) -> None:
 
 
 def test_a_tag_that_says_nothing_stops_pruning(pruned: Place, verb: Verb) -> None:
-    pins.set_tag(pruned.channel, "best", 2)
+    pins.set_tag(open_store(pruned.channel), "best", 2)
     (pruned.channel / "tags" / "best").write_text("two")
     code, said = verb("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2)
     assert code == DamagedFile.exit_code and "best" in str(said["message"]) and left(pruned)[0] == 1
@@ -388,7 +389,7 @@ def test_a_rollback_is_a_new_version_and_holds_publishing(place: Place, history:
         grow(publisher, place, models, 1)
     place.arrives(models[6], 6)
     assert not (place.pub / ".weightcast" / "rollback").exists()
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
 
 
 @pytest.mark.parametrize("history", [True, False], ids=["kept journals", "a copy"])
@@ -404,7 +405,7 @@ def test_a_run_that_stores_both_of_two_tied_tensors_is_rolled_back(tmp_path: Pat
     with place.publisher(upkeep=upkeep) as publisher:
         for model in models[1:]:
             publisher.publish_checkpoint(write_checkpoint(place.root / "new", model, config=config))
-        order_rollback(place.channel, 1)
+        order_rollback(open_store(place.channel), 1)
         assert publisher.obey_orders() is not None and publisher.version == 4
     place.arrives(models[1], 4)
 
@@ -416,7 +417,7 @@ def test_a_rollback_goes_on_where_the_local_checkpoint_drifted(place: Place, his
     with place.publisher(upkeep=upkeep) as publisher:
         grow(publisher, place, models, 4)
         rot(place.pub, max(place.model, key=lambda name: len(place.model[name].data)), 0)
-        order_rollback(place.channel, 2)
+        order_rollback(open_store(place.channel), 2)
         assert publisher.obey_orders() is not None and publisher.version == 5
     place.arrives(models[2], 5)
 
@@ -425,7 +426,7 @@ def test_an_order_is_carried_out_by_the_next_publisher(place: Place) -> None:
     models = [place.model]
     with place.publisher() as publisher:
         grow(publisher, place, models, 2)
-    order_rollback(place.channel, 0)
+    order_rollback(open_store(place.channel), 0)
     with place.publisher() as publisher:
         assert publisher.obey_orders() is not None and publisher.version == 3
     place.arrives(models[0], 3)
@@ -454,7 +455,7 @@ def test_an_order_whose_bytes_are_not_there_publishes_nothing(place: Place) -> N
     models = [place.model]
     with place.publisher() as publisher:
         grow(publisher, place, models, 2)
-        order_rollback(place.channel, 1)
+        order_rollback(open_store(place.channel), 1)
         path = place.channel / "orders" / "rollback.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"root": "0" * 64}))
         with pytest.raises((RetryLater, DamagedFile)):

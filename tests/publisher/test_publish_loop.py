@@ -37,6 +37,7 @@ from weightcast.shared.base import failpoints
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WrongRun
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.claims import claim, this_process
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.daemon.loop import Stop, Wakeup
 from weightcast.shared.daemon.metrics import Metrics
 
@@ -738,14 +739,14 @@ def test_an_order_that_comes_while_a_checkpoint_begins_costs_no_checkpoint(
     def order(name: str, where: Path | None) -> None:
         if name == "inbox.chosen":
             failpoints.watch(None)
-            order_rollback(places.channel, 0)
+            order_rollback(open_store(places.channel), 0)
 
     with watched(order), pytest.raises(RetryLater, match="on hold"):
         office.settle()
     office.step()
     assert places.latest() == "000002" and left.is_dir()
     assert [step for _, step in office.published()] == [1]
-    pins.resume(places.channel)
+    pins.resume(open_store(places.channel))
     office.settle()
     assert office.published()[-1] == (3, 2) and not left.exists()
 
@@ -851,7 +852,7 @@ def test_two_publishers_of_one_local_checkpoint(places: Places, opened: Opening)
 
 def test_a_publisher_whose_channel_was_taken_stops(places: Places, opened: Opening) -> None:
     office = opened()
-    claim(places.channel, this_process(), take_over=True)
+    claim(open_store(places.channel), this_process(), take_over=True)
     rename_in(places.watch / "step_1", weights(1))
     with pytest.raises(Refused, match="belongs to"):
         office.step()

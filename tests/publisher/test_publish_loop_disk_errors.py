@@ -18,6 +18,7 @@ from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.daemon.loop import Stop, Wakeup
 from weightcast.shared.daemon.metrics import Metrics
@@ -94,8 +95,8 @@ def test_at_every_failpoint_of_a_publication(publish_loop: PublishLoop, places: 
         if not disk.failed_at:
             break
     assert version > 40, "a publication passes that many"
-    host = LocalUpdater(places.channel, places.local.parent / "host", places.base)
-    host.update_to(Channel.open(places.channel))
+    host = LocalUpdater(open_store(places.channel), places.local.parent / "host", places.base)
+    host.update_to(Channel.open(open_store(places.channel)))
     host.close()
     assert read_checkpoint(places.local.parent / "host") == bytes_of(tensors)
     assert not list(places.channel.glob("*.parts"))

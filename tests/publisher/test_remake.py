@@ -19,6 +19,7 @@ from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.signing import Trust, load_private_key
 from weightcast.shared.cli.main import run as weightcast
@@ -60,7 +61,7 @@ def make_place_at(root: Path) -> Place:
 
 
 def repaired(place: Place) -> Repairs:
-    return repair_channel(place.channel, place.pub, patience=0.0)
+    return repair_channel(open_store(place.channel), place.pub, patience=0.0)
 
 
 def no_shard(version: Path) -> None:
@@ -108,9 +109,9 @@ def test_what_was_damaged_is_kept_for_a_while(place: Place) -> None:
     trash = place.channel / ".trash"
     kept = [path for grave in trash.iterdir() for path in grave.iterdir() if path.name in wrong]
     assert {path.name: path.read_bytes() for path in kept} == wrong
-    empty_trash(Channel.open(place.channel).store, 0.0)
+    empty_trash(open_store(place.channel), 0.0)
     assert list(trash.iterdir()) == []
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
 
 
 def test_everything_at_once(place: Place) -> None:
@@ -169,8 +170,8 @@ def test_signatures_stay(tmp_path: Path) -> None:
     before = snapshot(place.channel, OURS)
     shutil.rmtree(place.channel / "weight_v000002")
     bad_shard(place.channel / "weight_v000003")
-    done = repair_channel(place.channel, place.pub, patience=0.0, trusted_keys=[public])
-    assert done.left == [] and faults(place.channel, None, Trust.load([public])) == []
+    done = repair_channel(open_store(place.channel), place.pub, patience=0.0, trusted_keys=[public])
+    assert done.left == [] and faults(open_store(place.channel), None, Trust.load([public])) == []
     assert snapshot(place.channel, OURS) == before
 
 

@@ -18,6 +18,7 @@ from waiting import wait_until
 
 from weightcast.publisher.maintenance.repair import ChannelCheck
 from weightcast.shared.channel import pins
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.faults import faults
 
 VERSIONS = 3
@@ -44,12 +45,12 @@ def test_an_order_over_http_repairs_the_newest_version(published: tuple[Places, 
     places, daemon = published
     before = committed(places.channel)
     DAMAGES[1](places.channel / "weight_v000003")
-    assert faults(places.channel)
+    assert faults(open_store(places.channel))
     answer = daemon.post("/v1/repair", None)
     assert (answer.status_code, answer.json()) == (202, {"ordered": True})
     result = wait_until(lambda: daemon.status()["repair"])
     assert any("weight_v000003" in line for line in result["done"]) and result["left"] == []
-    assert committed(places.channel) == before and not pins.repair_ordered(places.channel)
+    assert committed(places.channel) == before and not pins.repair_ordered(open_store(places.channel))
     assert "channel repaired" in daemon.log.read_text()
 
 
@@ -133,7 +134,7 @@ def test_the_check_finds_each_damage_in_process(
         damage(place.channel / f"weight_v{version:06}")
         repairs = publisher.check_channel(check)
         assert repairs is not None and repairs.done and not repairs.notes
-        assert committed(place.channel) == before and not faults(place.channel)
+        assert committed(place.channel) == before and not faults(open_store(place.channel))
         assert publisher.check_channel(check) is None
 
 
@@ -181,8 +182,8 @@ def test_a_publisher_in_process_obeys_at_its_next_publication(tmp_path: Path) ->
     before = committed(place.channel)
     DAMAGES[1](place.channel / "weight_v000003")
     with place.publisher(upkeep=KEEPS) as publisher:
-        pins.order_repair(place.channel)
+        pins.order_repair(open_store(place.channel))
         model = some_changed(models_of(place)[-1], np.random.default_rng(9))
         assert publisher.publish_checkpoint(place.new(model)).version == 4
-    assert not pins.repair_ordered(place.channel)
+    assert not pins.repair_ordered(open_store(place.channel))
     assert committed(place.channel).items() >= before.items()

@@ -14,6 +14,7 @@ from weightcast.publisher import PublishReport, Shard, cast_like
 from weightcast.shared.base.errors import NeedsReseed, Refused
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import Pointer
 
 
@@ -32,7 +33,7 @@ def big_model(rng: np.random.Generator) -> Model:
 
 
 def segments_of(place: Place, version: int) -> list[list[tuple[int, int, int]]]:
-    channel = Channel.open(place.channel)
+    channel = Channel.open(open_store(place.channel))
     _, base = channel.require_ours()
     index = channel.index(Pointer(version), version, base.table)
     return [[(s.tensor, s.start, s.stop) for s in part.segments] for part in index.parts]  # type: ignore[union-attr]
@@ -50,7 +51,7 @@ def test_any_dimension(place: Place, dim: int, encoding: str, submits: bool) -> 
             model = all_changed(model, rng, 5)
             assert published(world.publish(cut_model(model, along(dim), 3), step)) == step
     place.arrives(model, 2)
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -102,7 +103,7 @@ def test_ranks_publish_checkpoints_of_any_dtype(tmp_path: Path, shared: bool) ->
             given = {rank: place.new(share) for rank, share in enumerate(shares)}
             assert published(world.publish(given, step)) == step
             place.arrives(model, step)
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -128,7 +129,7 @@ def test_worlds_of_other_sizes_go_on(place: Place, submits: bool) -> None:
                 model, version = all_changed(model, rng, 2), version + 1
                 assert published(world.publish(cut_model(model, along(0), size), 7)) == version
     place.arrives(model, 8)
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
 
 
 def test_replicas_that_differ_are_refused(place: Place) -> None:
@@ -292,7 +293,7 @@ def test_from_the_second_step_on_a_rank_waits_for_nobody(place: Place, separate:
                 scribble(given)
             assert {handle.result(600).version for handle in handles} == {step}
     place.arrives(model, 3)
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

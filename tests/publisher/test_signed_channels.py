@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from channel_paths import Layout
 from core_cases import Model, bytes_of, flip, read_checkpoint, snapshot, some_changed, write_checkpoint
 from publisher_cases import Place, make_place
 
@@ -21,8 +22,9 @@ from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import Refused, Untrusted, WeightcastError
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME
-from weightcast.shared.channel.layout import Layout, write_pointer
+from weightcast.shared.channel.layout import write_pointer
 from weightcast.shared.channel.signing import PrivateKey, Trust, load_private_key, write_private_key
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.cli.main import run as weightcast
@@ -68,7 +70,7 @@ class Signed:
     def step(self, name: str = "host", base: Path | None = None) -> int:
         """One step of a host; the version that it is at."""
         with self.host(name, base) as updater:
-            updater.update_to(Channel.open(self.place.channel, self.trust))
+            updater.update_to(Channel.open(open_store(self.place.channel), self.trust))
             assert updater.local is not None
             return updater.local.state.position.version
 
@@ -103,7 +105,7 @@ def test_hosts_follow_what_their_key_signed(signed: Signed) -> None:
     layout = signed.layout
     for path in (layout.base_json, layout.index(1), layout.anchor_dir(2) / INDEX_NAME):
         assert path.with_name(f"{path.name}.sig").is_file()
-    assert verify(Channel.open(signed.place.channel, signed.trust)) == []
+    assert verify(Channel.open(open_store(signed.place.channel), signed.trust)) == []
     position = json.loads((signed.place.host / ".weightcast/state.json").read_bytes())["position"]
     assert signed.trust.signer(position["digest"]) == next(iter(signed.trust.keys))
     # readers without keys see a channel like any other
@@ -113,9 +115,9 @@ def test_hosts_follow_what_their_key_signed(signed: Signed) -> None:
 def test_a_host_may_start_from_a_signed_anchor_alone(signed: Signed) -> None:
     signed.publish(anchor_every=1)
     assert signed.step("without", signed.place.root / "no-base") == 1 and signed.holds(1, "without")
-    updater = LocalUpdater(signed.place.channel, signed.place.host, None)
+    updater = LocalUpdater(open_store(signed.place.channel), signed.place.host, None)
     try:
-        updater.update_to(Channel.open(signed.place.channel, signed.trust))
+        updater.update_to(Channel.open(open_store(signed.place.channel), signed.trust))
     finally:
         updater.close()
     assert signed.holds(1) and not (signed.place.host / SIG).exists()
@@ -128,12 +130,12 @@ def test_unsigned_versions_are_refused(signed: Signed, tmp_path: Path) -> None:
     (signed.layout.version_dir(2) / SIG).unlink()
     assert "is not signed" in signed.refused().message
     assert signed.holds(1)
-    problems = verify(Channel.open(signed.place.channel, signed.trust))
+    problems = verify(Channel.open(open_store(signed.place.channel), signed.trust))
     assert [problem.version for problem in problems] == [2] and "not signed" in problems[0].message
 
     plain = make_place(tmp_path / "plain")
     with pytest.raises(Untrusted, match=r"base\.json is not signed"):
-        Channel.open(plain.channel, signed.trust)
+        Channel.open(open_store(plain.channel), signed.trust)
 
 
 def test_a_key_that_is_not_trusted_is_refused(signed: Signed, tmp_path: Path) -> None:
@@ -170,7 +172,7 @@ def test_a_forger_without_the_key_cannot_publish(signed: Signed, tmp_path: Path)
     signed.publish()
     signed.step()
     forger = new_key(tmp_path / "forger.key")
-    sign_channel(signed.place.channel, load_private_key(forger))
+    sign_channel(open_store(signed.place.channel), load_private_key(forger))
     evil = some_changed(signed.models[-1], np.random.default_rng(666))
     signed.place.publish(evil, local=tmp_path / "evil", sign_key=forger, take_over=True)
     assert "not trusted here" in signed.refused().message
@@ -186,7 +188,7 @@ def test_another_run_signed_by_the_same_key_is_refused(signed: Signed, tmp_path:
     for seed in (5, 6):
         other.publish(some_changed(other.model, np.random.default_rng(seed)), sign_key=signed.key)
     shutil.copytree(Layout(other.channel).version_dir(2), signed.layout.version_dir(2))
-    write_pointer(signed.place.channel, 2)
+    write_pointer(open_store(signed.place.channel), 2)
     assert "another-run" in signed.refused().message
     for names in (("base.json", "base.json.sig"), ("channel.json",)):
         for name in names:
@@ -200,7 +202,7 @@ def test_an_older_version_in_a_newer_place_is_refused(signed: Signed) -> None:
         signed.publish()
     signed.step()
     shutil.copytree(signed.layout.version_dir(2), signed.layout.version_dir(4))
-    write_pointer(signed.place.channel, 4)
+    write_pointer(open_store(signed.place.channel), 4)
     signed.refused()
     assert signed.holds(3)
 
@@ -225,8 +227,8 @@ def test_an_anchor_of_another_version_is_refused(signed: Signed) -> None:
     shutil.rmtree(anchor)
     shutil.copytree(signed.layout.anchor_dir(1), anchor)
     with pytest.raises(Untrusted, match="another place: main"):
-        Channel.open(signed.place.channel, signed.trust).anchor(2, signed_table(signed))
-    assert any(p.version == 2 for p in verify(Channel.open(signed.place.channel, signed.trust)))
+        Channel.open(open_store(signed.place.channel), signed.trust).anchor(2, signed_table(signed))
+    assert any(p.version == 2 for p in verify(Channel.open(open_store(signed.place.channel), signed.trust)))
 
 
 def test_a_signed_delta_from_an_older_version_is_taken_and_a_swapped_one_is_not(signed: Signed) -> None:
@@ -241,7 +243,7 @@ def test_a_signed_delta_from_an_older_version_is_taken_and_a_swapped_one_is_not(
         for model in signed.models[1:]:
             publisher.publish_checkpoint(signed.place.new(model))
         publisher.make_due()
-    channel, table = Channel.open(signed.place.channel, signed.trust), signed_table(signed)
+    channel, table = Channel.open(open_store(signed.place.channel), signed.trust), signed_table(signed)
     directory = signed.layout.from_dir(4, 0)
     for beside in (directory, signed.layout.from_dir(4, 2), signed.layout.anchor_dir(4)):
         assert (beside / SIG).is_file()
@@ -258,30 +260,30 @@ def test_a_signed_delta_from_an_older_version_is_taken_and_a_swapped_one_is_not(
     assert [problem.version for problem in verify(channel)] == [4]
     assert signed.step("new") == 4 and signed.holds(4, "new")
     shutil.rmtree(directory)
-    sign_channel(signed.place.channel, load_private_key(signed.key))
+    sign_channel(open_store(signed.place.channel), load_private_key(signed.key))
     assert verify(channel) == []
 
 
 def signed_table(signed: Signed) -> Any:
-    return Channel.open(signed.place.channel).require_ours()[1].table
+    return Channel.open(open_store(signed.place.channel)).require_ours()[1].table
 
 
 def test_a_rolled_back_pointer_moves_nobody_back(signed: Signed) -> None:
     for _ in range(3):
         signed.publish()
     assert signed.step() == 3
-    write_pointer(signed.place.channel, 1)
+    write_pointer(open_store(signed.place.channel), 1)
     with pytest.raises(Refused, match="latest names version 1"):
         signed.step()
     assert signed.holds(3)
     # nor does it help to make the host forget its bytes
     with signed.host() as updater:
-        updater.load(Channel.open(signed.place.channel, signed.trust))
+        updater.load(Channel.open(open_store(signed.place.channel), signed.trust))
         updater.mark_dirty("told by a test")
     flip(signed.place.host, next(name for name, data in bytes_of(signed.place.model).items() if data))
     with pytest.raises(Refused, match="version 3 was applied here before"):
         signed.step()
-    write_pointer(signed.place.channel, 3)
+    write_pointer(open_store(signed.place.channel), 3)
     assert signed.step() == 3 and signed.holds(3)
 
 
@@ -312,7 +314,7 @@ def test_without_channel_json_nothing_is_followed(signed: Signed) -> None:
     signed.publish()
     signed.layout.channel_json.unlink()
     with pytest.raises(Untrusted, match=r"no channel\.json"):
-        Channel.open(signed.place.channel, signed.trust)
+        Channel.open(open_store(signed.place.channel), signed.trust)
 
 
 def test_a_link_is_no_signature(signed: Signed) -> None:
@@ -328,9 +330,9 @@ def test_shards_that_only_fit_the_sums_are_refused(signed: Signed) -> None:
     signed.publish(anchor_every=1)
     anchor = signed.layout.anchor_dir(1)
     (anchor / "config.json").write_text('{"auto_map": "evil"}')
-    updater = LocalUpdater(signed.place.channel, signed.place.host, None)
+    updater = LocalUpdater(open_store(signed.place.channel), signed.place.host, None)
     with contextlib.closing(updater), pytest.raises(Refused):
-        updater.update_to(Channel.open(signed.place.channel, signed.trust))
+        updater.update_to(Channel.open(open_store(signed.place.channel), signed.trust))
     (anchor / "config.json").write_text("{}")
     (anchor / "modeling.py").write_text("raise SystemExit")
     shard = next(anchor.glob("*.safetensors"))
@@ -338,13 +340,13 @@ def test_shards_that_only_fit_the_sums_are_refused(signed: Signed) -> None:
     # the header alone differs: every tensor's bytes are right
     assert b'"format":"pt"' in data
     shard.write_bytes(data.replace(b'"format":"pt"', b'"format":"xx"'))
-    updater = LocalUpdater(signed.place.channel, signed.place.host, None)
+    updater = LocalUpdater(open_store(signed.place.channel), signed.place.host, None)
     with contextlib.closing(updater), pytest.raises(Refused, match="not the file that its index lists"):
-        updater.update_to(Channel.open(signed.place.channel, signed.trust))
+        updater.update_to(Channel.open(open_store(signed.place.channel), signed.trust))
     shard.write_bytes(data)
-    updater = LocalUpdater(signed.place.channel, signed.place.host, None)
+    updater = LocalUpdater(open_store(signed.place.channel), signed.place.host, None)
     with contextlib.closing(updater):
-        updater.update_to(Channel.open(signed.place.channel, signed.trust))
+        updater.update_to(Channel.open(open_store(signed.place.channel), signed.trust))
     assert signed.holds(1) and not (signed.place.host / "modeling.py").exists()
 
 
@@ -400,7 +402,7 @@ def test_a_planted_version_is_not_finished(signed: Signed) -> None:
     signed.publish()
     signed.publish()
     (signed.layout.version_dir(2) / SIG).unlink()
-    write_pointer(signed.place.channel, 1)
+    write_pointer(open_store(signed.place.channel), 1)
     shutil.rmtree(signed.place.pub)
     assert signed.publish() == 3
     signed.models.insert(2, signed.models[2])
@@ -426,13 +428,13 @@ def test_a_channel_begun_without_a_key_is_signed_later(tmp_path: Path) -> None:
     key = new_key(tmp_path / "late.key")
     signed = Signed(place, key, models, trust_in(key))
     assert signed.refused().message.endswith("is not signed")
-    assert sign_channel(place.channel, load_private_key(key)) == 2
-    assert verify(Channel.open(place.channel, signed.trust)) == []
+    assert sign_channel(open_store(place.channel), load_private_key(key)) == 2
+    assert verify(Channel.open(open_store(place.channel), signed.trust)) == []
     assert signed.step() == 2 and signed.holds(2)
     assert signed.publish() == 3 and signed.step() == 3
 
     replaced = new_key(tmp_path / "next.key")
-    assert sign_channel(place.channel, load_private_key(replaced)) == 3
+    assert sign_channel(open_store(place.channel), load_private_key(replaced)) == 3
     signed.trust = trust_in(replaced)
     assert signed.step() == 3 and signed.step("new") == 3
     signed.key = replaced
@@ -445,7 +447,7 @@ def test_what_is_damaged_is_not_signed(signed: Signed) -> None:
     shard.write_bytes(shard.read_bytes()[:-1])
     before = snapshot(signed.place.channel)
     with pytest.raises(Refused, match="is not signed"):
-        sign_channel(signed.place.channel, load_private_key(signed.key))
+        sign_channel(open_store(signed.place.channel), load_private_key(signed.key))
     assert snapshot(signed.place.channel) == before
 
 

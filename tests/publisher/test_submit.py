@@ -19,6 +19,7 @@ from weightcast.publisher import cast_like
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError
 from weightcast.shared.channel import pins
+from weightcast.shared.channel.directory_store import open_store
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 SECONDS = 240.0
@@ -239,14 +240,14 @@ def test_a_channel_that_went_on_meanwhile(place: Place, rng: np.random.Generator
     with place.publisher() as publisher:
         publisher.submit(writable(models[0])).result(SECONDS)
         publisher.submit(writable(models[1])).result(SECONDS)
-        order_rollback(place.channel, 1)
+        order_rollback(open_store(place.channel), 1)
         arrays = writable(models[2])
         handle = publisher.submit(arrays)
         scribble(arrays)
         with pytest.raises(WeightcastError, match="on hold since the rollback to version 1"):
             handle.result(SECONDS)
         place.arrives(models[0], 3)
-        pins.resume(place.channel)
+        pins.resume(open_store(place.channel))
         assert publisher.submit(writable(models[3])).result(SECONDS).version == 4
     place.arrives(models[3], 4)
 

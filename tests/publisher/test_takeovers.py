@@ -17,6 +17,7 @@ from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import Forked, Refused, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 
 INDEX = "model.safetensors.index.json"
 SPANS = UpkeepOptions(skip_span=64, history_share=1000.0)
@@ -44,7 +45,7 @@ def once(moment: str, then: Callable[[], object]) -> Callable[[str, Path | None]
 
 
 def whole(place: Place) -> None:
-    assert verify(Channel.open(place.channel)) == []
+    assert verify(Channel.open(open_store(place.channel))) == []
 
 
 @pytest.mark.parametrize("moment", ["publish.assembled", "version.begun", "publish.proven", "index.allowed"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from channel_paths import Layout
 from publisher_cases import Place
 
 from weightcast.publisher.fleet.catch_up_cost import catch_up, prune_plan, steps, version_rows
@@ -24,7 +25,8 @@ from weightcast.publisher.fleet.report_intake import (
 from weightcast.publisher.fleet.version_history import History, VersionHistory
 from weightcast.publisher.maintenance.retention import CheapestWay, HeldVersion, Hop, Retention, Situation
 from weightcast.shared.base.errors import Refused, RetryLater, WrongRun
-from weightcast.shared.channel.layout import Layout, write_pointer
+from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.layout import write_pointer
 from weightcast.shared.channel.listing import Shown
 from weightcast.shared.channel.reports import REPORTS_LIMIT, Report, pack_report, read_reports
 from weightcast.shared.daemon.fleet import Host
@@ -127,7 +129,7 @@ def test_a_long_chain_costs_little() -> None:
 
 def test_the_ledger_reads_every_index_once_and_sees_what_is_pruned(place: Place) -> None:
     now = [0.0]
-    ledger = VersionHistory(place.channel, lambda: now[0])
+    ledger = VersionHistory(open_store(place.channel), lambda: now[0])
     assert ledger.read(look_around=True) == History(complete=True)
     with place.publisher() as publisher:
         for _ in range(3):
@@ -152,7 +154,7 @@ def test_the_ledger_reads_every_index_once_and_sees_what_is_pruned(place: Place)
 
 def test_what_is_made_beside_the_newest_versions_is_seen_though_nobody_watches(place: Place) -> None:
     now = [0.0]
-    ledger = VersionHistory(place.channel, lambda: now[0])
+    ledger = VersionHistory(open_store(place.channel), lambda: now[0])
 
     def shown() -> dict[int, bool]:
         now[0] += 60
@@ -174,14 +176,14 @@ def test_what_is_made_beside_the_newest_versions_is_seen_though_nobody_watches(p
 
 
 def test_a_ledger_that_nobody_watches_forgets_what_is_pruned(place: Place) -> None:
-    ledger = VersionHistory(place.channel, lambda: 0.0)
+    ledger = VersionHistory(open_store(place.channel), lambda: 0.0)
     with place.publisher() as publisher:
         publisher.publish_checkpoint(place.new(place.model))
     assert ledger.read(look_around=False).pointer == 1
     versions = [place.channel / f"weight_v{number:06d}" for number in range(1, 71)]
     for directory in versions[1:]:
         shutil.copytree(versions[0], directory)
-    write_pointer(place.channel, 70)
+    write_pointer(open_store(place.channel), 70)
     assert len(ledger.read(look_around=False).versions or {}) == 70
     for directory in versions[:60]:
         shutil.rmtree(directory)
@@ -190,7 +192,7 @@ def test_a_ledger_that_nobody_watches_forgets_what_is_pruned(place: Place) -> No
 
 def test_a_channel_that_is_made_after_the_first_look(place: Place, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
-    ledger = VersionHistory(tmp_path / "made")
+    ledger = VersionHistory(open_store(tmp_path / "made"))
     assert ledger.read(look_around=True).pointer == 0
     place.publish(place.model)
     shutil.copytree(place.channel, tmp_path / "made", dirs_exist_ok=True)
@@ -199,7 +201,7 @@ def test_a_channel_that_is_made_after_the_first_look(place: Place, tmp_path: Pat
 
 def test_a_channel_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RetryLater):
-        VersionHistory(tmp_path / "none").read(look_around=True)
+        VersionHistory(open_store(tmp_path / "none")).read(look_around=True)
 
 
 def report(host: str, counter: int = 1) -> bytes:
@@ -219,18 +221,18 @@ def taking(report_intake: ReportIntake) -> Callable[[bytes], bool]:
 
 def test_posted_reports_are_bounded_and_written_once(tmp_path: Path) -> None:
     now = [0.0]
-    report_intake = ReportIntake(tmp_path, lambda: now[0])
+    report_intake = ReportIntake(open_store(tmp_path), lambda: now[0])
     take = taking(report_intake)
     assert take(report("a")) and take(report("b"))
     assert not take(report("a", 2)), "too soon"
     now[0] += PER_HOST_SECONDS
     assert take(report("a", 3))
     report_intake.write()
-    assert [(one.host, one.counter) for one in read_reports(tmp_path)] == [("a", 3), ("b", 1)]
+    assert [(one.host, one.counter) for one in read_reports(open_store(tmp_path))] == [("a", 3), ("b", 1)]
     for path in (tmp_path / "hosts").iterdir():
         path.unlink()
     report_intake.write()
-    assert read_reports(tmp_path) == []
+    assert read_reports(open_store(tmp_path)) == []
     with pytest.raises(WrongRun):
         report_intake.take(report("c"), "another")
     now[0] += 3600
@@ -239,7 +241,7 @@ def test_posted_reports_are_bounded_and_written_once(tmp_path: Path) -> None:
 
 def test_hosts_that_are_long_silent_make_room_for_new_ones(tmp_path: Path) -> None:
     now = [0.0]
-    report_intake = ReportIntake(tmp_path, lambda: now[0])
+    report_intake = ReportIntake(open_store(tmp_path), lambda: now[0])
     for number in range(REPORTS_LIMIT):
         now[0] += 1.0
         report_intake.take(report(f"pod{number}"), None)
@@ -257,7 +259,7 @@ def test_hosts_that_are_long_silent_make_room_for_new_ones(tmp_path: Path) -> No
 
 
 def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
-    report_intake = ReportIntake(tmp_path, lambda: 0.0)
+    report_intake = ReportIntake(open_store(tmp_path), lambda: 0.0)
     take = taking(report_intake)
     engine = {"name": "x" * 1000}
     known = Report("h", "/l", "run", "idle", 1, None, "latest", 0, "", (engine,) * 60, 1, "weightcast")
@@ -271,7 +273,7 @@ def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_kept(tmp_path: Path) -> None:
-    report_intake = ReportIntake(tmp_path, lambda: 0.0)
+    report_intake = ReportIntake(open_store(tmp_path), lambda: 0.0)
     report_intake.take(report("a"), None)
     (tmp_path / "hosts").write_text("in the way")
     for _ in range(TRIES + 1):
@@ -279,12 +281,12 @@ def test_what_cannot_be_written_is_kept(tmp_path: Path) -> None:
         assert "hosts" in report_intake.problem
     (tmp_path / "hosts").unlink()
     report_intake.write()
-    assert [one.host for one in read_reports(tmp_path)] == ["a"] and report_intake.problem == ""
+    assert [one.host for one in read_reports(open_store(tmp_path))] == ["a"] and report_intake.problem == ""
 
 
 def test_what_cannot_be_written_is_given_up_beside_others(tmp_path: Path) -> None:
     now = [0.0]
-    report_intake = ReportIntake(tmp_path, lambda: now[0])
+    report_intake = ReportIntake(open_store(tmp_path), lambda: now[0])
     layout = Layout(tmp_path)
     bad = [f"bad{number}" for number in range(40)]
     for host in bad:
@@ -295,22 +297,22 @@ def test_what_cannot_be_written_is_given_up_beside_others(tmp_path: Path) -> Non
         now[0] += PER_HOST_SECONDS
         report_intake.take(report("good", int(2 * now[0])), None)
         report_intake.write()
-    assert {one.host for one in read_reports(tmp_path)} == {"good", "last"}
+    assert {one.host for one in read_reports(open_store(tmp_path))} == {"good", "last"}
     assert report_intake.problem.startswith("bad") and report_intake.problem.endswith("and 39 more")
     for host in bad:
         layout.report(host, "/l").rmdir()
     report_intake.write()
-    assert len(read_reports(tmp_path)) == 2, "given up"
+    assert len(read_reports(open_store(tmp_path))) == 2, "given up"
     now[0] += PER_HOST_SECONDS
     for host in bad:
         report_intake.take(report(host, 2), None)
     report_intake.write()
-    assert len(read_reports(tmp_path)) == 42 and report_intake.problem == ""
+    assert len(read_reports(open_store(tmp_path))) == 42 and report_intake.problem == ""
 
 
 def test_a_host_that_is_gone_is_told_of_no_longer(tmp_path: Path) -> None:
     now = [0.0]
-    report_intake = ReportIntake(tmp_path, lambda: now[0])
+    report_intake = ReportIntake(open_store(tmp_path), lambda: now[0])
     Layout(tmp_path).report("bad", "/l").mkdir(parents=True)
     for counter in range(TRIES):
         now[0] += PER_HOST_SECONDS

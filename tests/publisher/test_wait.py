@@ -9,6 +9,7 @@ import pytest
 from publisher_cases import Place
 
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import Report, write_report
 from weightcast.shared.daemon.fleet import LOST_SECONDS
 from weightcast.shared.daemon.wait import VersionWait
@@ -43,16 +44,16 @@ def clock() -> Clock:
 
 @pytest.fixture
 def arrivals(place: Place, clock: Clock) -> VersionWait:
-    return VersionWait.in_channel(place.channel, clock, clock.pause)
+    return VersionWait.in_channel(open_store(place.channel), clock, clock.pause)
 
 
 def test_ready_hosts_count(place: Place, arrivals: VersionWait, clock: Clock) -> None:
-    write_report(place.channel, report("a", 4))
-    write_report(place.channel, report("b", 5))
-    write_report(place.channel, report("c", 7))
-    write_report(place.channel, report("d", 5, state="patching"))
-    write_report(place.channel, report("e", None))
-    write_report(place.channel, replace(report("f", 9), run_id="another run"))
+    write_report(open_store(place.channel), report("a", 4))
+    write_report(open_store(place.channel), report("b", 5))
+    write_report(open_store(place.channel), report("c", 7))
+    write_report(open_store(place.channel), report("d", 5, state="patching"))
+    write_report(open_store(place.channel), report("e", None))
+    write_report(open_store(place.channel), replace(report("f", 9), run_id="another run"))
     assert arrivals.wait(5, None, None, 0.0) == ["b", "c"]
     assert arrivals.wait(5, 2, None, 0.0) == ["b", "c"]
     assert arrivals.wait(5, None, 0.4, 0.0) == ["b", "c"]
@@ -68,8 +69,8 @@ def test_ready_hosts_count(place: Place, arrivals: VersionWait, clock: Clock) ->
 
 def test_it_waits(place: Place, arrivals: VersionWait, clock: Clock) -> None:
     clock.events = [
-        (110.0, lambda: write_report(place.channel, report("a", 1))),
-        (120.0, lambda: write_report(place.channel, report("a", 3, counter=2))),
+        (110.0, lambda: write_report(open_store(place.channel), report("a", 1))),
+        (120.0, lambda: write_report(open_store(place.channel), report("a", 3, counter=2))),
     ]
     assert arrivals.wait(3, None, 1.0, 60.0) == ["a"]
     assert 120.0 <= clock.now < 121.0
@@ -83,7 +84,7 @@ def test_a_channel_that_cannot_be_read_for_a_while(place: Place, arrivals: Versi
 
     def mend() -> None:
         hosts.unlink()
-        write_report(place.channel, report("a", 3))
+        write_report(open_store(place.channel), report("a", 3))
 
     clock.events = [(clock.now + 2.0, mend)]
     assert arrivals.wait(3, None, None, timeout=5.0) == ["a"]
@@ -97,10 +98,13 @@ def test_nobody_reports(arrivals: VersionWait) -> None:
 def test_hosts_that_are_gone_are_no_part_of_the_fleet(
     place: Place, arrivals: VersionWait, clock: Clock
 ) -> None:
-    write_report(place.channel, report("gone", 1))
-    write_report(place.channel, report("here", 8))
+    write_report(open_store(place.channel), report("gone", 1))
+    write_report(open_store(place.channel), report("here", 8))
     clock.events = [
-        (100.0 + LOST_SECONDS - 1, lambda: write_report(place.channel, report("here", 8, counter=2)))
+        (
+            100.0 + LOST_SECONDS - 1,
+            lambda: write_report(open_store(place.channel), report("here", 8, counter=2)),
+        )
     ]
     assert arrivals.wait(8, None, 1.0, LOST_SECONDS + 10) == ["here"]
     assert clock.now >= 100.0 + LOST_SECONDS
@@ -115,5 +119,5 @@ def test_what_makes_no_sense(arrivals: VersionWait, bad: tuple[int | None, float
 def test_through_the_publisher(place: Place) -> None:
     with place.publisher() as publisher:
         version = publisher.publish_checkpoint(place.new(place.model)).version
-        write_report(place.channel, report("a", version))
+        write_report(open_store(place.channel), report("a", version))
         assert publisher.wait(version, min_hosts=1, timeout=5) == ["a"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from channel_paths import Layout
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import Command
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.claims import Claimant, ClaimRecord, this_process, write_claim
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import (
     WHOLE_BYTES,
     ChannelClock,
@@ -64,15 +65,17 @@ def age(channel: Path, report: Report, seconds: float) -> None:
 
 def test_presence_is_judged_by_the_readers_clock(channel: Path) -> None:
     now = [0.0]
-    reader = FleetReader(channel, Bounds(stale_seconds=10, lost_seconds=20), lambda: now[0], lambda: 99.0)
-    write_report(channel, REPORT)
+    reader = FleetReader(
+        open_store(channel), Bounds(stale_seconds=10, lost_seconds=20), lambda: now[0], lambda: 99.0
+    )
+    write_report(open_store(channel), REPORT)
     assert [host.presence for host in reader.read().hosts] == ["live"]
     for passed, presence in ((9.0, "live"), (10.0, "stale"), (19.0, "stale"), (20.0, "lost")):
         now[0] = passed
         # the host's own times say nothing
         [host] = reader.read().hosts
         assert (host.presence, host.heard_seconds_ago) == (presence, pytest.approx(passed, abs=0.5))
-    write_report(channel, replace(REPORT, counter=2))
+    write_report(open_store(channel), replace(REPORT, counter=2))
     [host] = reader.read().hosts
     assert (host.presence, host.heard_seconds_ago) == ("live", 0.0)
     Layout(channel).report("a", "/l").unlink()
@@ -80,19 +83,19 @@ def test_presence_is_judged_by_the_readers_clock(channel: Path) -> None:
 
 
 def test_who_was_silent_before_the_first_look_is_known_by_the_files(channel: Path) -> None:
-    write_report(channel, REPORT)
-    write_report(channel, replace(REPORT, host="gone"))
+    write_report(open_store(channel), REPORT)
+    write_report(open_store(channel), replace(REPORT, host="gone"))
     age(channel, replace(REPORT, host="gone"), 1000.0)
-    fleet = FleetReader(channel, clock=lambda: 0.0).read()
+    fleet = FleetReader(open_store(channel), clock=lambda: 0.0).read()
     assert [(host.host, host.presence) for host in fleet.hosts] == [("a", "live"), ("gone", "lost")]
 
 
 def test_only_what_was_replaced_is_read_again(channel: Path) -> None:
-    reader = FleetReader(channel)
-    write_report(channel, REPORT)
-    write_report(channel, replace(REPORT, host="b"))
+    reader = FleetReader(open_store(channel))
+    write_report(open_store(channel), REPORT)
+    write_report(open_store(channel), replace(REPORT, host="b"))
     first = reader.read().hosts
-    write_report(channel, replace(REPORT, host="b", local_version=9))
+    write_report(open_store(channel), replace(REPORT, host="b", local_version=9))
     second = reader.read().hosts
     assert second[0].engines is first[0].engines and second[1].local_version == 9
     (Layout(channel).hosts_dir / "c-00000000.json").write_bytes(b"{")
@@ -151,11 +154,11 @@ def test_a_report_is_never_older_than_the_reader(steps: list[tuple[int, float, b
 
 
 def test_the_counts_are_those_of_the_hosts(channel: Path) -> None:
-    write_report(channel, replace(REPORT, served_version=5))
-    write_report(channel, replace(REPORT, host="b"))
-    write_report(channel, replace(REPORT, host="c", state="fetching", served_version=None))
-    write_report(channel, replace(REPORT, host="d", state="waiting", last_error="E: m"))
-    fleet = FleetReader(channel).read()
+    write_report(open_store(channel), replace(REPORT, served_version=5))
+    write_report(open_store(channel), replace(REPORT, host="b"))
+    write_report(open_store(channel), replace(REPORT, host="c", state="fetching", served_version=None))
+    write_report(open_store(channel), replace(REPORT, host="d", state="waiting", last_error="E: m"))
+    fleet = FleetReader(open_store(channel)).read()
     assert fleet.counts.model_dump() == {
         "ready": 1,
         "behind": 2,
@@ -170,10 +173,10 @@ def test_the_counts_are_those_of_the_hosts(channel: Path) -> None:
 
 def test_hosts_in_a_channel_without_channel_json(tmp_path: Path) -> None:
     with pytest.raises(RetryLater, match="not a directory"):
-        FleetReader(tmp_path / "none").read()
+        FleetReader(open_store(tmp_path / "none")).read()
     (tmp_path / "latest").write_text("000002")
-    write_report(tmp_path, replace(REPORT, run_id="foreign-1", served_version=2))
-    fleet = FleetReader(tmp_path).read()
+    write_report(open_store(tmp_path), replace(REPORT, run_id="foreign-1", served_version=2))
+    fleet = FleetReader(open_store(tmp_path)).read()
     assert (fleet.run_id, fleet.latest, fleet.counts.ready) == (None, 2, 1)
 
 
@@ -188,12 +191,12 @@ def test_a_fleet_of_long_reports_is_bounded(channel: Path) -> None:
     updates = tuple(Update(n, "patch", 1.0, {"fetch": 0.5, "total": 1.0}, 9, "done") for n in range(20))
     engine = {"name": "a", "kind": "vllm", "state": "serving", "version": 3, "confirmed_by": "label"}
     mine = replace(REPORT, host="mine", engines=(engine,), updates=updates)
-    write_report(channel, mine)
+    write_report(open_store(channel), mine)
     longest = len(pack_report(long_report("a0000")))
     assert longest > 55_000
     for number in range(WHOLE_BYTES // longest + 60):
-        write_report(channel, long_report(f"a{number:04d}"))
-    fleet = FleetReader(channel).read()
+        write_report(open_store(channel), long_report(f"a{number:04d}"))
+    fleet = FleetReader(open_store(channel)).read()
     *others, last = fleet.hosts
     assert last.host == "mine" and len(last.updates) == 20 and last.engines[0].confirmed_by == "label"
     assert {host.last_error for host in others} == {"e" * 256}, "of equal lengths none is preferred"
@@ -204,9 +207,9 @@ def test_a_fleet_of_long_reports_is_bounded(channel: Path) -> None:
 
 
 def test_the_page_of_a_fleet_has_an_end(channel: Path) -> None:
-    host = FleetReader(channel).read
-    write_report(channel, long_report("long"))
-    write_report(channel, replace(REPORT, host="short"))
+    host = FleetReader(open_store(channel)).read
+    write_report(open_store(channel), long_report("long"))
+    write_report(open_store(channel), replace(REPORT, host="short"))
     fleet = host()
     long, short = fleet.hosts
     many = fleet.model_copy(update={"hosts": (*[long] * 3000, *[short] * 1000)})
@@ -218,9 +221,10 @@ def test_the_page_of_a_fleet_has_an_end(channel: Path) -> None:
 
 
 def test_the_table_has_the_worst_first_and_no_control_characters(channel: Path, weightcast: Command) -> None:
-    write_report(channel, replace(REPORT, served_version=5))
+    write_report(open_store(channel), replace(REPORT, served_version=5))
     write_report(
-        channel, replace(REPORT, host="bad", state="waiting", last_error="E: no space", remedy="free it")
+        open_store(channel),
+        replace(REPORT, host="bad", state="waiting", last_error="E: no space", remedy="free it"),
     )
     path = Layout(channel).report("bad", "/l")
     path.write_bytes(path.read_bytes().replace(b'"bad"', b'"b\\u2028d"'))
@@ -240,15 +244,15 @@ def test_the_table_has_the_worst_first_and_no_control_characters(channel: Path, 
 
 def test_a_long_error_does_not_push_out_its_remedy(channel: Path, weightcast: Command) -> None:
     long = replace(REPORT, host="bad", state="waiting", last_error="E: " + "e" * 400, remedy="free it")
-    write_report(channel, long)
+    write_report(open_store(channel), long)
     _, out, _ = weightcast("fleet", "--channel", channel)
     assert "e... " in out and "    free it" in out.splitlines()
 
 
 def test_the_worst_fifty_are_enough_unless_all_are_wanted(channel: Path, weightcast: Command) -> None:
     for number in range(MOST + 1):
-        write_report(channel, replace(REPORT, host=f"host-{number:02}", served_version=5))
-    write_report(channel, replace(REPORT, host="late"))
+        write_report(open_store(channel), replace(REPORT, host=f"host-{number:02}", served_version=5))
+    write_report(open_store(channel), replace(REPORT, host="late"))
     code, out, _ = weightcast("fleet", "--channel", channel)
     assert code == 0 and "late" in out.splitlines()[3] and out.splitlines()[-1].startswith("and 2 more")
     code, out, _ = weightcast("fleet", "--channel", channel, "--all")
@@ -256,9 +260,9 @@ def test_the_worst_fifty_are_enough_unless_all_are_wanted(channel: Path, weightc
 
 
 def test_hosts_of_one_machine_are_told_apart(channel: Path, weightcast: Command) -> None:
-    write_report(channel, replace(REPORT, local="/data/a", served_version=5))
-    write_report(channel, replace(REPORT, local="/data/b", served_version=4))
-    write_report(channel, replace(REPORT, host="other"))
+    write_report(open_store(channel), replace(REPORT, local="/data/a", served_version=5))
+    write_report(open_store(channel), replace(REPORT, local="/data/b", served_version=4))
+    write_report(open_store(channel), replace(REPORT, host="other"))
     code, out, _ = weightcast("fleet", "--channel", channel)
     assert code == 0 and {"a:a", "a:b", "other"} <= set(out.split())
     wait = ("wait", "--channel", channel, "--version", 5, "--timeout", 0)
@@ -269,7 +273,10 @@ def test_hosts_of_one_machine_are_told_apart(channel: Path, weightcast: Command)
 
 
 def test_a_reload_that_no_engine_took_is_none(channel: Path, weightcast: Command) -> None:
-    write_report(channel, replace(REPORT, updates=(Update(5, "reload", 1.5, {"total": 0.25}, 0, "refused"),)))
+    write_report(
+        open_store(channel),
+        replace(REPORT, updates=(Update(5, "reload", 1.5, {"total": 0.25}, 0, "refused"),)),
+    )
     code, out, _ = weightcast("fleet", "--channel", channel)
     assert code == 0 and "reload 5 refused after 0.25 s" in out
 
@@ -286,16 +293,16 @@ def test_usage(channel: Path, weightcast: Command, monkeypatch: pytest.MonkeyPat
 
 def test_a_large_fleet_is_cut_to_the_screen(channel: Path) -> None:
     for number in range(30):
-        write_report(channel, replace(REPORT, host=f"host-{number:02}"))
+        write_report(open_store(channel), replace(REPORT, host=f"host-{number:02}"))
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(table(FleetReader(channel).read(), console.width, most=5))
+    console.print(table(FleetReader(open_store(channel)).read(), console.width, most=5))
     said = console.export_text()
     assert "and 25 more" in said and "host-04" in said and "host-05" not in said
 
 
 def test_the_last_update_is_shown_and_json_has_all(channel: Path, weightcast: Command) -> None:
     updates = tuple(Update(n, "patch", 1.5, {"total": n / 4}, 3, "done") for n in (5, 4, 3))
-    write_report(channel, replace(REPORT, updates=updates))
+    write_report(open_store(channel), replace(REPORT, updates=updates))
     code, out, _ = weightcast("fleet", "--channel", channel)
     assert code == 0 and "patch 5 in 1.25 s" in out
     code, out, _ = weightcast("fleet", "--channel", channel, "--json")
@@ -307,7 +314,7 @@ STOPPED = replace(REPORT, host="ended", state="stopped", served_version=5)
 
 
 def write_aged(channel: Path, report: Report, seconds: float) -> None:
-    write_report(channel, report)
+    write_report(open_store(channel), report)
     age(channel, report, seconds)
 
 
@@ -345,11 +352,11 @@ def test_a_fleet_that_died_together_is_not_heard_now(channel: Path, weightcast: 
 
 
 def test_a_publisher_that_stopped_is_not_one_that_is_silent(channel: Path) -> None:
-    assert FleetReader(channel).read().owner is None
+    assert FleetReader(open_store(channel)).read().owner is None
     claim_of(channel, 5)
-    assert FleetReader(channel).read().owner.state == "alive"
+    assert FleetReader(open_store(channel)).read().owner.state == "alive"
     claim_of(channel, 500, released=True)
-    fleet = FleetReader(channel).read()
+    fleet = FleetReader(open_store(channel)).read()
     assert fleet.owner.state == "stopped" and "publisher stopped, heard 8 min ago" in fleet.verdict.text
     assert fleet.verdict.level == "warning"
 
@@ -359,15 +366,15 @@ def test_a_publisher_killed_on_this_machine_is_dead_at_once(channel: Path) -> No
         facts = {"pid": process.pid, "process_start": "1"}
         claim_of(channel, 0, claimant=replace(this_process(), **facts))
         process.kill()
-    fleet = FleetReader(channel).read()
+    fleet = FleetReader(open_store(channel)).read()
     assert fleet.owner.state == "dead" and fleet.verdict.level == "bad"
 
 
 def test_a_report_read_after_a_long_pause_is_as_old_as_its_file(channel: Path) -> None:
     """A mount that hung between two looks must not make hosts that died meanwhile look alive."""
     now = [0.0]
-    reader = FleetReader(channel, clock=lambda: now[0])
-    write_report(channel, REPORT)
+    reader = FleetReader(open_store(channel), clock=lambda: now[0])
+    write_report(open_store(channel), REPORT)
     reader.read()
     now[0] = 600.0
     write_aged(channel, replace(REPORT, counter=2), 500)
@@ -379,7 +386,7 @@ def test_a_report_read_after_a_long_pause_is_as_old_as_its_file(channel: Path) -
 def test_without_a_place_to_write_ages_are_plausible_or_unknown(tmp_path: Path, ahead: float) -> None:
     """A clock behind the newest report is wrong, and says nothing; a host is live once it is heard."""
     now, written = [0.0], 1e9
-    local = ChannelClock(tmp_path / "read-only", lambda: now[0], lambda: written + ahead + now[0])
+    local = ChannelClock(open_store(tmp_path / "read-only"), lambda: now[0], lambda: written + ahead + now[0])
     heard = Heard(lambda: now[0])
 
     def silence(counter: int) -> Silence:
@@ -396,17 +403,17 @@ def test_without_a_place_to_write_ages_are_plausible_or_unknown(tmp_path: Path, 
 
 
 def test_hosts_that_stopped_or_never_started_are_not_waited_for(channel: Path, weightcast: Command) -> None:
-    write_report(channel, replace(REPORT, served_version=5))
-    write_report(channel, STOPPED)
+    write_report(open_store(channel), replace(REPORT, served_version=5))
+    write_report(open_store(channel), STOPPED)
     write_aged(channel, GHOST, 90)
     write_aged(channel, replace(REPORT, host="gone"), 1000)
-    fleet = FleetReader(channel).read()
+    fleet = FleetReader(open_store(channel)).read()
     found = [(host.host, host.standing) for host in fleet.hosts]
     assert found == [("a", "ready"), ("ended", "stopped"), ("ghost", "stale"), ("gone", "lost")]
     assert [(row.lag, row.hosts) for row in fleet.lag] == [(0, 1)]
     wait = ("wait", "--channel", channel, "--version", 5, "--fraction", 1.0, "--timeout", 0)
     assert weightcast(*wait)[0] == 0
-    write_report(channel, replace(STOPPED, host="a"))
+    write_report(open_store(channel), replace(STOPPED, host="a"))
     code, _, err = weightcast(*wait)
     assert code == 4 and "not counted: a (stopped), ended (stopped), ghost (stale), gone (lost)" in err
     assert "start the subscribers" in err
@@ -416,16 +423,17 @@ def test_a_fleet_that_was_stopped_is_no_alarm(channel: Path, weightcast: Command
     write_aged(channel, STOPPED, 5000)
     code, out, _ = weightcast("fleet", "--channel", channel)
     assert code == 0 and out.splitlines()[0] == "no host is running"
-    assert FleetReader(channel).read().verdict.level == "good"
+    assert FleetReader(open_store(channel)).read().verdict.level == "good"
 
 
 def test_ghosts_come_last_and_problems_fit_into_the_screen(channel: Path) -> None:
     for number in range(20):
         write_aged(channel, replace(GHOST, host=f"ghost-{number:02}", last_error="E: m", remedy="r"), 4000)
     write_report(
-        channel, replace(REPORT, host="bad", state="waiting", last_error="E: " + "m" * 300, remedy="r")
+        open_store(channel),
+        replace(REPORT, host="bad", state="waiting", last_error="E: " + "m" * 300, remedy="r"),
     )
-    fleet = FleetReader(channel).read()
+    fleet = FleetReader(open_store(channel)).read()
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table(fleet, 80, rows=24))
     lines = console.export_text().splitlines()
@@ -441,23 +449,26 @@ def test_eighty_columns_fit(channel: Path) -> None:
     updates = (Update(5, "patch", 1.5, {"total": 12.5}, 3, "done"),)
     for name in ("one", "two"):
         local = f"/mnt/a/long/way/down/{name}/policy"
-        write_report(channel, replace(REPORT, host="rollout", local=local, engines=engines, updates=updates))
+        write_report(
+            open_store(channel),
+            replace(REPORT, host="rollout", local=local, engines=engines, updates=updates),
+        )
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table(FleetReader(channel).read(), 80))
+    console.print(table(FleetReader(open_store(channel)).read(), 80))
     lines = console.export_text().splitlines()
     assert lines[3].startswith("rollout:one/policy  behind") and lines[3].endswith("8 serving")
     assert max(map(len, lines)) <= 80
 
 
 def test_forget(channel: Path, weightcast: Command) -> None:
-    write_report(channel, replace(REPORT, served_version=5))
+    write_report(open_store(channel), replace(REPORT, served_version=5))
     for local in ("/data/a", "/data/b"):
         write_aged(channel, replace(GHOST, local=local), 4000)
-    write_report(channel, STOPPED)
+    write_report(open_store(channel), STOPPED)
     forget = ("fleet", "--channel", channel, "--forget")
 
     def hosts() -> list[str]:
-        return sorted(host.host for host in FleetReader(channel).read().hosts)
+        return sorted(host.host for host in FleetReader(open_store(channel)).read().hosts)
 
     code, _, err = weightcast(*forget, "ended", "--forget", "a")
     assert code == 3 and "a (/l) is ready, heard" in err and len(hosts()) == 4, "all or none"
@@ -494,7 +505,7 @@ def test_forget_takes_the_part_of_a_name_that_tells_hosts_apart(channel: Path, w
 
 
 def test_a_host_of_another_run_says_so(channel: Path, weightcast: Command) -> None:
-    write_report(channel, replace(REPORT, run_id="another"))
+    write_report(open_store(channel), replace(REPORT, run_id="another"))
     _, out, _ = weightcast("fleet", "--channel", channel)
     assert "a: follows another run, another" in out.splitlines()[0]
     assert "    give it this run's channel" in out

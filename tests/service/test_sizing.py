@@ -23,6 +23,7 @@ from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.trainer.handover import HandOver
 from weightcast.publisher.weights.given import RawTensor
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.cli.main import run
 from weightcast.shared.doctor.sizing import (
@@ -115,9 +116,9 @@ def test_bytes_of_a_version(world: World, density: float) -> None:
 
 
 def test_bytes_of_a_host(world: World) -> None:
-    updater = LocalUpdater(world.root / "channel", world.root / "host", world.root / "base")
+    updater = LocalUpdater(open_store(world.root / "channel"), world.root / "host", world.root / "base")
     try:
-        updater.update_to(Channel.open(world.root / "channel"))
+        updater.update_to(Channel.open(open_store(world.root / "channel")))
     finally:
         updater.close()
     host = role_of(world.weights, "on disk", 0.2)

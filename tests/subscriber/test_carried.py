@@ -20,6 +20,7 @@ from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.verify.inspect import inspect, require_loadable
 from weightcast.shared.cli.local import repair_local
 
@@ -107,7 +108,7 @@ def test_each_version_has_its_files_before_the_engine_reads_it(site: Site) -> No
         settled(run, host, version)
         assert engine.read[-1] == run.expected[version]
     assert host.status.carried == (TEMPLATE,)
-    assert verify(Channel.open(run.channel)) == []
+    assert verify(Channel.open(open_store(run.channel))) == []
 
 
 def test_a_host_that_joins_late_or_goes_back_has_those_of_its_version(run: Carrying, site: Site) -> None:
@@ -151,9 +152,9 @@ def test_exports_without_files_and_publishers_without_the_option_keep_them(run: 
 def test_a_rollback_of_the_channel_carries_the_older_files(run: Carrying, site: Site) -> None:
     host = site.host(run)
     host.step()
-    order_rollback(run.channel, 1)
+    order_rollback(open_store(run.channel), 1)
     run._publisher.obey_orders()
-    pins.resume(run.channel)
+    pins.resume(open_store(run.channel))
     host.step()
     assert host.state.position.version == 4
     assert files_of(host.local) == run.expected[1]
@@ -221,7 +222,7 @@ def test_a_lost_state_learns_its_files_from_the_channel(run: Carrying, site: Sit
 def test_a_publisher_has_copies_of_what_the_channel_lost(run: Carrying, site: Site) -> None:
     lost = run.channel / "weight_v000003" / "carried" / TOKENIZER
     lost.unlink()
-    assert any(TOKENIZER in problem.message for problem in verify(Channel.open(run.channel)))
+    assert any(TOKENIZER in problem.message for problem in verify(Channel.open(open_store(run.channel))))
     run.carry({})
     host = site.host(run)
     host.step()

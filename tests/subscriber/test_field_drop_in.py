@@ -15,6 +15,7 @@ from hosts import Host, SGLang, Site, Weights, on_disk
 
 from weightcast.publisher.field_hook import point
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import read_pointer
 from weightcast.subscriber.sync.host import SyncOptions
 from weightcast.subscriber.sync.target import parse_target
@@ -67,7 +68,7 @@ def serves(host: Host, engine: SGLang, weights: Weights, version: int) -> bool:
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 def test_a_host_follows(site: Site, base: Weights, encoding: Encoding) -> None:
     trainer, engine = Trainer(site.root / "channel", base, encoding), SGLang()
-    assert read_pointer(trainer.root) is None
+    assert read_pointer(open_store(trainer.root)) is None
     host = host_of(site, engine)
     for version in (1, 2, 3):
         new = trainer.step(version, ranks=version)

@@ -21,6 +21,7 @@ from waiting import wait_until
 
 from weightcast.shared.base.errors import EngineFailed, Refused, RetryLater
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
 from weightcast.shared.checkpoint.state.state import LocalState, Position
 from weightcast.shared.checkpoint.verify.hashing import Scrub
@@ -408,7 +409,7 @@ def test_settings_that_make_no_group(flags: dict[str, object], told: str) -> Non
 
 
 def ordered(run: Run, phase: OrderPhase, version: int, term: int) -> Order:
-    channel = Channel.open(run.channel)
+    channel = Channel.open(open_store(run.channel))
     pointer, base = channel.pointer(), channel.base
     assert pointer is not None and base is not None and channel.file is not None
     index = channel.index(pointer, version, base.table)

@@ -18,6 +18,7 @@ from hosts import Site, on_disk
 from waiting import wait_until
 
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.state.state import Blocked, read_state, write_state
 
@@ -165,7 +166,7 @@ def test_a_version_that_a_member_refuses_is_taken_by_nobody(site: Site) -> None:
 
 
 def _block(member: Host, version: int) -> None:
-    channel = Channel.open(member.run.channel)
+    channel = Channel.open(open_store(member.run.channel))
     pointer = channel.pointer()
     assert pointer is not None and channel.base is not None
     index = channel.index(pointer, version, channel.base.table)

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from channel_paths import Layout
 from doubles import TRICKLES, Double, Trickle, serve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import Update, pack_report, parse_report, read_reports
 from weightcast.shared.checkpoint.state.state import Blocked, EngineState, Mark
 from weightcast.shared.daemon.fleet import REPORTS_PATH
@@ -196,15 +197,15 @@ def test_reports_are_written_on_change_and_when_time_is_up(tmp_path: Path) -> No
     now = [0.0]
     reporter = in_channel(channel(tmp_path), lambda: now[0])
     reporter.report(STATUS)
-    [first] = read_reports(tmp_path)
+    [first] = read_reports(open_store(tmp_path))
     changed = STATUS.but(local_version=4)
     reporter.report(changed)
-    assert read_reports(tmp_path) == [first], "not more often than once a second"
+    assert read_reports(open_store(tmp_path)) == [first], "not more often than once a second"
     now[0] += CHANGE_SECONDS
     reporter.report(STATUS)
-    assert read_reports(tmp_path) == [first], "nothing changed"
+    assert read_reports(open_store(tmp_path)) == [first], "nothing changed"
     reporter.report(changed)
-    [second] = read_reports(tmp_path)
+    [second] = read_reports(open_store(tmp_path))
     assert (second.local_version, second.counter) == (4, first.counter + 1)
     assert (first.clock_offset, second.clock_offset) == (None, 0.0)
     now[0] += CHANGE_SECONDS
@@ -213,18 +214,18 @@ def test_reports_are_written_on_change_and_when_time_is_up(tmp_path: Path) -> No
     reporter.report(ready)
     now[0] += CHANGE_SECONDS
     reporter.report(fetching)
-    [third] = read_reports(tmp_path)
+    [third] = read_reports(open_store(tmp_path))
     assert (third.state, third.phase) == ("ready", "starting"), "a phase that may pass in a moment"
     now[0] += PHASE_SECONDS
     reporter.report(fetching)
-    [fourth] = read_reports(tmp_path)
+    [fourth] = read_reports(open_store(tmp_path))
     assert (fourth.state, fourth.phase) == ("ready", "fetching")
     now[0] += 2 * EVERY_SECONDS
     reporter.report(fetching)
-    [fifth] = read_reports(tmp_path)
+    [fifth] = read_reports(open_store(tmp_path))
     assert fifth == replace(fourth, counter=fourth.counter + 1)
     reporter.last(fetching)
-    assert read_reports(tmp_path)[0].counter == fifth.counter + 1
+    assert read_reports(open_store(tmp_path))[0].counter == fifth.counter + 1
 
 
 def test_a_report_that_cannot_be_written_is_told_and_tried_again_less_and_less_often(tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_a_report_that_cannot_be_written_is_told_and_tried_again_less_and_less_o
     assert reporter.error != ""
     now[0] += 2 * CHANGE_SECONDS
     reporter.report(STATUS)
-    assert reporter.error == "" and len(read_reports(tmp_path)) == 1
+    assert reporter.error == "" and len(read_reports(open_store(tmp_path))) == 1
 
 
 @pytest.mark.parametrize("act", TRICKLES.values(), ids=TRICKLES)
@@ -258,7 +259,7 @@ def test_a_host_that_is_not_seeded_is_heard_of_and_nothing_is_made_without_a_cha
     in_channel(tmp_path).report(STATUS)
     assert list(tmp_path.iterdir()) == [], "where nothing is mounted"
     in_channel(channel(tmp_path)).report(STATUS.but(run_id=None))
-    [found] = read_reports(tmp_path)
+    [found] = read_reports(open_store(tmp_path))
     assert found.run_id == ""
 
 

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+from channel_paths import Layout
 from hosts import Host, Run, SGLang, Site, on_disk
 from in_process import Command
 
 from weightcast.shared.base.errors import Refused, Untrusted
 from weightcast.shared.channel.index import INDEX_NAME
-from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
 from weightcast.subscriber.sync.target import parse_target
 

@@ -21,6 +21,7 @@ from hosts import Run, SGLang, Site, on_disk
 from in_process import Command
 from waiting import wait_until
 
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.signing import PrivateKey
 
@@ -120,8 +121,8 @@ def test_a_daemon_follows_tells_and_ends(site: Site, run: Run, weightcast: Calla
     schema = daemon.get("/openapi.json").json()
     assert "HostStatus" in schema["components"]["schemas"]
 
-    wait_until(lambda: [r.served_version for r in read_reports(run.channel)] == [1])
-    [report] = read_reports(run.channel)
+    wait_until(lambda: [r.served_version for r in read_reports(open_store(run.channel))] == [1])
+    [report] = read_reports(open_store(run.channel))
     assert (report.local, report.state, report.lag) == (str(daemon.local), "ready", 0)
     before = report.counter
 
@@ -134,7 +135,7 @@ def test_a_daemon_follows_tells_and_ends(site: Site, run: Run, weightcast: Calla
 
     assert daemon.term() == 0
     assert not daemon.port_file.exists()
-    [report] = read_reports(run.channel)
+    [report] = read_reports(open_store(run.channel))
     assert report.counter > before
 
 
@@ -142,11 +143,11 @@ def test_a_second_daemon_on_one_local_checkpoint_ends_and_says_who_has_it(site: 
     engine = SGLang()
     first = Daemon(site, run, engine)
     wait_until(lambda: first.serves(0))
-    wait_until(lambda: [report.state for report in read_reports(run.channel)] == ["ready"])
+    wait_until(lambda: [report.state for report in read_reports(open_store(run.channel))] == ["ready"])
     second = Daemon(site, run, engine, port="second")
     assert second.process.wait(30) == 75
     assert f"(pid {first.process.pid} on {socket.gethostname()})" in (site.root / "log").read_text()
-    [report] = read_reports(run.channel)
+    [report] = read_reports(open_store(run.channel))
     assert (report.state, report.last_error) == ("ready", ""), "that of the one which has it"
     assert first.term() == 0
     third = Daemon(site, run, engine, port="third")

@@ -13,6 +13,7 @@ from test_subscriber_daemon import Daemon
 from waiting import wait_until
 
 from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import read_reports
 
 PATIENT = ("--visible-deadline", "600")
@@ -94,7 +95,7 @@ def test_a_start_beside_a_damaged_delta_serves_the_local_version(site: Site) -> 
     assert "the index says" in status["waiting_for"]["reason"] and status["waiting_for"]["retries"] > 0
     assert status["waiting_for"]["until"] - status["waiting_for"]["since"] == pytest.approx(600, abs=1)
     assert daemon.get("/readyz").status_code == 200
-    wait_until(lambda: str(shard) in read_reports(run.channel)[0].last_error)
+    wait_until(lambda: str(shard) in read_reports(open_store(run.channel))[0].last_error)
     # an engine that restarts in the middle of the wait does not wait for its end
     engine.restart()
     engine.held = "something else"

@@ -11,6 +11,7 @@ import pytest
 from hosts import Run, Site, Weights
 from in_process import Command
 
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.signing import PrivateKey
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, own
@@ -44,7 +45,7 @@ def start(site: Site, run: Run, weightcast: Command) -> Start:
 
 def quiet(site: Site, run: Run) -> bool:
     """Nothing was made here, and nobody was told of this host."""
-    return not exists(site.root / "host") and read_reports(run.channel) == []
+    return not exists(site.root / "host") and read_reports(open_store(run.channel)) == []
 
 
 def test_another_s_directory(site: Site, run: Run, start: Start) -> None:
@@ -59,7 +60,7 @@ def test_another_s_directory(site: Site, run: Run, start: Start) -> None:
 def test_no_base_where_one_is_needed(site: Site, run: Run, start: Start) -> None:
     code, text = start(base=None)
     assert code == 3 and "remedy: give --base" in text
-    assert read_reports(run.channel) == []
+    assert read_reports(open_store(run.channel)) == []
 
 
 def test_a_base_that_is_not_there_or_is_no_checkpoint(site: Site, run: Run, start: Start) -> None:
@@ -77,7 +78,7 @@ def test_the_base_of_another_run(site: Site, run: Run, start: Start) -> None:
     other.close()
     code, text = start(base=other.base_dir)
     assert code == 3 and "give the checkpoint that the channel was made from" in text
-    assert read_reports(run.channel) == []
+    assert read_reports(open_store(run.channel)) == []
 
 
 def test_a_channel_that_is_none(site: Site, run: Run, start: Start) -> None:
@@ -93,7 +94,7 @@ def test_a_channel_that_is_none(site: Site, run: Run, start: Start) -> None:
 def test_a_key_that_did_not_sign(site: Site, run: Run, start: Start) -> None:
     code, text = start("--trusted-key", str(PrivateKey.generate().public))
     assert code == 3 and "base.json" in text
-    assert read_reports(run.channel) == []
+    assert read_reports(open_store(run.channel)) == []
 
 
 def test_a_local_checkpoint_of_another_run(site: Site, run: Run, start: Start, weightcast: Command) -> None:
@@ -105,14 +106,14 @@ def test_a_local_checkpoint_of_another_run(site: Site, run: Run, start: Start, w
     state = LocalPaths(local).state.read_bytes()
     code, text = start()
     assert code == 3 and "belongs to run" in text
-    assert read_reports(run.channel) == [] and LocalPaths(local).state.read_bytes() == state
+    assert read_reports(open_store(run.channel)) == [] and LocalPaths(local).state.read_bytes() == state
 
 
 def test_a_local_checkpoint_in_use(site: Site, run: Run, start: Start) -> None:
     lock = own(LocalPaths(site.root / "host"))
     code, text = start()
     assert code == 75 and f"(pid {os.getpid()} on {socket.gethostname()})" in text
-    assert read_reports(run.channel) == []
+    assert read_reports(open_store(run.channel)) == []
     lock.release()
 
 

@@ -38,6 +38,7 @@ from weightcast.publisher import init_channel
 from weightcast.publisher.transformers_hook import PublishCallback
 from weightcast.shared.base.errors import Refused, WrongRun
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 # the libraries' own deprecations are theirs
@@ -117,12 +118,12 @@ class Run:
 
     @property
     def version(self) -> int:
-        return Channel.open(self.channel).pointed()
+        return Channel.open(open_store(self.channel)).pointed()
 
     def on_host(self, name: str = "host") -> dict[str, bytes]:
-        updater = LocalUpdater(self.channel, self.root / name, self.base, UpdaterOptions())
+        updater = LocalUpdater(open_store(self.channel), self.root / name, self.base, UpdaterOptions())
         try:
-            updater.update_to(Channel.open(self.channel))
+            updater.update_to(Channel.open(open_store(self.channel)))
         finally:
             updater.close()
         return contents(self.root / name)

@@ -13,6 +13,7 @@ from blake3 import blake3
 from weightcast.shared.base.errors import DamagedFile, WeightcastError
 from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import CARRIED, ForeignIndex, Index, file_record
 from weightcast.shared.channel.index_records import FileRecord, carried_records, write_file_records
 from weightcast.shared.channel.run_files import Base
@@ -38,7 +39,7 @@ def repair_files(local: LocalCheckpoint, sources: Sequence[Path]) -> list[str]:
     return [
         record.name
         for record in SideFiles(local.paths).expected(local.base, local.state.position)
-        if any(check_files(local.directory, [record]))
+        if any(check_files(DirectoryStore(local.directory), [record]))
         and any(_copied(source, local.directory, record) for source in sources)
     ]
 

@@ -21,6 +21,7 @@ from weightcast.shared.base.errors import (
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import check_files, entries
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.run_files import Base, write_base
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, read_base
@@ -91,7 +92,7 @@ def inspect(directory: Path, *, threads: int = 1, advance: Advance | None = None
         _checkpoint(found, base)
         can_be_read = len(found.faults) == faults
         for record in SideFiles(found.paths).expected(base, state.position):
-            for flaw in check_files(directory, [record]):
+            for flaw in check_files(DirectoryStore(directory), [record]):
                 found.add(record.name, flaw.message, _OTHER)
         _journals(found, state, base)
         if can_be_read:
