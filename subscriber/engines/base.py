@@ -244,8 +244,8 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
             f"--engine {text!r}: unknown engine kind {kind_text!r}", remedy=_meant(kind_text, KINDS)
         )
     kind = cast("Kind", kind_text)
-    given = _options(text, rest)
     url = _checked_url(text, url)
+    given = _options(text, rest)
     spec = EngineSpec(
         kind=kind,
         url=url,

@@ -182,7 +182,7 @@ def in_doubt(records: Records) -> frozenset[str]:
 
 
 def after(record: EngineState | None, result: EngineResult, now: EngineState | None) -> EngineState | None:
-    """The record of an engine after its alignment. `record`: from before it, `now`: with the notes made
+    """The record of an engine after its reload. `record`: from before it, `now`: with the notes made
     during it."""
     if result.state == "served":
         return EngineState(Mark.SERVED, result.version, result.confirmed_by or "", result.process, "")

@@ -80,7 +80,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 class VLLM(Adapter):
     def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
         super().__init__(spec, wire, timeouts)
-        self._server = Settings(spec.shown_url, self._server_info, _instance)
+        self._server = Settings(
+            spec.shown_url, self._server_info, lambda told: _config(told).get("instance_id")
+        )
 
     def probe(self) -> EngineFacts:
         try:
@@ -200,9 +202,9 @@ class VLLM(Adapter):
         return "status-only" if self._set_label(label) == "status-only" else self.read_back(label)
 
 
-def _instance(server: Mapping[str, object]) -> object:
+def _config(server: Mapping[str, object]) -> Mapping[str, Any]:
     config = server.get("vllm_config")
-    return config.get("instance_id") if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else {}
 
 
 def _all_workers_done(reply: Reply) -> bool:
@@ -235,10 +237,7 @@ def _tied(directory: Path, parts: Sequence[dict[str, Any]]) -> bool:
 
 def _runs_on(server: Mapping[str, object]) -> tuple[object, bool]:
     """The device, if it says one, and whether the checkpoint has a head of its own."""
-    config = server.get("vllm_config")
-    device, model = (
-        config.get(part) if isinstance(config, dict) else None for part in ("device_config", "model_config")
-    )
+    device, model = (_config(server).get(part) for part in ("device_config", "model_config"))
     untied = isinstance(model, dict) and model.get("word_embeddings_untied_by_checkpoint") is True
     return device.get("device") if isinstance(device, dict) else None, untied
 
@@ -270,7 +269,7 @@ def require_vllm(spec: EngineSpec, drafter: str) -> str:
     )
 
 
-DOOR = "/v1/weightcast"
+ROUTES = "/v1/weightcast"
 FORMAT = 1
 INSTALL = "install weightcast-engine in vLLM's environment and name it in VLLM_PLUGINS (docs/engines.md)"
 _BASE, _PAUSED, _BUSY = 409, 423, 503
@@ -295,7 +294,7 @@ class VLLMLive(LiveAdapter):
 
     def probe(self) -> EngineFacts:
         try:
-            reply = self._processes.read(lambda: self._wire.get(DOOR, self._timeouts.probe), _process_of)
+            reply = self._processes.read(lambda: self._wire.get(ROUTES, self._timeouts.probe), _process_of)
             hindrance = _hindrance(reply.require_key())
             told = reply.text_field("drafter")
             drafter = require_vllm(self.spec, UNKNOWN if told is None else drafter_named(told))
@@ -374,16 +373,18 @@ class VLLMLive(LiveAdapter):
         return self.confirm(held, label)
 
     def _look(self) -> PluginAnswer:
-        return _told(self._wire.get(DOOR, self._timeouts.control).require_ok(LOG))
+        return _told(self._wire.get(ROUTES, self._timeouts.control).require_ok(LOG))
 
     def _ask(self, order: str, body: Mapping[str, object], seconds: float) -> PluginAnswer:
         return _told(self._post(order, body, seconds).require_key())
 
     def _post(self, order: str, body: Mapping[str, object], seconds: float) -> Reply:
-        return _patiently(lambda left: self._wire.post(f"{DOOR}/{order}", body, left), seconds)
+        return _patiently(lambda left: self._wire.post(f"{ROUTES}/{order}", body, left), seconds)
 
     def _order(self, order: str, body: Mapping[str, object]) -> Reply | ReloadOutcome:
-        return _patiently(lambda left: self._wire.order(f"{DOOR}/{order}", body, left), self._timeouts.reload)
+        return _patiently(
+            lambda left: self._wire.order(f"{ROUTES}/{order}", body, left), self._timeouts.reload
+        )
 
 
 def _patiently(send: Callable[[float], Sent], seconds: float) -> Sent:
@@ -423,7 +424,8 @@ def _still(told: PluginAnswer) -> float | None:
 
 def _told(reply: Reply) -> PluginAnswer:
     body = reply.fields()
-    words = [text for key in ("error", "remedy") if (text := reply.text_field(key))]
-    text = f"{reply.url} answered {reply.status}: {'; '.join(words)}" if words else reply.describe()
+    words = "; ".join(filter(None, map(reply.text_field, ("error", "remedy"))))
+    has_own = words and reply.refusal is None
+    text = f"{reply.url} answered {reply.status}: {words}" if has_own else reply.describe()
     rolled_back = reply.status >= 500 and body.get("state") == "rolled-back"
     return PluginAnswer(reply.status, body, text, reply.status in _UNTOUCHED or rolled_back)

@@ -124,14 +124,15 @@ def refusal(url: str, response: httpx.Response, key: Key) -> KeyRefused | None:
     if status not in DENIED:
         return None
     scheme = response.headers.get("WWW-Authenticate", "").partition(" ")[0].lower()
+    fault, remedy = f"it refused the key in {key.place}", key.remedy
     if status == httpx.codes.PROXY_AUTHENTICATION_REQUIRED:
-        return KeyRefused(f"{url} answered {status}: a proxy wants credentials of its own", remedy=_PROXY)
-    if scheme.isalpha() and scheme != "bearer":
-        wants = f"{scheme[:20].title()} credentials, not an engine's key"
-        return KeyRefused(f"{url} answered {status}: a proxy wants {wants}", remedy=_PROXY)
-    if not key.value:
-        return KeyRefused(f"{url} answered {status}: it wants a key and got none", remedy=key.remedy)
-    return KeyRefused(f"{url} answered {status}: it refused the key in {key.place}", remedy=key.remedy)
+        fault, remedy = "a proxy wants credentials of its own", _PROXY
+    elif scheme.isalpha() and scheme != "bearer":
+        fault = f"a proxy wants {scheme[:20].title()} credentials, not an engine's key"
+        remedy = _PROXY
+    elif not key.value:
+        fault = "it wants a key and got none"
+    return KeyRefused(f"{url} answered {status}: {fault}", remedy=remedy)
 
 
 REPLY_LIMIT = 4 << 20
@@ -140,10 +141,6 @@ REPLY_LIMIT = 4 << 20
 NO_ROUTE = frozenset({404, 405})
 NEVER_HANDLED = DENIED | NO_ROUTE
 """An HTTP server answers these in front of the handler: the request had no effect."""
-
-
-class _Lost(NoReply):
-    pass
 
 
 @dataclass(frozen=True)
@@ -209,11 +206,12 @@ class Wire:
         self._transport.close()
 
     def get(self, path: str, seconds: float) -> Reply:
-        return self._twice("GET", path, None, seconds)
+        """As `post`."""
+        return self._send("GET", path, None, seconds, again=True)
 
     def post(self, path: str, body: Mapping[str, object], seconds: float) -> Reply:
         """For calls that may be repeated: sent again once if the connection is lost."""
-        return self._twice("POST", path, body, seconds)
+        return self._send("POST", path, body, seconds, again=True)
 
     def post_once(self, path: str, body: Mapping[str, object], seconds: float) -> Reply:
         return self._send("POST", path, body, seconds)
@@ -235,17 +233,16 @@ class Wire:
             return Intact(f"{reply.describe()} ({remedy})" if remedy else reply.describe())
         return reply
 
-    def _twice(self, method: str, path: str, body: Mapping[str, object] | None, seconds: float) -> Reply:
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None,
+        seconds: float,
+        *,
+        again: bool = False,
+    ) -> Reply:
         ends = time.monotonic() + seconds
-        try:
-            return self._send(method, path, body, seconds)
-        except _Lost:
-            left = ends - time.monotonic()
-            if left <= 0:
-                raise
-            return self._send(method, path, body, left)
-
-    def _send(self, method: str, path: str, body: Mapping[str, object] | None, seconds: float) -> Reply:
         url, shown, deadline = self._url + path, self._shown_url + path, Deadline(seconds)
         timeout = httpx.Timeout(seconds, connect=min(seconds, self._timeouts.connect))
         extensions = {"timeout": timeout.as_dict(), "trace": deadline.trace}
@@ -265,7 +262,10 @@ class Wire:
                 raise NoReply(
                     f"{shown} did not answer within {round(seconds, 2):g} s", remedy=_LOOK
                 ) from error
-            raise _Lost(f"{shown} broke the connection: {error}", remedy=_LOOK) from error
+            left = ends - time.monotonic()
+            if not again or left <= 0:
+                raise NoReply(f"{shown} broke the connection: {error}", remedy=_LOOK) from error
+        return self._send(method, path, body, left)
 
     def _exchange(self, request: httpx.Request, shown: str, deadline: Deadline, key: Key) -> Reply:
         received = bytearray()

@@ -15,7 +15,7 @@ from torch import Tensor
 from waiting import wait_until
 
 from weightcast.subscriber.engines.base import Timeouts
-from weightcast.subscriber.engines.vllm import DOOR
+from weightcast.subscriber.engines.vllm import ROUTES
 
 SECONDS = groups.SECONDS
 PATIENT = Timeouts(connect=60, probe=60, control=60, drain=60, reload=60)
@@ -103,7 +103,7 @@ def test_a_group_whose_member_staged_another_patch_loads_from_disk(world: World)
         file.write_bytes(data)
         return engine.behave(call)
 
-    engine.script(f"{DOOR}/check", spoiled)
+    engine.script(f"{ROUTES}/check", spoiled)
     for _ in range(MOST_VERSIONS):
         world.publish()
         world.await_served(leader, engine)
@@ -164,7 +164,7 @@ def before(stepped: Stepped, door: str, act: Any) -> None:
         act()
         return stepped.engine.behave(call)
 
-    stepped.engine.script(f"{DOOR}/{door}", handle)
+    stepped.engine.script(f"{ROUTES}/{door}", handle)
 
 
 def staged(stepped: Stepped) -> Path:
@@ -246,7 +246,7 @@ def test_a_plugin_of_another_format_is_not_spoken_to(stepped: Stepped, spoken: o
         found = stepped.engine.behave(call)
         return Answer(found.status, {**found.body, "format": spoken})  # type: ignore[dict-item]
 
-    stepped.engine.script(DOOR, *[other] * 50)
+    stepped.engine.script(ROUTES, *[other] * 50)
     stepped.follow()
     assert not stepped.host.status.ready and stepped.engine.doors() == []
     assert "not 1" in stepped.host.status.not_ready_reasons[0]

@@ -88,11 +88,12 @@ class Storages:
     def came(self, call: str, given: Sequence[Tensor], results: Iterable[Tensor]) -> None:
         """`results` were computed from `given`."""
         lie = {storage(tensor) for tensor in given}
+        new = {storage(result): result for result in results}
+        new = {key: result for key, result in new.items() if key not in lie and key not in self._kept}
+        if not new:
+            return
         made_of, unfilled = self.of(given), self.is_unfilled(given)
-        for result in results:
-            key = storage(result)
-            if key in lie or key in self._kept:
-                continue
+        for key, result in new.items():
             self._come_from(key, made_of)
             if made_of and call in _COPIES and _same_form(result, given[0]) and result.is_contiguous():
                 self._copies = {key: Mirror(result, given[0], view_of(given[0]), self._loads)}

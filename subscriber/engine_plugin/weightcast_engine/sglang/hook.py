@@ -21,7 +21,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,7 +30,6 @@ import torch
 
 from weightcast_engine.update import routes, strict_json
 from weightcast_engine.update.front import Controls, Front
-from weightcast_engine.update.places import storage
 from weightcast_engine.update.rank import NOT_ENDED, Answer, EngineHere, EngineRank, Order
 from weightcast_engine.update.refusals import BadPatch
 
@@ -63,12 +62,9 @@ def register() -> None:
         HookType,
     )
 
-    HookRegistry.register(TARGET, around_update, HookType.AROUND)
-    HookRegistry.register(ASKED, around_question, HookType.AROUND)
-    HookRegistry.register(RELOADS, around_reload, HookType.AROUND)
-    HookRegistry.register(ENDED, around_end, HookType.AROUND)
-    for target in LOADS:
-        HookRegistry.register(target, around_load, HookType.AROUND)
+    hooks = {TARGET: around_update, ASKED: around_question, RELOADS: around_reload, ENDED: around_end}
+    for target, around in (hooks | dict.fromkeys(LOADS, around_load)).items():
+        HookRegistry.register(target, around, HookType.AROUND)
 
 
 def load(model: object, named_tensors: object) -> None:
@@ -309,14 +305,10 @@ class SglangEngine(EngineHere):
         """Which reloads reach; the server tells its method by /server_info."""
         return "draft model" if self._has_draft else "none"
 
-    def refusals(self) -> Mapping[int, str]:
-        found: dict[int, str] = {}
-        for name, module in self.model.named_modules():
-            method = type(getattr(module, "quant_method", None)).__name__
-            if method != "NoneType" and not method.startswith("Unquantized"):
-                reason = f"belongs to {name}, which computes by {method}"
-                found |= {storage(weight): reason for weight in module.parameters()}
-        return found
+    def packed(self, name: str, module: Any) -> str | None:
+        method = type(getattr(module, "quant_method", None)).__name__
+        plain = method == "NoneType" or method.startswith("Unquantized")
+        return None if plain else f"which computes by {method}"
 
     def reload(self) -> None:
         raise BadPatch("reload by the server's own /update_weights_from_disk")

@@ -71,7 +71,10 @@ def checkpoint_forms(directory: Path) -> dict[str, Form]:
     found: dict[str, Form] = {}
     try:
         for path in sorted(directory.glob("*.safetensors")):
-            found |= _header_forms(path)
+            for name, entry in _header(path).items():
+                if type(entry) is not dict or entry.get("dtype") not in DTYPES:
+                    raise ValueError(f"{name[:200]} has a dtype that is not known here")
+                found[name] = Form(str(entry["dtype"]), strict_json.shape(entry.get("shape"), name))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadPatch(f"{directory}: {error}", remedy="check the engine's model directory") from error
     if not found:
@@ -81,34 +84,23 @@ def checkpoint_forms(directory: Path) -> dict[str, Form]:
     return found
 
 
-def _header_forms(path: Path) -> dict[str, Form]:
-    with open(path, "rb", opener=_without_waiting) as file:
+def _header(path: Path) -> dict[str, object]:
+    # a pipe would be waited for
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    _require_regular(fd, str(path))
+    with os.fdopen(fd, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(HEADER_LIMIT, os.fstat(file.fileno()).st_size):
+        if not 2 <= length <= min(HEADER_LIMIT, os.fstat(fd).st_size):
             raise ValueError(f"{path.name}: no safetensors header")
         entries = strict_json.json_object(file.read(length))
     entries.pop("__metadata__", None)
-    return dict(_forms(entries))
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """As a pipe would be waited for."""
-    file = os.open(path, flags | os.O_NONBLOCK)
-    _require_regular(file, path)
-    return file
+    return entries
 
 
 def _require_regular(file: int, name: str) -> None:
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(f"{name} is not a regular file")
-
-
-def _forms(entries: Mapping[str, object]):  # type: ignore[no-untyped-def]
-    for name, entry in entries.items():
-        if type(entry) is not dict or entry.get("dtype") not in DTYPES:
-            raise ValueError(f"{name[:200]} has a dtype that is not known here")
-        yield name, Form(str(entry["dtype"]), strict_json.shape(entry.get("shape"), name))
 
 
 def misplaced(directory: Path, patches: Path) -> str | None:

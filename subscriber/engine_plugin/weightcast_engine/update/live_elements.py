@@ -6,6 +6,7 @@ makes the map (`blocks.on_whole_words`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -93,6 +94,7 @@ class LiveUpdate:
         self._parts: list[_Ready | _Left] = []
         self._short: dict[int, list[_Ready]] = {}
         """by the address of their storage"""
+        self._short_changes = Counter[int]()
         self._left = budget
         self._written = 0
 
@@ -129,16 +131,18 @@ class LiveUpdate:
             self._parts.append(ready if self._left >= 0 else part)
             return
         storage = ready.flat.data_ptr()
-        short = self._short.setdefault(storage, [])
-        short.append(ready)
-        if sum(len(part.places) for part in short) >= CHECKED:
+        self._short.setdefault(storage, []).append(ready)
+        self._short_changes[storage] += len(ready.places)
+        if self._short_changes[storage] >= CHECKED:
             self._parts.append(_joined(self._short.pop(storage)))
+            del self._short_changes[storage]
 
     def join(self) -> None:
         """Short parts of one storage become one: experts lie side by side in a parameter, and each write of a
         pause costs microseconds, however little it writes."""
         self._parts += map(_joined, self._short.values())
         self._short.clear()
+        self._short_changes.clear()
 
     def write(self) -> None:
         """Once; only while the words are those that `touched` saw."""

@@ -118,8 +118,17 @@ class EngineHere(ABC):
         return None
 
     @abstractmethod
+    def packed(self, name: str, module: Any) -> str | None:
+        """Why writing this module's weights may not change what it computes."""
+
     def refusals(self) -> Mapping[int, str]:
         """Storage (`places.storage`) to the reason why weights in it can't be patched."""
+        found: dict[int, str] = {}
+        for name, module in self.model.named_modules():
+            reason = self.packed(name, module)
+            if reason is not None:
+                found |= {storage(weight): f"belongs to {name}, {reason}" for weight in module.parameters()}
+        return found
 
     def at_rest(self) -> AbstractContextManager[None]:
         """What a loader of this engine expects around it."""

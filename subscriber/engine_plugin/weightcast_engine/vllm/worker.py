@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from weightcast_engine.update.elements import misplaced
-from weightcast_engine.update.places import storage
 from weightcast_engine.update.rank import NOT_ENDED, Answer, EngineHere, EngineRank, Order
 
 METHOD = "weightcast"
@@ -125,13 +124,17 @@ class VllmEngine(EngineHere):
     def misplaced(self, patches: Path) -> str | None:
         return misplaced(self.directory, patches)
 
-    def refusals(self) -> Mapping[int, str]:
-        found: dict[int, str] = {}
-        for name, module in self.model.named_modules():
-            reason = _packed(name, module)
-            if reason is not None:
-                found |= {storage(weight): reason for weight in module.parameters()}
-        return found
+    def packed(self, name: str, module: Any) -> str | None:
+        method = type(getattr(module, "quant_method", None)).__name__
+        if method not in _PLAIN_METHODS:
+            return f"which computes by {method}"
+        experts = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+        if experts is not None and experts.name not in _PLAIN_EXPERTS:
+            return f"whose experts are packed for {experts.value}"
+        # a function that closes over nothing reads the weight that it is given
+        if getattr(getattr(module, "cpu_linear", None), "__closure__", None):
+            return "which computes with a packed copy"
+        return None
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -164,17 +167,3 @@ def _pack_experts_again(model: Any) -> None:
         method: Any = getattr(module, "quant_method", None)
         if getattr(getattr(method, "unquantized_backend", None), "name", "") == "CPU":
             method.moe_kernel.fused_experts.process_weights_after_loading(module)
-
-
-def _packed(name: str, module: Any) -> str | None:
-    """Why writing this module's weights may not change what it computes."""
-    method = type(getattr(module, "quant_method", None)).__name__
-    if method not in _PLAIN_METHODS:
-        return f"belongs to {name}, which computes by {method}"
-    experts = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
-    if experts is not None and experts.name not in _PLAIN_EXPERTS:
-        return f"belongs to {name}, whose experts are packed for {experts.value}"
-    # a function that closes over nothing reads the weight that it is given
-    if getattr(getattr(module, "cpu_linear", None), "__closure__", None):
-        return f"belongs to {name}, which computes with a packed copy"
-    return None
