@@ -248,7 +248,7 @@ class SGLang(Adapter):
 
 def require_sglang(spec: EngineSpec, settings: Mapping[str, object]) -> str:
     """The draft model, as it is shown. `settings`: of the server, as `/server_info` tells them. Raises
-    StaleDrafter for one that a reload would leave old.
+    StaleDrafter where a reload would leave it old.
 
     By the releases' sources: from 0.5.11 the draft model is loaded after the main model, from the same
     directory; before that it stays as it is. A draft model with its own directory is not in it.
