@@ -333,7 +333,7 @@ class _FileBody:
 
 class _FileWriter:
     def __init__(self, path: Path, reserve: int, sync: bool, *, is_nested: bool) -> None:
-        """`is_nested`: in a subdirectory of its draft, of which `commit` makes no names durable."""
+        """`is_nested`: in a subdirectory of its draft; `commit` does not make names there durable."""
         self._path, self._reserve, self._sync, self._is_nested = path, reserve, sync, is_nested
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._end = reserve

@@ -57,7 +57,7 @@ def index_key(version: int) -> str:
 
 
 def anchor_key(version: int) -> str:
-    """Of the directory of the full weights beside a version."""
+    """Of the directory of a version's full weights."""
     return f"{version_name(version)}/{ANCHOR}"
 
 
