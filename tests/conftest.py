@@ -12,7 +12,7 @@ if os.environ.get("WEIGHTCAST_TEST_ORACLE"):  # before anything imports the kern
 
     numpy_kernels.install()
 
-from in_process import Command
+from in_process import Command, Done
 
 from weightcast.shared.cli.main import run
 from weightcast.shared.daemon import logs
@@ -44,10 +44,10 @@ def default_logs() -> Iterator[None]:
 def weightcast(capsys: pytest.CaptureFixture[str]) -> Command:
     """The command in this process."""
 
-    def call(*words: object) -> tuple[int, str, str]:
+    def call(*words: object) -> Done:
         capsys.readouterr()
         code = run([*map(str, words)])
         said = capsys.readouterr()
-        return code, said.out, said.err
+        return Done(code, said.out, said.err)
 
     return call

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
-Command = Callable[..., tuple[int, str, str]]
-"""Exit code, stdout, stderr."""
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Command = Callable[..., Done]

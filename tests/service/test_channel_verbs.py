@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,27 +50,7 @@ def channel(published: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(published, tmp_path / "channel"))
 
 
-@dataclass(frozen=True)
-class Done:
-    code: int
-    out: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.out)
-        return found
-
-
-@pytest.fixture
-def weightcast(weightcast: Command) -> Callable[..., Done]:
-    def call(*words: object) -> Done:
-        code, out, err = weightcast(*words)
-        return Done(code, out or (err if code else ""))
-
-    return call
-
-
-def test_log_lists_versions(channel: Path, weightcast: Callable[..., Done]) -> None:
+def test_log_lists_versions(channel: Path, weightcast: Command) -> None:
     done = weightcast("channel", "log", "--channel", channel, "--json")
     assert done.code == 0
     facts = done.json
@@ -88,12 +67,12 @@ def test_log_lists_versions(channel: Path, weightcast: Callable[..., Done]) -> N
     assert [row["version"] for row in newest] == [3]
 
 
-def test_log_as_a_table(channel: Path, weightcast: Callable[..., Done]) -> None:
+def test_log_as_a_table(channel: Path, weightcast: Command) -> None:
     out = weightcast("channel", "log", "--channel", channel).out
     assert "run run-1, latest 3" in out and "1.000%" in out and "+anchor" in out
 
 
-def test_a_channel_without_versions(tmp_path: Path, weightcast: Callable[..., Done]) -> None:
+def test_a_channel_without_versions(tmp_path: Path, weightcast: Command) -> None:
     write_checkpoint(tmp_path / "base", {"a": np.zeros(3, np.float32)})
     init_channel(tmp_path / "channel", tmp_path / "base")
     done = weightcast("channel", "log", "--channel", tmp_path / "channel", "--json")
@@ -101,7 +80,7 @@ def test_a_channel_without_versions(tmp_path: Path, weightcast: Callable[..., Do
     assert weightcast("channel", "verify", "--channel", tmp_path / "channel").code == 0
 
 
-def test_show_a_version_and_the_base(channel: Path, weightcast: Callable[..., Done]) -> None:
+def test_show_a_version_and_the_base(channel: Path, weightcast: Command) -> None:
     facts = weightcast("channel", "show", "3", "--channel", channel, "--json").json
     assert (facts["version"], facts["base_version"], facts["step"]) == (3, 2, 12)
     assert facts["tensors"] == {"a": 10} and facts["elements_changed"] == 10
@@ -112,15 +91,15 @@ def test_show_a_version_and_the_base(channel: Path, weightcast: Callable[..., Do
     assert "elements_changed" in weightcast("channel", "show", "3", "--channel", channel).out
 
 
-def test_show_what_is_not_there(channel: Path, weightcast: Callable[..., Done]) -> None:
+def test_show_what_is_not_there(channel: Path, weightcast: Command) -> None:
     assert weightcast("channel", "show", "4", "--channel", channel).code == 3
     (channel / "weight_v000002" / INDEX).unlink()
     done = weightcast("channel", "show", "2", "--channel", channel)
-    assert done.code == 3 and "its index is missing" in done.out
+    assert done.code == 3 and "its index is missing" in done.err
     assert weightcast("channel", "show", "1", "--channel", channel / "nowhere").code == 75
 
 
-def test_verify_finds_nothing_in_a_sound_channel(channel: Path, weightcast: Callable[..., Done]) -> None:
+def test_verify_finds_nothing_in_a_sound_channel(channel: Path, weightcast: Command) -> None:
     done = weightcast("channel", "verify", "--channel", channel, "--json")
     assert (done.code, done.json["problems"]) == (0, [])
     assert "no problem found" in weightcast("channel", "verify", "--channel", channel).out
@@ -160,7 +139,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int | None, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_verify_names_every_damage(channel: Path, damage: str, weightcast: Callable[..., Done]) -> None:
+def test_verify_names_every_damage(channel: Path, damage: str, weightcast: Command) -> None:
     do, version, told = DAMAGES[damage]
     do(channel)
     done = weightcast("channel", "verify", "--channel", channel, "--json")
@@ -169,14 +148,14 @@ def test_verify_names_every_damage(channel: Path, damage: str, weightcast: Calla
     assert told in weightcast("channel", "verify", "--channel", channel).out
 
 
-def test_verify_tells_all_of_it(channel: Path, weightcast: Callable[..., Done]) -> None:
+def test_verify_tells_all_of_it(channel: Path, weightcast: Command) -> None:
     _flip(_shard(channel, 1))
     _flip(_shard(channel, 3))
     problems = weightcast("channel", "verify", "--channel", channel, "--json").json["problems"]
     assert [problem["version"] for problem in problems] == [1, 3]
 
 
-def test_a_foreign_channel_is_listed(tmp_path: Path, weightcast: Callable[..., Done]) -> None:
+def test_a_foreign_channel_is_listed(tmp_path: Path, weightcast: Command) -> None:
     directory = tmp_path / "weight_v000001"
     directory.mkdir()
     metadata = {
@@ -200,7 +179,7 @@ def test_a_foreign_channel_is_listed(tmp_path: Path, weightcast: Callable[..., D
 
 
 @pytest.mark.parametrize("words", ["channel log", "channel verify", "channel repair", "fleet"])
-def test_a_directory_that_is_no_channel(tmp_path: Path, words: str, weightcast: Callable[..., Done]) -> None:
+def test_a_directory_that_is_no_channel(tmp_path: Path, words: str, weightcast: Command) -> None:
     done = weightcast(*words.split(), "--channel", tmp_path, "--json")
     assert done.code == 75 and "has neither channel.json nor a pointer" in str(done.json)
     (tmp_path / "hosts").mkdir()

@@ -8,8 +8,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -85,20 +83,7 @@ class Daemon:
         return self.process.wait(30)
 
 
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def weightcast(weightcast: Command) -> Callable[..., Done]:
-    """In this process: the command's start would take longer than what it does."""
-    return lambda *words: Done(*weightcast(*words))
-
-
-def test_a_daemon_follows_tells_and_ends(site: Site, run: Run, weightcast: Callable[..., Done]) -> None:
+def test_a_daemon_follows_tells_and_ends(site: Site, run: Run, weightcast: Command) -> None:
     engine = SGLang()
     daemon = Daemon(site, run, engine)
     wait_until(lambda: daemon.serves(0))
@@ -129,9 +114,9 @@ def test_a_daemon_follows_tells_and_ends(site: Site, run: Run, weightcast: Calla
     beside = weightcast(
         "sync", "--channel", str(run.channel), "--local", str(daemon.local), "--base", str(run.base_dir)
     )
-    assert beside.returncode == 75 and "already has a writer" in beside.stderr and "remedy" in beside.stderr
+    assert beside.code == 75 and "already has a writer" in beside.err and "remedy" in beside.err
     verified = weightcast("local", "verify", "--local", str(daemon.local))
-    assert verified.returncode == 0, verified.stderr
+    assert verified.code == 0, verified.err
 
     assert daemon.term() == 0
     assert not daemon.port_file.exists()
@@ -290,40 +275,38 @@ def test_a_daemon_may_end_with_its_engine(site: Site, run: Run) -> None:
     assert "engine failed" in log and "broke the connection" in log and engine.paused
 
 
-def test_a_failed_engine_is_told_with_its_reason(
-    site: Site, run: Run, weightcast: Callable[..., Done]
-) -> None:
+def test_a_failed_engine_is_told_with_its_reason(site: Site, run: Run, weightcast: Command) -> None:
     engine = SGLang()
     engine.script("/update_weights_from_disk", *[Drop()] * 100)
     daemon = Daemon(site, run, engine, options=("--engine-attempts", "1", "--report-seconds", "0.5"))
     asked = ("fleet", "--channel", str(run.channel))
 
     def shown() -> dict[str, Any]:
-        [host] = json.loads(weightcast(*asked, "--json").stdout)["hosts"] or [{"standing": ""}]
+        [host] = weightcast(*asked, "--json").json["hosts"] or [{"standing": ""}]
         return dict(host)
 
     host = wait_until(lambda: host if (host := shown())["standing"] == "failed" else None)
     assert "broke the connection" in host["last_error"] and "engine's log" in host["remedy"]
     assert [update["outcome"] for update in host["updates"] if update["kind"] == "reload"] == ["refused"]
-    assert "broke the connection" in weightcast(*asked).stdout
+    assert "broke the connection" in weightcast(*asked).out
     late = weightcast("wait", "--channel", str(run.channel), "--version", "0", "--timeout", "0")
-    assert late.returncode == 4 and "broke the connection" in late.stderr
+    assert late.code == 4 and "broke the connection" in late.err
     log = (site.root / "log").read_text()
     assert "engines not reloaded" in log and "engines reloaded" not in log
     assert daemon.term() == 0
 
 
-def test_the_verb_wake_retries_a_failed_engine(site: Site, run: Run, weightcast: Callable[..., Done]) -> None:
+def test_the_verb_wake_retries_a_failed_engine(site: Site, run: Run, weightcast: Command) -> None:
     engine = SGLang()
     engine.script("/update_weights_from_disk", *[Drop(), Drop()])
     daemon = Daemon(site, run, engine, token=TOKEN, options=("--engine-attempts", "1"))
     wait_until(lambda: daemon.port_file.exists() and daemon.engine_state() == "failed")
     port = daemon.port_file.read_text().strip()
     refused = weightcast("wake", port)
-    assert refused.returncode == 3 and "refused the token (401)" in refused.stderr
+    assert refused.code == 3 and "refused the token (401)" in refused.err
     assert daemon.engine_state() == "failed"
     woken = weightcast("wake", port, "--token", TOKEN, "--json")
-    assert (woken.returncode, json.loads(woken.stdout)["url"]) == (0, f"http://127.0.0.1:{port}")
+    assert (woken.code, woken.json["url"]) == (0, f"http://127.0.0.1:{port}")
     wait_until(lambda: daemon.serves(0))
     assert daemon.term() == 0
 
@@ -342,15 +325,13 @@ def test_a_channel_that_cannot_be_read_is_told_and_outlived(site: Site, run: Run
     assert daemon.term() == 0
 
 
-def test_targets_that_are_not_there_say_what_to_give(
-    site: Site, run: Run, weightcast: Callable[..., Done]
-) -> None:
+def test_targets_that_are_not_there_say_what_to_give(site: Site, run: Run, weightcast: Command) -> None:
     run.publish()
     asked = ("sync", "--channel", str(run.channel), "--local", str(site.root / "host"))
     later = weightcast(*asked, "--base", str(run.base_dir), "--target", "99")
-    assert later.returncode == 75 and "the newest is 1" in later.stderr and "channel log" in later.stderr
+    assert later.code == 75 and "the newest is 1" in later.err and "channel log" in later.err
     none = weightcast(*asked, "--target=-1")
-    assert none.returncode == 2 and "give latest, a version's number or a tag" in none.stderr
+    assert none.code == 2 and "give latest, a version's number or a tag" in none.err
 
 
 @pytest.mark.parametrize(
@@ -363,30 +344,30 @@ def test_targets_that_are_not_there_say_what_to_give(
         (("--channel", "C", "--local", "L", "--host", "0.0.0.0"), "token"),
     ],
 )
-def test_usage_errors(weightcast: Callable[..., Done], arguments: tuple[str, ...], told: str) -> None:
+def test_usage_errors(weightcast: Command, arguments: tuple[str, ...], told: str) -> None:
     done = weightcast("subscriber", "run", *arguments)
-    assert done.returncode == 2 and told in done.stderr
+    assert done.code == 2 and told in done.err
 
 
-def test_sync_as_a_verb(site: Site, run: Run, weightcast: Callable[..., Done]) -> None:
+def test_sync_as_a_verb(site: Site, run: Run, weightcast: Command) -> None:
     engine, local = SGLang(), site.root / "host"
     run.publish()
     common = ("sync", "--channel", str(run.channel), "--base", str(run.base_dir), "--local", str(local))
     option = site.option(engine)
     done = weightcast(*common, "--engine", option, "--rehash", "--json")
-    assert done.returncode == 0, done.stderr
-    status = json.loads(done.stdout)
+    assert done.code == 0, done.err
+    status = done.json
     assert (status["local_version"], status["served_version"], status["ready"]) == (1, 1, True)
     assert on_disk(local) == run.digest(1) == engine.held
-    assert weightcast(*common).returncode == 0
+    assert weightcast(*common).code == 0
     absent = weightcast(*common, "--engine", "sglang=http://127.0.0.1:9")
-    assert absent.returncode == 5 and "does not answer" in absent.stderr
+    assert absent.code == 5 and "does not answer" in absent.err
     _rot(local)
     damaged = weightcast("local", "verify", "--local", str(local), "--json")
-    assert damaged.returncode == 3
-    assert len(json.loads(damaged.stdout)["differing"]) == 1
+    assert damaged.code == 3
+    assert len(damaged.json["differing"]) == 1
     done = weightcast(*common, "--rehash", "--json")
-    assert [move["kind"] for move in json.loads(done.stdout)["updates"]] == ["repair"]
+    assert [move["kind"] for move in done.json["updates"]] == ["repair"]
     assert on_disk(local) == run.digest(1)
 
 
@@ -432,6 +413,6 @@ def _rot(local: Path) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def test_local_verify_refuses_what_is_none(site: Site, weightcast: Callable[..., Done]) -> None:
+def test_local_verify_refuses_what_is_none(site: Site, weightcast: Command) -> None:
     done = weightcast("local", "verify", "--local", str(site.root))
-    assert done.returncode == 3 and "is not a local checkpoint" in done.stderr
+    assert done.code == 3 and "is not a local checkpoint" in done.err
