@@ -1,19 +1,52 @@
-"""Verbs of the subscriber: `subscriber run`; `sync`, `run-engine` and `doctor` have modules of their own."""
+"""Verbs of the subscriber, and `doctor`, which asks engines too; `sync` has a module of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from weightcast.shared.base.progress import Advance
-from weightcast.shared.cli import local
-from weightcast.shared.cli.app import group
-from weightcast.shared.cli.local import EngineFound
+from weightcast.shared.base.errors import OK, USAGE, EngineFailed, Refused
+from weightcast.shared.cli.app import JsonOption, group
+from weightcast.shared.cli.local import engines_are_read_by
 from weightcast.shared.cli.options import settings_command, show_settings_command
-from weightcast.subscriber import commands_doctor, commands_engine, commands_sync
+from weightcast.shared.cli.output import Output
+from weightcast.shared.daemon.logs import get_log, setup_logs
+from weightcast.shared.doctor.examine import Examined, examine, show_findings
+from weightcast.shared.doctor.findings import Finding, Role, counts, exit_code
+from weightcast.shared.doctor.sizing import (
+    DEFAULT_THREADS,
+    Encoding,
+    Weights,
+    Workload,
+    plan_facts,
+    show_plan,
+    sizing,
+)
+from weightcast.shared.files.hf_checkpoint import open_checkpoint
+from weightcast.subscriber import commands_sync
 from weightcast.subscriber.daemon.settings import SubscriberSettings
+from weightcast.subscriber.engines.base import (
+    BadEngineOption,
+    EngineFacts,
+    EngineSpec,
+    Timeouts,
+    parse_engine,
+    unreachable,
+)
+from weightcast.subscriber.engines.host import HostEngine
+from weightcast.subscriber.engines.inspect import judge_engines, look
+from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.engines.launch import PROBE_SECONDS, Launch, run_engine
+from weightcast.subscriber.engines.wire import Key, Keys, Wire
+
+log = get_log("run-engine")
+PROBING = Timeouts(connect=PROBE_SECONDS, probe=PROBE_SECONDS, control=PROBE_SECONDS)
+NO_KEY = Key(remedy="give --engine with api_key_env= in place of --ready-url, or a URL without a key")
 
 
 def register(app: typer.Typer) -> None:
@@ -23,16 +56,9 @@ def register(app: typer.Typer) -> None:
     )(_run)
     show_settings_command(app, "subscriber", SubscriberSettings)
     commands_sync.VERB.register(app)
-    commands_engine.register(app)
-    commands_doctor.register(app)
-    local.engines_are_read_by(_look)
-
-
-def _look(option: str, local: Path, names: Sequence[str], advance: Advance | None) -> EngineFound:
-    # needed by one verb: the others start without it
-    from weightcast.subscriber.engines.inspect import look
-
-    return look(option, local, names, advance)
+    app.command("run-engine")(_run_engine)
+    app.command("doctor")(_doctor)
+    engines_are_read_by(look)
 
 
 def _run(settings: SubscriberSettings) -> None:
@@ -40,3 +66,158 @@ def _run(settings: SubscriberSettings) -> None:
     from weightcast.subscriber.daemon.daemon import run_subscriber
 
     run_subscriber(settings)
+
+
+class NoProbe(Refused):
+    exit_code = USAGE
+
+
+def _run_engine(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The engine's command line.")],
+    local: Annotated[
+        Path,
+        typer.Option("--local", envvar="WEIGHTCAST_LOCAL", help="Local checkpoint that the engine loads."),
+    ],
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", help="The engine as the subscriber has it; it has loaded once it answers."),
+    ] = None,
+    ready_url: Annotated[
+        str | None, typer.Option("--ready-url", help="Instead: it has loaded once this URL answers 2xx.")
+    ] = None,
+    wait: Annotated[
+        float, typer.Option("--wait", min=0, help="Seconds to wait for a checkpoint that may be loaded.")
+    ] = 600.0,
+    load_deadline: Annotated[
+        float, typer.Option("--load-deadline", min=1, help="Seconds after which versions come all the same.")
+    ] = 1800.0,
+) -> None:
+    """Start an engine while no version is patched in; pass signals on, end with its exit code."""
+    setup_logs()
+    local = local.absolute()
+    loaded = _loaded(engine, ready_url, local)
+    code = run_engine(Launch(local, command, loaded, load_deadline, wait, log.info))
+    raise typer.Exit(code)
+
+
+def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[[], bool]:
+    if engine is not None and ready_url is None:
+        return _Loaded(HostEngine(open_engine(parse_engine(engine, local), timeouts=PROBING)).probe)
+    if ready_url is not None and engine is None:
+        wire = Wire(_spec(ready_url, local).url, PROBING, Keys(NO_KEY))
+        return _Loaded(lambda: _look_at(wire))
+    given = "neither" if engine is None else "both"
+    raise NoProbe(
+        f"{given} of --engine and --ready-url is given: how is it seen that the engine has loaded?",
+        remedy="give one: --engine kind=URL as the subscriber has it, or --ready-url URL",
+    )
+
+
+def _spec(url: str, local: Path) -> EngineSpec:
+    try:
+        return parse_engine(f"webhook={url}", local)
+    except BadEngineOption as error:
+        raise NoProbe(f"--ready-url: {url!r} cannot be asked", remedy="give http[s]://HOST/...") from error
+
+
+class _Loaded:
+    """Whether an engine, or a URL, answers; what hinders it is logged once. An unfit one has loaded too."""
+
+    def __init__(self, look: Callable[[], EngineFacts]) -> None:
+        self._look, self._logged = look, ""
+
+    def __call__(self) -> bool:
+        facts = self._look()
+        if facts.hindrance not in ("", self._logged):
+            log.warning("not usable", reason=facts.hindrance, remedy=facts.remedy)
+            self._logged = facts.hindrance
+        return facts.reachable or facts.unfit
+
+
+def _look_at(wire: Wire) -> EngineFacts:
+    try:
+        return EngineFacts(reachable=200 <= wire.get("", PROBE_SECONDS).require_key().status < 300)
+    except EngineFailed as failure:
+        return unreachable(failure)
+
+
+_MOST_SECONDS, _MOST = 1e9, 1_000_000
+"""that a plan is made for: what it says stays a number"""
+
+
+def _doctor(
+    channel: Annotated[
+        Path | None, typer.Option("--channel", envvar="WEIGHTCAST_CHANNEL", help="The channel's directory.")
+    ] = None,
+    local: Annotated[
+        Path | None,
+        typer.Option("--local", envvar="WEIGHTCAST_LOCAL", help="A local checkpoint, or where it is to be."),
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine", envvar="WEIGHTCAST_ENGINE", help="An engine as the subscriber has it; repeatable."
+        ),
+    ] = None,
+    role: Annotated[
+        Role | None, typer.Option("--role", help="What runs on this machine; unset: warns for both.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, max=3600, help="Seconds that each place may take.")
+    ] = 30.0,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", help="HF checkpoint: say what a run of it will need; no weights are read."),
+    ] = None,
+    density: Annotated[
+        float,
+        typer.Option("--density", min=0, max=1, help="Plan: share of elements that a version changes."),
+    ] = 0.01,
+    interval: Annotated[
+        float,
+        typer.Option("--interval", min=0.001, max=_MOST_SECONDS, help="Plan: seconds between two versions."),
+    ] = 30.0,
+    hosts: Annotated[int, typer.Option("--hosts", min=1, max=_MOST, help="Plan: rollout hosts.")] = 1,
+    away: Annotated[
+        float, typer.Option("--away", min=0, max=_MOST_SECONDS, help="Plan: seconds that a host misses.")
+    ] = 600.0,
+    link: Annotated[
+        float,
+        typer.Option("--link", min=0.001, max=_MOST, help="Plan: a host's link to the channel, Gbit/s."),
+    ] = 10.0,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, max=_MOST, help="Plan: of a host.")
+    ] = DEFAULT_THREADS,
+    encoding: Annotated[Encoding, typer.Option("--encoding", help="Plan: of the deltas.")] = "fast",
+    as_json: JsonOption = False,
+) -> None:
+    """Look whether this machine, its file systems and engines are fit for weightcast, or what a run will need
+    (--plan). Changes nothing."""
+    asked = Workload(density, interval, encoding, hosts, away, link * 1e9, threads)
+    weights = None if plan is None else _weights(plan)
+    found = None if weights is None else sizing(weights, asked)
+    findings: list[Finding] = []
+    if plan is None or channel is not None or local is not None or engine:
+        findings += examine(Examined(channel, local, role, timeout))
+        findings += judge_engines(engine or (), Path.cwd() if local is None else local.absolute(), timeout)
+
+    def show(console: Console) -> None:
+        if weights is not None and found is not None:
+            show_plan(console, weights, asked, found)
+        if findings:
+            show_findings(console, findings)
+
+    needs = None if weights is None or found is None else plan_facts(weights, asked, found)
+    plain = [{key: fact for key, fact in asdict(each).items() if key != "exit_code"} for each in findings]
+    Output(json=as_json).result({"findings": plain, "counts": counts(findings), "plan": needs}, show)
+    code = exit_code(findings)
+    if code != OK:
+        raise typer.Exit(code)
+
+
+def _weights(model: Path) -> Weights:
+    """Reads headers alone. Raises Refused for a directory without a checkpoint."""
+    try:
+        return Weights.of(open_checkpoint(model, follow_links=True, need_index=False).table)
+    except FileNotFoundError as error:
+        raise Refused(f"{model} is not there", remedy="give an HF checkpoint directory") from error

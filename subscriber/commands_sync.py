@@ -6,12 +6,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weightcast.shared.base.errors import EngineFailed
 from weightcast.shared.channel.channel import NoChannel
@@ -21,17 +22,13 @@ from weightcast.shared.daemon.logs import setup_logs
 from weightcast.shared.daemon.threads import working_threads
 from weightcast.shared.files.paths import printable, require_places
 from weightcast.shared.files.side_files import left_text
-from weightcast.subscriber.daemon.status import StatusBuilder
 from weightcast.subscriber.status import HostStatus
-from weightcast.subscriber.sync.host import Outcome, SyncOptions
+from weightcast.subscriber.sync.host import Callbacks
+from weightcast.subscriber.sync.options import SyncOptions, parse_target
 from weightcast.subscriber.sync.sync import Sync
-from weightcast.subscriber.sync.target import parse_target
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from weightcast.subscriber.engines.host import Engines
-    from weightcast.subscriber.groups.lead import Lead
 
 _LOOK_SECONDS = 0.5
 _PREFIX = "WEIGHTCAST_"
@@ -77,35 +74,30 @@ def sync(
     """Bring a local checkpoint (and engines) to the target once, then end."""
     setup_logs(level="error")
     require_places(channel, local)
+    flags = {
+        "channel": channel,
+        "local": local,
+        "base": base,
+        "target": target,
+        "threads": threads,
+        "visible_deadline": visible_deadline,
+    }
     if engine or trusted_key or not is_plain(os.environ):
-        flags = {
-            "channel": channel,
-            "local": local,
-            "base": base,
-            "engine": engine or None,
-            "target": target,
-            "threads": threads,
-            "visible_deadline": visible_deadline,
-            "trusted_key": trusted_key or None,
-        }
-        parts = _by_settings(flags)
+        opened = _by_settings({**flags, "engine": engine or None, "trusted_key": trusted_key or None})
     else:
-        parts = Parts(plain_options(channel, local, base, target, threads, visible_deadline))
+        opened = partial(Sync, plain_options(flags))
     output = Output(json=as_json)
-    with _term_as_interrupt():
-        status = _sync(parts, output, rehash, wait_channel, wait_engine)
+    with _term_as_interrupt(), output.progress(f"{local.absolute()}", None) as advance:
+        one = opened(callbacks=Callbacks(show=_tell_wait_once(), advance=advance))
+        try:
+            status = _sync(one, rehash, wait_channel, wait_engine)
+        finally:
+            one.close()
     output.result(status, lambda console: _show(console, status))
     _judge(status)
 
 
 VERB = Verb("sync", sync, _OPTIONS)
-
-
-@dataclass(frozen=True)
-class Parts:
-    options: SyncOptions
-    engines: Engines | None = None
-    lead: Lead | None = None
 
 
 def is_plain(environment: Mapping[str, str]) -> bool:
@@ -114,27 +106,21 @@ def is_plain(environment: Mapping[str, str]) -> bool:
     return ours <= _READ_HERE
 
 
-def plain_options(
-    channel: Path,
-    local: Path,
-    base: Path | None,
-    target: str,
-    threads: int | None,
-    visible_deadline: float | None,
-) -> SyncOptions:
+def plain_options(flags: Mapping[str, Any]) -> SyncOptions:
     """What the settings come to where nothing else is set, without their class and pydantic under it. Raises
     BadTarget."""
     options = SyncOptions(
-        channel=channel,
-        local=local.absolute(),
-        base=base,
-        target=parse_target(target),
-        threads=working_threads(threads),
+        channel=flags["channel"],
+        local=flags["local"].absolute(),
+        base=flags["base"],
+        target=parse_target(flags["target"]),
+        threads=working_threads(flags["threads"]),
     )
-    return options if visible_deadline is None else replace(options, visible_seconds=visible_deadline)
+    seconds = flags["visible_deadline"]
+    return options if seconds is None else replace(options, visible_seconds=seconds)
 
 
-def _by_settings(flags: Mapping[str, object]) -> Parts:
+def _by_settings(flags: Mapping[str, object]) -> Callable[..., Sync]:
     from weightcast.shared.daemon.settings import load_settings
     from weightcast.subscriber.daemon.settings import SubscriberSettings
     from weightcast.subscriber.daemon.wiring import open_engines, open_lead, options_of
@@ -143,28 +129,19 @@ def _by_settings(flags: Mapping[str, object]) -> Parts:
     lead = open_lead(settings)
     # asked for by name: also a follower comes to the target
     options = replace(options_of(settings), group_follower=False)
-    return Parts(options, open_engines(settings, lead), lead)
+    return partial(Sync, options, open_engines(settings, lead), lead)
 
 
-def _sync(
-    parts: Parts, output: Output, rehash: bool, channel_seconds: float, engine_seconds: float
-) -> HostStatus:
-    options = parts.options
-    status_builder = StatusBuilder(options)
-    with output.progress(f"{options.local}", None) as advance:
-        one = Sync(options, parts.engines, parts.lead, show=_Patience(status_builder).show, advance=advance)
-        try:
-            outcome = _first(one, rehash, channel_seconds)
-            deadline = time.monotonic() + engine_seconds
-            while not outcome.ready and time.monotonic() < deadline:
-                time.sleep(_LOOK_SECONDS)
-                outcome = one.sync_once()
-            return status_builder.status.get()
-        finally:
-            one.close()
+def _sync(one: Sync, rehash: bool, channel_seconds: float, engine_seconds: float) -> HostStatus:
+    status = _first(one, rehash, channel_seconds)
+    deadline = time.monotonic() + engine_seconds
+    while not status.ready and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        status = one.sync_once()
+    return status
 
 
-def _first(one: Sync, rehash: bool, seconds: float) -> Outcome:
+def _first(one: Sync, rehash: bool, seconds: float) -> HostStatus:
     """Of the step that is taken as soon as there is a channel."""
     deadline, told = time.monotonic() + seconds, False
     # asked for once: the bytes here are read while a channel is waited for, too
@@ -181,20 +158,19 @@ def _first(one: Sync, rehash: bool, seconds: float) -> Outcome:
             time.sleep(_LOOK_SECONDS)
 
 
-class _Patience:
+def _tell_wait_once() -> Callable[[HostStatus], None]:
     """Says once what the command waits for: a person looks on."""
+    told = False
 
-    def __init__(self, status_builder: StatusBuilder) -> None:
-        self._status_builder, self._told = status_builder, False
-
-    def show(self, sync: Sync) -> None:
-        self._status_builder.show(sync)
-        waiting = sync.log.view.waiting_for
-        if waiting is not None and not self._told:
-            self._told = True
+    def tell(status: HostStatus) -> None:
+        nonlocal told
+        waiting = status.waiting_for
+        if waiting is not None and not told:
+            told = True
             seconds = waiting.until - time.time()
-            text = f"waiting for version {waiting.version}: {waiting.reason}; up to {seconds:.0f} s more"
-            print(printable(text), file=sys.stderr)
+            print(printable(f"{waiting}; up to {seconds:.0f} s more"), file=sys.stderr)
+
+    return tell
 
 
 @contextmanager
@@ -228,33 +204,31 @@ def _judge(status: HostStatus) -> None:
 def _show(console: Console, status: HostStatus) -> None:
     from rich.table import Table
 
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("local", printable(status.local))
-    table.add_row("run", printable(status.run_id or "-"))
-    table.add_row("version", f"{status.local_version} (target {status.target_version})")
-    table.add_row("root", status.local_root or "-")
-    table.add_row("signed", status.signed)
-    if status.carried:
-        table.add_row("carried", printable(", ".join(status.carried)))
-    for name in status.engines_to_restart:
-        table.add_row("restart", f"{printable(name)}: it read its config files before they changed")
-    if status.left_behind:
-        table.add_row("left behind", left_text(status.left_behind, most=20))
-    if status.base_notes:
-        table.add_row("base notes", printable("; ".join(status.base_notes)))
-    if status.base_files:
-        table.add_row("base files", printable(status.base_files))
-    for reason in status.degraded:
-        table.add_row("degraded", printable(reason))
+    rows = [
+        ("local", status.local),
+        ("run", status.run_id or "-"),
+        ("version", f"{status.local_version} (target {status.target_version})"),
+        ("root", status.local_root or "-"),
+        ("signed", status.signed),
+        ("carried", ", ".join(status.carried)),
+        *(
+            ("restart", f"{name}: it read its config files before they changed")
+            for name in status.engines_to_restart
+        ),
+        ("left behind", left_text(status.left_behind, most=20)),
+        ("base notes", "; ".join(status.base_notes)),
+        ("base files", status.base_files),
+        *(("degraded", reason) for reason in status.degraded),
+    ]
     for update in status.updates:
         untaken = "" if update.taken else ", no engine took it"
-        table.add_row(
-            update.kind,
-            f"to {update.version}, {update.bytes} bytes, {update.seconds['total']:.2f} s{untaken}",
-        )
+        seconds = update.seconds["total"]
+        rows.append((update.kind, f"to {update.version}, {update.bytes} bytes, {seconds:.2f} s{untaken}"))
     for engine in status.engines:
-        table.add_row(
-            printable(engine.name),
-            f"{engine.mark} {'-' if engine.version is None else engine.version} {printable(engine.reason)}",
-        )
+        version = "-" if engine.version is None else engine.version
+        rows.append((engine.name, f"{engine.mark} {version} {engine.reason}"))
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, text in rows:
+        if text:
+            table.add_row(printable(name), printable(text))
     console.print(table)

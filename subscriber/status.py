@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Literal
 
-from weightcast.shared.daemon.status import Facts, KernelStatus, LoopStatus, Readiness, VerifyStatus
+from weightcast.shared.checkpoint.state.state import Blocked, LocalState, Mark, Phase
+from weightcast.shared.daemon.status import Facts, Failure, KernelStatus, LoopStatus, Readiness, VerifyStatus
 
 KEPT_UPDATES = 32
 
@@ -26,11 +27,7 @@ the tensors that a version changed."""
 EngineCondition = Literal["serving", "waiting", "paused", "suspect", "failed", "silent"]
 
 
-class LastError(Facts):
-    error: str
-    """name of the class"""
-    message: str
-    remedy: str
+class LastError(Failure):
     at: float
     """unix time"""
 
@@ -73,7 +70,7 @@ class EngineStatus(Facts):
     name: str
     kind: str
     url: str
-    mark: Literal["served", "pausing", "suspect", "unknown"]
+    mark: Mark | Literal["unknown"]
     version: int | None
     """confirmed last"""
     confirmed_by: str
@@ -116,6 +113,9 @@ class WaitingFor(Facts):
     """unix time"""
     until: float
     """unix time at which the wait is given up; `--visible-deadline`"""
+
+    def __str__(self) -> str:
+        return f"waiting for version {self.version}: {self.reason}"
 
 
 class ReloadProof(Facts):
@@ -160,13 +160,6 @@ class UpdateStatus(Facts):
     """false: a reload that no engine took"""
     at: float
     """unix time of its end"""
-
-
-class BlockedStatus(Facts):
-    version: int
-    digest: str
-    reason: str
-    attempts: int
 
 
 class MemberStatus(Facts):
@@ -246,7 +239,7 @@ class HostStatus(Facts):
     """small faults in the base that are tolerated"""
     base_files: str = ""
     """which of the others are missing here, or why that is not known; empty: all are here"""
-    blocked: tuple[BlockedStatus, ...] = ()
+    blocked: tuple[Blocked, ...] = ()
     waiting_for: WaitingFor | None = None
     """null unless the running step has waited for some seconds"""
     last_error: LastError | None = None
@@ -281,3 +274,26 @@ def served(engines: Iterable[EngineStatus], local_version: int | None) -> int | 
 
 def readiness(status: HostStatus) -> Readiness:
     return Readiness(ready=status.ready, reasons=status.not_ready_reasons)
+
+
+def with_local(status: HostStatus, state: LocalState | None, engines: tuple[EngineStatus, ...]) -> HostStatus:
+    """The status with what the local state says, as far as there is one, and its engines."""
+    if state is not None:
+        status = status.but(
+            run_id=state.run_id,
+            local_root=state.position.root,
+            last_full_hash=state.last_full_hash,
+            assurance="changed-tensors" if state.foreign else "full",
+            blocked=state.blocked,
+        )
+    # None while nothing is seeded, or the bytes are being written
+    readable = state is not None and state.phase not in (Phase.SEEDING, Phase.DIRTY)
+    version = state.position.version if state is not None and readable else None
+    confirmed, target = served(engines, version), status.target_version
+    return status.but(
+        local_version=version,
+        served_version=confirmed,
+        confirmed_by=weakest(engine.confirmed_by for engine in engines),
+        lag_versions=None if target is None or confirmed is None else target - confirmed,
+        engines=engines,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -39,19 +38,17 @@ from weightcast.shared.daemon.status import (
 from weightcast.shared.daemon.watch import Watcher
 from weightcast.shared.files.disk_errors import DiskError
 from weightcast.shared.files.paths import exists, require_directory
-from weightcast.subscriber.daemon.failed_engines import FailedEngines
+from weightcast.subscriber.daemon.announce import Announcer, FailedEngines
 from weightcast.subscriber.daemon.metrics import SubscriberMetrics
-from weightcast.subscriber.daemon.report import Reporting, open_reporter
+from weightcast.subscriber.daemon.report import open_reporter
 from weightcast.subscriber.daemon.settings import SubscriberSettings
-from weightcast.subscriber.daemon.status import StatusBuilder, group_status, of_move
 from weightcast.subscriber.daemon.wiring import open_engines, open_lead, options_of
 from weightcast.subscriber.engines.verify import EngineVerify
-from weightcast.subscriber.groups.messages import Hold, HoldRequest, ReleaseRequest
-from weightcast.subscriber.groups.order import HOLD_PATH, RELEASE_PATH
-from weightcast.subscriber.status import HostStatus, UpdateStatus, WaitingFor, readiness
+from weightcast.subscriber.groups.messages import HOLD_PATH, RELEASE_PATH
+from weightcast.subscriber.status import HostStatus, UpdateStatus, readiness
+from weightcast.subscriber.sync.follow import MissingBase
 from weightcast.subscriber.sync.group_follower import GroupFollower, Post
-from weightcast.subscriber.sync.host import Outcome, known
-from weightcast.subscriber.sync.planner import MissingBase
+from weightcast.subscriber.sync.host import Callbacks, known
 from weightcast.subscriber.sync.sync import Sync
 
 log = get_log("sync")
@@ -62,43 +59,45 @@ class Subscriber:
 
     def __init__(self, settings: SubscriberSettings) -> None:
         self.settings = settings
-        self.options = replace(options_of(settings), fetch_ahead=True)
         self.wakeup, self.stop = Wakeup(), Stop()
         self.loop = Snapshot(LoopStatus())
-        self.status_builder = StatusBuilder(self.options)
         self.registry = new_registry()
         watch_loop(self.registry, self.loop)
         self.metrics = SubscriberMetrics(self.registry)
         self.disk = DiskMetrics(self.registry, {"channel": settings.channel, "local": settings.local})
         self.refused: WeightcastError | None = None
         """why this start can never come to anything"""
-        self._troubles: tuple[str, ...] = ()
-        self._left: tuple[str, ...] = ()
-        self._base_notes: tuple[str, ...] = ()
-        self._to_restart: tuple[str, ...] = ()
-        self._awaited = ""
-        self._logged = 0
-        """moves of the running step"""
+        self._has_moved = False
+        """the local checkpoint, in the running step"""
+        self.announcer = Announcer()
         self.failed = FailedEngines(settings.on_engine_failed, settings.hook_seconds, self.stop.request)
         self.scrub = Scrub(int(settings.verify_rate), stop=lambda: self.stop.requested)
         self.engine_verify = EngineVerify(
             int(settings.verify_rate), settings.verify_engine_every, stop=lambda: self.stop.requested
         )
         lead = open_lead(settings)
-        engines = open_engines(settings, lead, stopping=lambda: self.stop.requested)
-        self.sync = Sync(self.options, engines, lead, show=self._show, stop=self.stop.wait)
+        self.sync = Sync(
+            replace(options_of(settings), fetch_ahead=True),
+            open_engines(settings, lead, stopping=lambda: self.stop.requested),
+            lead,
+            Callbacks(self._show, self._moved, stop=self.stop.wait),
+        )
         self.start = Start(self.sync)
-        reporter = open_reporter(settings)
-        self.reporting = None if reporter is None else Reporting(reporter, self._reported)
-        self.post = Post(self.wakeup.set) if settings.group_follower else None
-        self.follower = None if self.post is None else GroupFollower(self.sync, self.post)
+        self.reporter = open_reporter(settings)
+        self.follower: GroupFollower | None = None
+        if settings.group_follower:
+            self.follower = GroupFollower(self.sync, Post(self.wakeup.set))
 
-    def _show(self, sync: Sync) -> None:
-        self.status_builder.show(sync)
-        self._log_moves()
-        self._log_wait(sync.log.view.waiting_for)
-        self.metrics.show(self.status_builder.status.get())
+    def _show(self, status: HostStatus) -> None:
+        self.announcer.waits(status)
+        self.metrics.show(status)
         self.disk.show()
+
+    def _moved(self, update: UpdateStatus) -> None:
+        local = self.sync.updater.local
+        self.announcer.moved(update, self.sync.status, 0 if local is None else local.table.elements)
+        self.metrics.count(update)
+        self._has_moved |= update.kind != "reload"
 
     def step(self, stop: Stop) -> None:
         try:
@@ -112,98 +111,27 @@ class Subscriber:
 
     def _step(self) -> None:
         try:
-            outcome = self.sync.sync_once() if self.follower is None else self.follower.step()
+            self._has_moved = False
+            if self.follower is None:
+                self.sync.sync_once()
+            else:
+                self.follower.step()
             if self.follower is None or not self.follower.is_still:
                 self.sync.verify_some(self.scrub)
-                self._verify_engines()
+                for name, fault in self.sync.verify_engines(self.engine_verify).items():
+                    log.warning("engine verify", engine=name, fault=fault)
         finally:
-            self._log_untaken()
-            self.failed.tell(self.status_builder.status.get())
-        self._log(outcome)
-        self._awaited = ""
-        if outcome.moved:
+            self.announcer.not_taken(self.sync.status)
+            self.failed.tell(self.sync.status)
+        self.announcer.ended_well(self.sync.status)
+        if self._has_moved:
             # another version may have come meanwhile
             self.wakeup.set()
 
-    def _log_wait(self, waiting: WaitingFor | None) -> None:
-        """Once for each file, also where several steps wait for it."""
-        if waiting is not None and waiting.file != self._awaited:
-            self._awaited = waiting.file
-            seconds = round(waiting.until - time.time())
-            log.warning(
-                "waiting for a file",
-                sentence=f"waiting for version {waiting.version}: {waiting.reason}; up to {seconds} s more",
-                **waiting.by_name(),
-            )
-
-    def _verify_engines(self) -> None:
-        for name, fault in self.sync.verify_engines(self.engine_verify).items():
-            log.warning("engine verify", engine=name, fault=fault)
-
-    def _log_moves(self) -> None:
-        """As they come: what follows in the same step may take long."""
-        moves = self.sync.log.moves
-        self._logged = min(self._logged, len(moves))
-        for move in moves[self._logged :]:
-            if move.taken:
-                self._log_move(move)
-        self._logged = len(moves)
-
-    def _log_move(self, move: UpdateStatus) -> None:
-        local = self.sync.updater.local
-        words = 0 if local is None else local.table.elements
-        parts = {f"{part}_s": round(seconds, 4) for part, seconds in move.seconds.items()}
-        log.info(
-            "engines reloaded" if move.kind == "reload" else "version",
-            sentence=of_move(move, self.status_builder.status.get().served_version, words),
-            kind=move.kind,
-            from_version=move.from_version,
-            version=move.version,
-            step=move.step,
-            target=self.sync.log.view.target_version,
-            folded=move.folded,
-            bytes=move.bytes,
-            changes=move.changes,
-            pause_total_s=None if move.pause_seconds is None else round(move.pause_seconds, 4),
-            **parts,
-        )
-
-    def _log_untaken(self) -> None:
-        """What no engine took, unless the last line said the same."""
-        reasons = self.sync.log.view.not_ready
-        untaken = [move.version for move in self.sync.log.moves if not move.taken]
-        if untaken and reasons != self._troubles:
-            self._troubles = reasons
-            log.warning("engines not reloaded", version=untaken[-1], reasons=list(reasons))
-
-    def _log(self, outcome: Outcome) -> None:
-        to_restart = self.sync.log.view.files.to_restart
-        if to_restart != self._to_restart:
-            self._to_restart = to_restart
-            if to_restart:
-                files = list(self.sync.log.view.files.carried)
-                log.warning("config files changed: restart engines", engines=list(to_restart), files=files)
-        left = self.sync.log.view.files.left_behind
-        if left != self._left:
-            self._left = left
-            log.info("files left behind", files=list(left))
-        notes = self.sync.log.view.files.base_notes
-        if notes != self._base_notes:
-            self._base_notes = notes
-            log.info("small faults in the base, tolerated", notes=list(notes))
-        troubles = (*outcome.waiting, *outcome.degraded)
-        if troubles != self._troubles:
-            self._troubles = troubles
-            if troubles:
-                log.warning("not where it should be", version=outcome.version, reasons=list(troubles))
-            else:
-                sentence = f"all engines serve version {outcome.version}"
-                log.info("all engines serve", sentence=sentence, version=outcome.version)
-
     def _reported(self) -> HostStatus | None:
         """A report is a local checkpoint's: that of its writer. A start that is refused leaves none."""
-        status = self.status_builder.status.get().but(loop=self.loop.get())
-        unknown = self.refused is not None or isinstance(self.sync.log.view.error, HasWriter)
+        status = self.sync.status.but(loop=self.loop.get())
+        unknown = self.refused is not None or isinstance(self.sync.host.error, HasWriter)
         return None if unknown or not self.start.is_known(status) else status
 
     def on_start(self) -> None:
@@ -213,38 +141,36 @@ class Subscriber:
         except BaseException:
             self.sync.close()
             raise
-        if self.reporting is not None:
-            self.reporting.start()
+        if self.reporter is not None:
+            self.reporter.start(self._reported)
 
     def on_stop(self) -> None:
         if self.follower is not None:
             self.follower.close()
         self.sync.close()
-        if self.reporting is not None:
-            self.reporting.stop()
+        if self.reporter is not None:
+            self.reporter.stop()
         if self.refused is not None:
             self.start.withdraw()
 
     def status(self) -> HostStatus:
-        status = self.status_builder.status.get()
+        status = self.sync.status
         hashed = status.last_full_hash
         return status.but(
             loop=self.loop.get(),
             kernels=STATUS.get(),
             last_full_hash_age_seconds=None if hashed is None else max(0.0, time.time() - hashed),
-            group=group_status(self.sync.lead, self.post),
-            report_error="" if self.reporting is None else self.reporting.error,
+            group=self.sync.lead.status() if self.follower is None else self.follower.post.status(),
+            report_error="" if self.reporter is None else self.reporter.error,
         )
 
     def ready(self) -> Readiness:
-        return readiness(self.status_builder.status.get())
+        return readiness(self.sync.status)
 
     def stop_time(self) -> float:
         """A reload that may yet end well is waited for: its engine would stay paused until the next start."""
-        engines, engine_status = self.sync.engines, self.status_builder.status.get().engines
-        return max(
-            (engines[one.name].pace.total for one in engine_status if one.mark == "pausing"), default=0.0
-        )
+        pausing = [engine.name for engine in self.sync.status.engines if engine.mark == "pausing"]
+        return max((self.sync.engines[name].pace.total for name in pausing), default=0.0)
 
     def app(self) -> FastAPI:
         token = None if self.settings.token is None else self.settings.token.get_secret_value()
@@ -257,8 +183,12 @@ class Subscriber:
             self._wake,
             HostStatus,
         )
-        if self.post is not None:
-            app.include_router(group_routes(self.post))
+        if self.follower is not None:
+            routes, post = APIRouter(tags=["group"], route_class=StrictRoute), self.follower.post
+            routes.post(HOLD_PATH, name="hold")(post.take)
+            routes.get(HOLD_PATH, name="look")(post.look)
+            routes.post(RELEASE_PATH, name="release")(post.release)
+            app.include_router(routes)
         return app
 
     def _wake(self) -> None:
@@ -286,11 +216,9 @@ class Subscriber:
             raise error
 
 
-def run_subscriber(
-    settings: SubscriberSettings, make: Callable[[SubscriberSettings], Subscriber] = Subscriber
-) -> None:
+def run_subscriber(settings: SubscriberSettings) -> None:
     setup_logs(settings.log_format, settings.log_level)
-    make(settings).run()
+    Subscriber(settings).run()
 
 
 _EARLY = ("starting", "loading", "planning", "waiting", "stopped")
@@ -321,7 +249,7 @@ class Start:
                 require_named(open_store(channel))
             if base is not None and not exists(self._sync.updater.paths.state):
                 open_base(base)
-            self._sync.take_local()
+            self._sync.host.own()
         except (OSError, RetryLater) as error:
             told = known(error)
             if isinstance(told, HasWriter) or told.exit_code == Refused.exit_code:
@@ -347,25 +275,3 @@ class Start:
     def is_known(self, status: HostStatus) -> bool:
         """Whether others may hear of this host: its settings have led somewhere."""
         return status.loop.steps > 0 or status.state not in _EARLY
-
-
-def group_routes(post: Post) -> APIRouter:
-    router = APIRouter(tags=["group"], route_class=StrictRoute)
-
-    @router.post(HOLD_PATH)
-    def hold(request: HoldRequest) -> Hold:
-        """Come to a version and stand still there, or only prepare for it, until the lease ends. Repeated by
-        the leader, which renews the lease and tells how far it is."""
-        return post.take(request.order(), request.seconds)
-
-    @router.get(HOLD_PATH)
-    def look() -> Hold:
-        """The order that is here and where the local checkpoint is."""
-        return post.look()
-
-    @router.post(RELEASE_PATH)
-    def release(request: ReleaseRequest) -> Hold:
-        """The leader's order of this term ends before its lease does."""
-        return post.release(request.leader, request.term, request.served)
-
-    return router

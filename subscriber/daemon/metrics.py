@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal, get_args
+
+from prometheus_client import Counter
 
 from weightcast.shared.daemon.metrics import (
     NONE,
@@ -29,7 +31,7 @@ from weightcast.subscriber.status import (
     ReloadProof,
     UpdateStatus,
 )
-from weightcast.subscriber.sync.target import FOLLOW_LATEST
+from weightcast.subscriber.sync.options import FOLLOW_LATEST
 
 PHASES = (
     "plan", "seed", "repair", "fetch", "stage", "offer", "group", "lock", "patch", "verify", "pause",
@@ -44,7 +46,7 @@ _NAN = float("nan")
 
 
 class SubscriberMetrics:
-    """`show` is called with every status; updates are counted once each."""
+    """`show` is called with every status, `count` with every update."""
 
     def __init__(self, registry: Metrics) -> None:
         self._run = facts(
@@ -94,8 +96,7 @@ class SubscriberMetrics:
         )
         self._engines = _EngineMetrics(registry)
         self._verify = VerifyMetrics(registry)
-        self._read: Mapping[Cause, int] = {}
-        self._newest: UpdateStatus | None = None
+        self._totals = _Totals()
 
     def show(self, status: HostStatus) -> None:
         self._run.info({"run_id": status.run_id or "", "role": "subscriber", "software": status.software})
@@ -111,27 +112,14 @@ class SubscriberMetrics:
         self._verify.show(status.verify, status.last_full_hash)
         self._show_proof(status.reload_proof)
         for cause, nbytes in status.bytes_by_cause.items():
-            self._bytes.labels("read", cause).inc(nbytes - self._read.get(cause, 0))
-        self._read = status.bytes_by_cause
-        for update in self._unseen(status):
-            self._count(update)
+            self._totals.follow(self._bytes, nbytes, "read", cause)
 
     def _show_proof(self, proof: ReloadProof | None) -> None:
         known = _NAN if proof is None or proof.age_seconds is None else proof.age_seconds
         self._proof_age.set(known)
         self._proof_bound.set(_NAN if proof is None else proof.bound_seconds)
 
-    def _unseen(self, status: HostStatus) -> list[UpdateStatus]:
-        found: list[UpdateStatus] = []
-        for update in reversed(status.updates):
-            if update is self._newest:
-                break
-            found.append(update)
-        if status.updates:
-            self._newest = status.updates[-1]
-        return found[::-1]
-
-    def _count(self, update: UpdateStatus) -> None:
+    def count(self, update: UpdateStatus) -> None:
         self._updates.labels(update.kind).inc()
         self._changes.inc(update.changes)
         for phase, seconds in update.seconds.items():
@@ -172,8 +160,7 @@ class _EngineMetrics:
         self._faults = count(
             registry, "engine_verify_faults", "Times that an engine's memory was found wrong.", engine
         )
-        self._seen: dict[tuple[str, Way], int] = {}
-        self._lives: dict[str, LiveStatus] = {}
+        self._totals = _Totals()
 
     def show(self, engines: Iterable[EngineStatus]) -> None:
         for engine in engines:
@@ -182,24 +169,26 @@ class _EngineMetrics:
             self._version.labels(engine.name).set(_number(engine.version))
             self._failures.labels(engine.name).set(engine.failures)
             if engine.live is not None:
-                self._count(engine.name, "live", engine.live.patches)
-                self._count(engine.name, "reload", engine.live.reloads)
-                self._count_causes(engine.name, engine.live)
+                self._show_live(engine.name, engine.live)
 
-    def _count(self, name: str, way: Way, total: int) -> None:
-        seen = self._seen.get((name, way), 0)
-        self._ways.labels(name, way).inc(total - seen)
-        self._seen[name, way] = total
-
-    def _count_causes(self, name: str, live: LiveStatus) -> None:
-        before, self._lives[name] = self._lives.get(name, LiveStatus()), live
-        self._faults.labels(name).inc(_faults(live) - _faults(before))
+    def _show_live(self, name: str, live: LiveStatus) -> None:
+        self._totals.follow(self._ways, live.patches, name, "live")
+        self._totals.follow(self._ways, live.reloads, name, "reload")
+        self._totals.follow(self._faults, 0 if live.verify is None else live.verify.faults, name)
         for why, times in live.because.items():
-            self._because.labels(name, one_of(why, WHYS)).inc(times - before.because.get(why, 0))
+            self._totals.follow(self._because, times, name, why)
 
 
-def _faults(live: LiveStatus) -> int:
-    return 0 if live.verify is None else live.verify.faults
+class _Totals:
+    """Counters that show totals of a status."""
+
+    def __init__(self) -> None:
+        self._shown: dict[Counter, int] = {}
+
+    def follow(self, counter: Counter, total: int, *labels: str) -> None:
+        series = counter.labels(*labels)
+        series.inc(total - self._shown.get(series, 0))
+        self._shown[series] = total
 
 
 def _number(version: int | None) -> int:

@@ -21,7 +21,7 @@ from weightcast.shared.daemon.client import Daemon, parsed
 from weightcast.shared.daemon.fleet import REPORTS_PATH
 from weightcast.shared.daemon.logs import get_log
 from weightcast.subscriber.daemon.settings import SubscriberSettings
-from weightcast.subscriber.status import EngineStatus, HostStatus, UpdateStatus
+from weightcast.subscriber.status import HostStatus, UpdateStatus
 
 EVERY_SECONDS = 30.0
 CHANGE_SECONDS = 1.0
@@ -38,6 +38,8 @@ _POST_SECONDS = 5.0
 _TICK = 0.05
 """seconds within which two clocks count as equal: file times are coarse"""
 
+_ENGINE = ("name", "kind", "state", "mark", "version", "confirmed_by", "aligned")
+"""what is reported of an engine's status"""
 VERIFY_CHANNEL = "check the mount; run `weightcast channel verify` on the publisher's machine"
 
 log = get_log("report")
@@ -49,7 +51,7 @@ class Undelivered(Exception):
 
 class Door(Protocol):
     def deliver(self, report: Report) -> float | None:
-        """Returns the seconds by which this host's clock is ahead of the receiver's. Raises Undelivered."""
+        """Returns the receiver's time, as far as it tells. Raises Undelivered."""
 
     def close(self) -> None: ...
 
@@ -57,23 +59,21 @@ class Door(Protocol):
 class InChannel:
     """A file in the channel."""
 
-    def __init__(self, channel: Path, now: Callable[[], float] = time.time) -> None:
-        self._channel, self._now = channel, now
+    def __init__(self, channel: Path) -> None:
+        self._channel = channel
 
     def deliver(self, report: Report) -> float | None:
         """Nothing is made where no channel is mounted: then nothing is returned."""
         store = open_store(self._channel)
-        began = self._now()
         try:
             if store.stat(CHANNEL_JSON) is None and store.stat(LATEST) is None:
                 return None
-            written = write_report(store, report)
+            return write_report(store, report)
         except OSError as error:
             raise Undelivered(
                 f"{self._channel}: no report of this host can be written: {error.strerror or error}; "
                 "give --report-to where the channel is read-only"
             ) from error
-        return ahead_by(began, self._now(), written)
 
     def close(self) -> None:
         pass
@@ -82,24 +82,16 @@ class InChannel:
 class ToPublisher:
     """Posted to the publisher, for hosts that cannot write to the channel."""
 
-    def __init__(
-        self,
-        url: str,
-        token: str | None,
-        now: Callable[[], float] = time.time,
-        seconds: float = _POST_SECONDS,
-    ) -> None:
-        self._now = now
+    def __init__(self, url: str, token: str | None, seconds: float = _POST_SECONDS) -> None:
         self._daemon = Daemon(url, token, seconds, token_from="WEIGHTCAST_REPORT_TOKEN")
 
     def deliver(self, report: Report) -> float | None:
-        began = self._now()
         try:
             answer = parsed(self._daemon.post_json(REPORTS_PATH, pack_report(report)), self._daemon.url)
         except WeightcastError as error:
             raise Undelivered(f"no report of this host reaches the publisher: {error}") from error
         there = answer.get("now")
-        return ahead_by(began, self._now(), there) if isinstance(there, float) else None
+        return there if isinstance(there, float) else None
 
     def close(self) -> None:
         self._daemon.close()
@@ -116,17 +108,13 @@ def ahead_by(began: float, ended: float, there: float) -> float:
 def open_reporter(settings: SubscriberSettings) -> Reporter | None:
     """None where this host reports to nobody."""
     if settings.report_to is not None:
-        door: Door = ToPublisher(settings.report_to, settings.reports_token)
-    elif settings.report:
-        door = InChannel(settings.channel)
-    else:
-        return None
-    return Reporter(door, settings.report_seconds)
+        return Reporter(ToPublisher(settings.report_to, settings.reports_token), settings.report_seconds)
+    return Reporter(InChannel(settings.channel), settings.report_seconds) if settings.report else None
 
 
 class Reporter:
     """Delivers when something worth telling changed or time is up. A failed delivery is logged, never
-    raised."""
+    raised. `start` and `stop` belong to one thread."""
 
     def __init__(
         self, door: Door, every_seconds: float = EVERY_SECONDS, clock: Callable[[], float] = time.monotonic
@@ -140,7 +128,37 @@ class Reporter:
         # a restarted host must not seem to stand still
         self._counter = int(time.time())
         self._offset: float | None = None
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
         self.error = ""
+        """why the last report was not delivered"""
+
+    def start(self, status: Callable[[], HostStatus | None]) -> None:
+        """In a thread: reports what `status` says; None: nothing, as another process speaks for this host."""
+        self._thread = threading.Thread(target=self._run, args=(status,), name="report", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The last report says that the host stopped; a channel that hangs is not waited for."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_SECONDS)
+
+    def _run(self, look: Callable[[], HostStatus | None]) -> None:
+        pause = _LOOK_SECONDS
+        while not self._ending.wait(pause):
+            try:
+                status = look()
+                if status is not None:
+                    self.report(status)
+                pause = _LOOK_SECONDS
+            except Exception:
+                log.exception("reporting crashed")
+                pause = min(2 * pause, LONGEST_PAUSE)
+        status = look()
+        if status is not None:
+            self.last(status)
+        self._door.close()
 
     def report(self, status: HostStatus) -> None:
         """Called often: mostly nothing is due."""
@@ -156,9 +174,6 @@ class Reporter:
             time.sleep(_LAST_PAUSE)
             self._deliver(describe(status), self._clock())
 
-    def close(self) -> None:
-        self._door.close()
-
     def _tells(self, report: Report, now: float) -> bool:
         if self._last is None:
             return True
@@ -169,13 +184,14 @@ class Reporter:
 
     def _deliver(self, report: Report, now: float) -> None:
         self._counter += 1
+        began = time.time()
         try:
-            offset = self._door.deliver(replace(report, counter=self._counter, clock_offset=self._offset))
+            there = self._door.deliver(replace(report, counter=self._counter, clock_offset=self._offset))
         except Undelivered as error:
             self._fail(str(error), now)
             return
-        if offset is not None:
-            self._offset = offset
+        if there is not None:
+            self._offset = ahead_by(began, time.time(), there)
         self.error, self._last, self._failures = "", report, 0
         self._told, self._free = now, now + CHANGE_SECONDS
         self._due = now + jittered(self._every)
@@ -186,46 +202,6 @@ class Reporter:
         self.error = error
         self._failures += 1
         self._free = now + jittered(min(_UNDELIVERED.pause(self._failures), self._every))
-
-
-class Reporting:
-    """A thread that reports what `status` says; None: nothing, as another process speaks for this host.
-    `start` and `stop` belong to one thread."""
-
-    def __init__(self, reporter: Reporter, status: Callable[[], HostStatus | None]) -> None:
-        self._reporter, self._status = reporter, status
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="report", daemon=True)
-
-    @property
-    def error(self) -> str:
-        """Why the last report was not delivered."""
-        return self._reporter.error
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """The last report says that the host stopped; a channel that hangs is not waited for."""
-        self._ending.set()
-        if self._thread.ident is not None:
-            self._thread.join(_STOP_SECONDS)
-
-    def _run(self) -> None:
-        pause = _LOOK_SECONDS
-        while not self._ending.wait(pause):
-            try:
-                status = self._status()
-                if status is not None:
-                    self._reporter.report(status)
-                pause = _LOOK_SECONDS
-            except Exception:
-                log.exception("reporting crashed")
-                pause = min(2 * pause, LONGEST_PAUSE)
-        status = self._status()
-        if status is not None:
-            self._reporter.last(status)
-        self._reporter.close()
 
 
 def describe(status: HostStatus) -> Report:
@@ -241,7 +217,7 @@ def describe(status: HostStatus) -> Report:
         target=status.target,
         lag=status.lag_versions,
         last_error=error,
-        engines=tuple(map(_engine, status.engines)),
+        engines=tuple({name: getattr(one, name) for name in _ENGINE} for one in status.engines),
         counter=0,
         software=status.software,
         phase=status.state,
@@ -260,21 +236,9 @@ def _trouble(status: HostStatus) -> tuple[str, str]:
         return f"{error.error}: {error.message}", error.remedy
     waiting = status.waiting_for
     if waiting is not None:
-        return f"waiting for version {waiting.version}: {waiting.reason}", VERIFY_CHANNEL
+        return str(waiting), VERIFY_CHANNEL
     failed = [f"engine {one.name} failed: {one.reason}" for one in status.engines if one.state == "failed"]
     return "; ".join(failed), FIX_ENGINE if failed else ""
-
-
-def _engine(engine: EngineStatus) -> dict[str, object]:
-    return {
-        "name": engine.name,
-        "kind": engine.kind,
-        "state": engine.state,
-        "mark": engine.mark,
-        "version": engine.version,
-        "confirmed_by": engine.confirmed_by,
-        "aligned": engine.aligned,
-    }
 
 
 def _update(update: UpdateStatus) -> Update:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -26,10 +27,12 @@ from weightcast.subscriber.engines.base import (
     parse_engines,
 )
 from weightcast.subscriber.engines.rules import ReloadOrder
-from weightcast.subscriber.groups.order import LEASE_LIMIT, is_member_url
-from weightcast.subscriber.sync.target import BadTarget, parse_target
+from weightcast.subscriber.groups.messages import LEASE_LIMIT, is_member_url
+from weightcast.subscriber.sync.options import BadTarget, parse_target
 
 MOST_MEMBERS = 256
+Seconds = Annotated[float, Field(allow_inf_nan=False)]
+Deadline = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 
 class SubscriberSettings(ServiceSettings):
@@ -44,29 +47,15 @@ class SubscriberSettings(ServiceSettings):
     pre_read: str | None = Field(
         None, min_length=1, description="Command run before a version of the channel is read."
     )
-    visible_deadline: float = Field(
-        120.0,
-        gt=0,
-        le=86400,
-        allow_inf_nan=False,
-        description="Seconds until what the pointer names must be visible here.",
+    visible_deadline: Deadline = Field(
+        120.0, description="Seconds until what the pointer names must be visible here."
     )
-    engine_deadline: float = Field(
-        300.0,
-        gt=0,
-        le=86400,
-        allow_inf_nan=False,
-        description="Seconds that an engine may take to reload.",
-    )
+    engine_deadline: Deadline = Field(300.0, description="Seconds that an engine may take to reload.")
     reload: ReloadOrder = Field(
         "together", description="Engines at the same time, or the next once the one before is confirmed."
     )
-    engine_check_seconds: float = Field(
-        2.0,
-        gt=0,
-        le=3600,
-        allow_inf_nan=False,
-        description="Pause between two looks at engines that serve, to notice restarts.",
+    engine_check_seconds: Seconds = Field(
+        2.0, gt=0, le=3600, description="Pause between two looks at engines that serve, to notice restarts."
     )
     engine_attempts: int = Field(
         5, ge=1, le=1000, description="Rounds of failed reloads until an engine counts as failed."
@@ -83,11 +72,10 @@ class SubscriberSettings(ServiceSettings):
         description="Versions after which all of a patched engine's memory is verified at once; 0: at the "
         "pace of --verify-rate alone.",
     )
-    verified_within: float = Field(
+    verified_within: Seconds = Field(
         600.0,
         ge=0,
         le=86400 * 365,
-        allow_inf_nan=False,
         description="Before engines reload, weights last hashed more than this many seconds ago are hashed "
         "again. 0, or up to 1 GiB of weights: all of them, before every reload.",
     )
@@ -104,12 +92,8 @@ class SubscriberSettings(ServiceSettings):
         None,
         description="Bearer token for hosts' reports to the publisher, no more; unset: WEIGHTCAST_TOKEN.",
     )
-    report_seconds: float = Field(
-        30.0,
-        ge=0.5,
-        le=3600,
-        allow_inf_nan=False,
-        description="Between two reports while nothing changes.",
+    report_seconds: Seconds = Field(
+        30.0, ge=0.5, le=3600, description="Between two reports while nothing changes."
     )
     group_member: tuple[str, ...] = Field(
         (),
@@ -126,28 +110,28 @@ class SubscriberSettings(ServiceSettings):
     group_token: Token | None = Field(
         None, description="Bearer token of the group's members; unset: this subscriber's own."
     )
-    group_lease: float = Field(
+    group_lease: Seconds = Field(
         30.0,
         ge=0.3,
         le=LEASE_LIMIT,
-        allow_inf_nan=False,
         description="Seconds that members stand still without word of their leader.",
     )
-    group_deadline: float = Field(
-        300.0,
-        gt=0,
-        le=86400,
-        allow_inf_nan=False,
-        description="Seconds that members may take to come to a version.",
-    )
+    group_deadline: Deadline = Field(300.0, description="Seconds that members may take to come to a version.")
 
     @field_validator("engine", mode="after")
     @classmethod
     def _check_engines(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         # What is wrong with `local` itself is said elsewhere, and it is then absent here.
-        problems = engine_problems(value, info.data.get("local", Path("/")))
+        local, problems = info.data.get("local", Path("/")), dict[str, None]()
+        parts: list[Callable[[Path], object]] = [partial(parse_engine, text) for text in value]
+        parts.append(partial(parse_engines, value))
+        for parse in parts:
+            try:
+                parse(local)
+            except BadEngineOption as error:
+                problems[error.message] = None
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError("; ".join((*problems, f"give {SYNTAX}")))
         return value
 
     @field_validator("target", mode="after")
@@ -164,10 +148,7 @@ class SubscriberSettings(ServiceSettings):
         if self.group_follower and (self.engine or self.group_member):
             raise ValueError("group_follower: engines and members are given to the group's leader")
         for url in self.group_member:
-            if not is_member_url(url):
-                raise ValueError("group_member: give http://HOST:PORT or https://HOST:PORT, nothing more")
-            if self.members_token is None and not is_loopback(urlsplit(url).hostname or ""):
-                raise ValueError("group_member: other machines ask for a token; set WEIGHTCAST_GROUP_TOKEN")
+            _require_reachable("group_member", url, self.members_token, "WEIGHTCAST_GROUP_TOKEN")
         if len(set(map(address_of, self.group_member))) < len(self.group_member):
             raise ValueError("group_member: a URL is given twice")
         return self
@@ -176,12 +157,9 @@ class SubscriberSettings(ServiceSettings):
     def _check_report_to(self) -> Self:
         if self.report_to is None:
             return self
-        if not is_member_url(self.report_to):
-            raise ValueError("report_to: give http://HOST:PORT or https://HOST:PORT, nothing more")
         if not self.report:
             raise ValueError("report_to: means nothing without reports (--no-report)")
-        if self.reports_token is None and not is_loopback(urlsplit(self.report_to).hostname or ""):
-            raise ValueError("report_to: other machines ask for a token; set WEIGHTCAST_REPORT_TOKEN")
+        _require_reachable("report_to", self.report_to, self.reports_token, "WEIGHTCAST_REPORT_TOKEN")
         return self
 
     def missing(self) -> list[str]:
@@ -190,26 +168,20 @@ class SubscriberSettings(ServiceSettings):
 
     @property
     def reports_token(self) -> str | None:
-        token = self.token if self.report_token is None else self.report_token
-        return None if token is None else token.get_secret_value()
+        return self._secret(self.report_token)
 
     @property
     def members_token(self) -> str | None:
-        token = self.token if self.group_token is None else self.group_token
+        return self._secret(self.group_token)
+
+    def _secret(self, own: Token | None) -> str | None:
+        """Unset: the daemon's token."""
+        token = self.token if own is None else own
         return None if token is None else token.get_secret_value()
 
 
-def engine_problems(texts: Sequence[str], local: Path) -> list[str]:
-    """What is wrong with `--engine` options, all of it."""
-    problems = []
-    for text in texts:
-        try:
-            parse_engine(text, local)
-        except BadEngineOption as error:
-            problems.append(error.message)
-    if not problems:
-        try:
-            parse_engines(texts, local)
-        except BadEngineOption as error:
-            problems.append(error.message)
-    return [*problems, f"give {SYNTAX}"] if problems else []
+def _require_reachable(name: str, url: str, token: str | None, variable: str) -> None:
+    if not is_member_url(url):
+        raise ValueError(f"{name}: give http://HOST:PORT or https://HOST:PORT, nothing more")
+    if token is None and not is_loopback(urlsplit(url).hostname or ""):
+        raise ValueError(f"{name}: other machines ask for a token; set {variable}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from weightcast.shared.base.errors import WeightcastError
@@ -25,9 +26,8 @@ from weightcast.subscriber.engines.base import (
 from weightcast.subscriber.engines.host import Engines, RetryPace
 from weightcast.subscriber.engines.rules import ReloadOrder
 from weightcast.subscriber.groups.lead import PATIENCE, GroupPace, Lead, Member
-from weightcast.subscriber.groups.order import NAME_LIMIT
-from weightcast.subscriber.sync.host import SyncOptions
-from weightcast.subscriber.sync.target import parse_target
+from weightcast.subscriber.groups.messages import NAME_LIMIT
+from weightcast.subscriber.sync.options import SyncOptions, parse_target
 
 ATTEMPTS = 2
 
@@ -60,20 +60,18 @@ def _hook(command: str, seconds: float) -> PreRead:
 def open_lead(settings: SubscriberSettings) -> Lead:
     """Connects to nothing yet."""
     lease = settings.group_lease
+    members: list[Member] = []
+    if settings.group_member:
+        # an HTTP client takes long to import, and most commands ask nobody
+        from weightcast.subscriber.groups.client import MemberClient
+
+        members = [MemberClient(url, settings.members_token, lease) for url in settings.group_member]
     return Lead(
-        _members(settings) if settings.group_member else [],
+        members,
         name=f"{socket.gethostname()}:{settings.local.absolute()}"[:NAME_LIMIT],
         pace=GroupPace(lease=lease, deadline=settings.group_deadline, patience=min(lease, PATIENCE)),
         first_term=int(time.time() * 1000),
     )
-
-
-def _members(settings: SubscriberSettings) -> list[Member]:
-    # an HTTP client takes long to import, and most commands ask nobody
-    from weightcast.subscriber.groups.client import MemberClient
-
-    token, lease = settings.members_token, settings.group_lease
-    return [MemberClient(url, token, lease) for url in settings.group_member]
 
 
 def open_engines(
@@ -85,7 +83,13 @@ def open_engines(
     limits = Timeouts(reload=settings.engine_deadline)
     pace = RetryPace(attempts=ATTEMPTS, total=settings.engine_deadline)
     _require_one_mapping(specs, settings.reload)
-    engines = [_open_engine(spec, settings.local, limits) for spec in specs]
+    engines: list[Adapter] = []
+    if specs:
+        # an HTTP client takes long to import
+        from weightcast.subscriber.engines.kinds import open_engine
+
+        run_id = partial(_run_id, settings.local)
+        engines = [open_engine(spec, run_id=run_id, timeouts=limits) for spec in specs]
     return Engines(
         engines,
         pace=pace,
@@ -96,12 +100,6 @@ def open_engines(
         group_patches=settings.group_patch,
         stopping=stopping,
     )
-
-
-def _open_engine(spec: EngineSpec, local: Path, limits: Timeouts) -> Adapter:
-    from weightcast.subscriber.engines.kinds import open_engine
-
-    return open_engine(spec, run_id=lambda: _run_id(local), timeouts=limits)
 
 
 def _require_one_mapping(specs: Sequence[EngineSpec], order: ReloadOrder) -> None:

@@ -12,16 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from weightcast.shared.base.errors import EngineFailed, Refused, RetryLater
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.checkpoint.state.state import LocalState, Position
-from weightcast.subscriber.groups.order import Order
-
-if TYPE_CHECKING:
-    from weightcast.subscriber.groups.messages import Hold
+from weightcast.subscriber.groups.messages import Hold, Order, Release
+from weightcast.subscriber.status import GroupStatus, MemberStatus
 
 ASK_FIRST, ASK_LONGEST = 0.02, 1.0
 _LOOK_EVERY = 0.1
@@ -36,15 +33,14 @@ Grants = Mapping[str, str]
 
 
 class Member(Protocol):
-    """The door of another host's subscriber. Raises EngineFailed when it does not answer, or not as a
-    follower does."""
+    """Another host's subscriber. Raises EngineFailed when it does not answer, or not as a follower does."""
 
     @property
     def url(self) -> str: ...
 
-    def order(self, order: Order, seconds: float) -> Hold: ...
+    def order(self, order: Order) -> Hold: ...
 
-    def release(self, leader: str, term: int, served: bool) -> Hold: ...
+    def release(self, release: Release) -> Hold: ...
 
     def look(self) -> Hold: ...
 
@@ -70,17 +66,39 @@ class Seen:
     troubles: tuple[str, ...] = ()
 
 
-@dataclass
-class Line:
-    """What is known of a member. `asked`: how many times the order had been changed or put again when the
-    last answer's question was sent."""
+class _Line:
+    """What is known of a member. Used under its leader's lock."""
 
-    member: Member
-    hold: Hold | None = None
-    failure: str = "not asked yet"
-    answered: float = 0.0
-    asked: int = 0
-    pause: float = ASK_FIRST
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.expect(0.0)
+
+    def expect(self, now: float) -> None:
+        """What it answered before counts no more."""
+        self.hold: Hold | None = None
+        self.failure = "not asked yet"
+        self.asked = 0
+        """how many times the order had been changed or put again when the last answer's question was sent"""
+        self.answered = now
+        self._pause = ASK_FIRST
+
+    def learn(self, answer: Hold | EngineFailed, asks: int, now: float) -> None:
+        self.asked = asks
+        if isinstance(answer, EngineFailed):
+            self.failure = answer.message
+        else:
+            self.hold, self.failure, self.answered = answer, "", now
+
+    def ask_soon(self) -> None:
+        self._pause = ASK_FIRST
+
+    def pause(self, order: Order) -> float:
+        """Until it is asked again."""
+        most = order.seconds / 3
+        if self.is_in(order):
+            return most
+        self._pause = min(self._pause * 1.5, ASK_LONGEST)
+        return min(self._pause, most)
 
     def is_in(self, order: Order) -> bool:
         """Whether the last answer says that the order is carried out."""
@@ -89,18 +107,26 @@ class Line:
             return False
         if order.phase == "prepare":
             return hold.state == "prepared"
-        lies = (hold.local_version, hold.local_digest, hold.local_root)
-        return hold.state == "held" and bool(hold.grant) and lies == (order.version, order.digest, order.root)
+        return hold.state == "held" and bool(hold.grant) and hold.is_at(order)
 
     def trouble(self, order: Order) -> str:
         """Why it is not, for people."""
-        hold = self.hold
+        hold, name = self.hold, f"group member {self.member.url}"
         if self.failure or hold is None:
-            return f"group member {self.member.url}: {self.failure}"
+            return f"{name}: {self.failure}"
         if hold.leader not in ("", order.leader):
-            return f"group member {self.member.url} is held by another leader, {hold.leader}"
-        what = hold.reason or f"it is {hold.state}"
-        return f"group member {self.member.url} is not at version {order.version}: {what}"
+            return f"{name} is held by another leader, {hold.leader}"
+        return f"{name} is not at version {order.version}: {hold.reason or f'it is {hold.state}'}"
+
+    def status(self) -> MemberStatus:
+        hold = self.hold
+        return MemberStatus(
+            url=self.member.url,
+            state="unknown" if hold is None else hold.state,
+            version=None if hold is None else hold.local_version,
+            reason=self.failure or ("" if hold is None else hold.reason),
+            seconds_left=None if hold is None else hold.seconds_left,
+        )
 
 
 class Lead:
@@ -127,7 +153,7 @@ class Lead:
         self._most_term = first_term + TERM_ROOM
         self._served = False
         self._changed = threading.Condition()
-        self._lines = tuple(Line(member) for member in self.members)
+        self._lines = tuple(map(_Line, self.members))
         self._order: Order | None = None
         self._asks = 0
 
@@ -139,11 +165,11 @@ class Lead:
         for member in self.members:
             member.close()
 
-    @property
-    def lines(self) -> tuple[Line, ...]:
-        """As last heard; for the status."""
+    def status(self) -> GroupStatus | None:
+        """As last heard. Called by any thread."""
         with self._changed:
-            return tuple(replace(line) for line in self._lines)
+            members = tuple(line.status() for line in self._lines)
+        return GroupStatus(role="leader", members=members) if members else None
 
     @contextmanager
     def gathering(self, version: int, state: LocalState) -> Iterator[None]:
@@ -162,10 +188,24 @@ class Lead:
         try:
             yield
         finally:
-            order = self._end()
+            with self._changed:
+                order, self._order = self._order, None
+                self._changed.notify_all()
             for thread in threads:
                 thread.join()
-            self._release(order)
+            if order is not None:
+                release = Release(order.leader, order.term, self._served)
+                self._ask_all(lambda member: member.release(release))
+                failpoint("group.released")
+
+    def _begin(self, version: int, run_id: str) -> None:
+        began = self._clock()
+        with self._changed:
+            for line in self._lines:
+                line.expect(began)
+            self._put(
+                Order(self._name, self._next_term(), "prepare", version, run_id, seconds=self._pace.lease)
+            )
 
     def await_prepared(self) -> None:
         """Raises Refused when a member does not take the version, RetryLater when one does not answer or is
@@ -176,21 +216,13 @@ class Lead:
 
     def hold(self, position: Position) -> None:
         """Returns when every member is at `position` and holds it. Raises as `await_prepared`."""
-        if self._order is None:
-            return
-
-        def held(order: Order) -> Order:
+        with self._changed:
+            order = self._order
+            if order is None:
+                return
             term = order.term if order.version == position.version else self._next_term()
-            return replace(
-                order,
-                term=term,
-                phase="hold",
-                version=position.version,
-                digest=position.digest,
-                root=position.root,
-            )
-
-        self._change(held)
+            held = replace(order, term=term, phase="hold", version=position.version)
+            self._put(replace(held, digest=position.digest, root=position.root))
         self._await()
         failpoint("group.held")
 
@@ -242,93 +274,64 @@ class Lead:
         self._ask_all(lambda member: member.look())
         holds = [line.hold for line in self._lines if line.hold is not None and not line.failure]
         return Seen(
-            astray=any(not hold.lies_at(position) for hold in holds),
+            astray=any(not hold.is_at(position) for hold in holds),
             differs=any(not position.root or hold.local_root != position.root for hold in holds),
             troubles=tuple(
                 f"group member {line.member.url}: {line.failure}" for line in self._lines if line.failure
             ),
         )
 
-    def _begin(self, version: int, run_id: str) -> None:
-        began = self._clock()
-        with self._changed:
-            for line in self._lines:
-                line.hold, line.failure, line.answered = None, "not asked yet", began
-            self._order = Order(self._name, self._next_term(), "prepare", version, run_id)
-            self._asks += 1
-
     def _next_term(self) -> int:
         self._term += 1
         return self._term
 
-    def _change(self, change: Callable[[Order], Order]) -> None:
-        """Another order, which members hear at once."""
-        with self._changed:
-            if self._order is not None:
-                self._order = change(self._order)
-                self._asks += 1
-                for line in self._lines:
-                    line.pause = ASK_FIRST
-                self._changed.notify_all()
-
-    def _end(self) -> Order | None:
-        with self._changed:
-            order, self._order = self._order, None
-            self._changed.notify_all()
-            return order
-
-    def _release(self, order: Order | None) -> None:
-        if order is not None:
-            self._ask_all(lambda member: member.release(order.leader, order.term, self._served))
-            failpoint("group.released")
+    def _put(self, order: Order) -> None:
+        """Members hear of it at once. The lock is held."""
+        self._order = order
+        self._asks += 1
+        for line in self._lines:
+            line.ask_soon()
+        self._changed.notify_all()
 
     def _ask_all(self, ask: Callable[[Member], Hold]) -> None:
         """Side by side: a hanging member costs its own time only."""
         with ThreadPoolExecutor(len(self.members), thread_name_prefix="group") as pool:
-            answers = pool.map(lambda member: _answer(lambda: ask(member)), self.members)
+            answers = list(pool.map(lambda member: _answer(lambda: ask(member)), self.members))
+        with self._changed:
             for line, answer in zip(self._lines, answers, strict=True):
                 self._learn(line, answer, 0)
 
-    def _keep_asking(self, line: Line) -> None:
-        while True:
-            with self._changed:
-                order, asks = self._order, self._asks
-            if order is None:
-                return
-            self._learn(line, _answer(partial(line.member.order, order, self._pace.lease)), asks)
-            with self._changed:
-                self._outdo(line)
-                self._changed.notify_all()
-                self._changed.wait_for(partial(self._is_other, asks), self._pause(line, order))
+    def _keep_asking(self, line: _Line) -> None:
+        while self._ask(line):
+            pass
 
-    def _is_other(self, asks: int) -> bool:
-        return self._order is None or self._asks != asks
+    def _ask(self, line: _Line) -> bool:
+        """Once, and waits until the member is to be asked again; False when the order has ended."""
+        with self._changed:
+            order, asks = self._order, self._asks
+        if order is None:
+            return False
+        answer = _answer(lambda: line.member.order(order))
+        with self._changed:
+            self._learn(line, answer, asks)
+            self._outdo(line)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._order is None or self._asks != asks, line.pause(order))
+        return True
 
-    def _pause(self, line: Line, order: Order) -> float:
-        most = self._pace.lease / 3
-        if line.is_in(order):
-            return most
-        line.pause = min(line.pause * 1.5, ASK_LONGEST)
-        return min(line.pause, most)
+    def _learn(self, line: _Line, answer: Hold | EngineFailed, asks: int) -> None:
+        if isinstance(answer, Hold) and answer.leader == self._name and answer.term > self._most_term:
+            answer = EngineFailed(f"it answers with term {answer.term}, which this leader never came to")
+        line.learn(answer, asks, self._clock())
 
-    def _outdo(self, line: Line) -> None:
+    def _outdo(self, line: _Line) -> None:
         """A member that knows a higher term of ours has it from before this process."""
         order, hold = self._order, line.hold
         if order is None or hold is None or line.failure or hold.leader != order.leader:
             return
         if hold.term > order.term:
             self._term = max(self._term, hold.term)
-            self._change(lambda order: replace(order, term=self._next_term()))
-
-    def _learn(self, line: Line, answer: Hold | EngineFailed, asks: int) -> None:
-        with self._changed:
-            line.asked = asks
-            if isinstance(answer, EngineFailed):
-                line.failure = answer.message
-            elif answer.leader == self._name and answer.term > self._most_term:
-                line.failure = f"it answers with term {answer.term}, which this leader never came to"
-            else:
-                line.hold, line.failure, line.answered = answer, "", self._clock()
+            self._put(replace(order, term=self._next_term()))
 
     def _await(self) -> None:
         deadline = self._clock() + self._pace.deadline
@@ -344,7 +347,6 @@ class Lead:
     def _judge(self, order: Order, deadline: float) -> None:
         """Raises when waiting on is of no use."""
         now = self._clock()
-        late = now >= deadline
         for line in self._lines:
             if line.is_in(order):
                 continue
@@ -352,7 +354,7 @@ class Lead:
             if hold is not None and not line.failure and hold.answers(order) and hold.state == "refused":
                 raise Refused(line.trouble(order), remedy="nothing was changed here; see that host's log")
             silent = bool(line.failure) and now - line.answered >= self._pace.patience
-            if late or silent:
+            if now >= deadline or silent:
                 raise RetryLater(line.trouble(order), remedy="see that host's subscriber; it is asked again")
 
 

@@ -1,76 +1,100 @@
-"""What the hosts of an engine group send each other, checked as it comes in."""
+"""What the hosts of an engine group send each other: `POST /v1/hold`, `POST /v1/release`, `GET /v1/hold`.
+
+A leader orders; a follower answers with what it does for the order that it has, which need not be the one
+that just came: an order of a lower term, or of another leader while a lease runs, is not taken. Plain values,
+whose bounds pydantic and FastAPI check where they come in.
+"""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 
 from weightcast.shared.checkpoint.state.state import Position
-from weightcast.shared.daemon.frozen import Frozen
-from weightcast.subscriber.groups.order import (
-    LEASE_LIMIT,
-    NAME_LIMIT,
-    NUMBER_LIMIT,
-    REASON_LIMIT,
-    HoldState,
-    Order,
-    OrderPhase,
-)
+from weightcast.shared.daemon.environment import http_parts
+
+NAME_LIMIT = 300
+REASON_LIMIT = 1000
+LEASE_LIMIT = 3600.0
+HOLD_PATH, RELEASE_PATH = "/v1/hold", "/v1/release"
+
+Name = Annotated[str, MaxLen(NAME_LIMIT)]
+Leader = Annotated[str, MinLen(1), MaxLen(NAME_LIMIT)]
+Number = Annotated[int, Ge(0), Le(1 << 62)]
+Lease = Annotated[float, Gt(0), Le(LEASE_LIMIT)]
+Reason = Annotated[str, MaxLen(REASON_LIMIT)]
+OrderPhase = Literal["prepare", "hold"]
+HoldState = Literal["free", "working", "prepared", "held", "refused", "failed"]
+"""free: no order. refused: this version is not taken here. failed: it is tried again."""
+_NOTHING_MORE = {"extra": "forbid"}
 
 
-class _Request(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+def is_member_url(url: str) -> bool:
+    """Whether it is `http(s)://host[:port]` and nothing more."""
+    parts = http_parts(url)
+    if parts is None:
+        return False
+    return not any((parts.path.strip("/"), parts.query, parts.fragment, parts.username, parts.password))
 
-    leader: str = Field(min_length=1, max_length=NAME_LIMIT)
-    term: int = Field(ge=0, le=NUMBER_LIMIT)
 
+@dataclass(frozen=True)
+class Order:
+    """What a leader wants of every follower. Two orders of one term are about the same version."""
 
-class HoldRequest(_Request):
+    __pydantic_config__: ClassVar = _NOTHING_MORE
+
+    leader: Leader
+    term: Number
     phase: OrderPhase
-    version: int = Field(ge=0, le=NUMBER_LIMIT)
-    run_id: str = Field("", max_length=NAME_LIMIT)
-    digest: str = Field("", max_length=NAME_LIMIT)
-    root: str = Field("", max_length=NAME_LIMIT)
-    seconds: float = Field(gt=0, le=LEASE_LIMIT, allow_inf_nan=False)
-    """lease, from the arrival of the request; every repetition renews it"""
+    version: Number
+    run_id: Name = ""
+    """empty: of a foreign channel"""
+    digest: Name = ""
+    """of the version's index; while preparing it may be unknown, and empty"""
+    root: Name = ""
+    seconds: Lease = field(kw_only=True, compare=False)
+    """lease, from the arrival of the order; every repetition renews it"""
 
-    def order(self) -> Order:
-        return Order(
-            leader=self.leader,
-            term=self.term,
-            phase=self.phase,
-            version=self.version,
-            run_id=self.run_id,
-            digest=self.digest,
-            root=self.root,
-        )
+    def is_at(self, position: Position) -> bool:
+        return (self.version, self.digest, self.root) == (position.version, position.digest, position.root)
 
 
-class ReleaseRequest(_Request):
+@dataclass(frozen=True)
+class Release:
+    """The leader's order of this term ends before its lease does. `served`: an engine took the version, and
+    the way back may be dropped."""
+
+    __pydantic_config__: ClassVar = _NOTHING_MORE
+
+    leader: Leader
+    term: Number
     served: bool = False
-    """an engine took the version: the way back may be dropped"""
 
 
-class Hold(Frozen):
+@dataclass(frozen=True)
+class Hold:
     """What a follower says: the order it has, and where its local checkpoint is."""
 
     state: HoldState = "free"
-    leader: str = Field("", max_length=NAME_LIMIT)
+    leader: Name = ""
     """whose order it has, or had last"""
-    term: int = Field(0, ge=0, le=NUMBER_LIMIT)
+    term: Number = 0
     phase: OrderPhase | None = None
-    version: int | None = Field(None, ge=0, le=NUMBER_LIMIT)
+    version: Number | None = None
     """ordered; null when free"""
-    reason: str = Field("", max_length=REASON_LIMIT)
-    grant: str = Field("", max_length=NAME_LIMIT)
+    reason: Reason = ""
+    grant: Name = ""
     """while held; the same one means that nothing was written in between"""
-    seconds_left: float | None = Field(None, allow_inf_nan=False)
-    local_version: int | None = Field(None, ge=0, le=NUMBER_LIMIT)
-    local_digest: str = Field("", max_length=NAME_LIMIT)
-    local_root: str = Field("", max_length=NAME_LIMIT)
-
-    def lies_at(self, position: Position) -> bool:
-        here = (self.local_version, self.local_digest, self.local_root)
-        return here == (position.version, position.digest, position.root)
+    seconds_left: Annotated[float, Ge(-LEASE_LIMIT), Le(LEASE_LIMIT)] | None = None
+    local_version: Number | None = None
+    local_digest: Name = ""
+    local_root: Name = ""
 
     def answers(self, order: Order) -> bool:
         return (self.leader, self.term, self.phase) == (order.leader, order.term, order.phase)
+
+    def is_at(self, place: Order | Position) -> bool:
+        here = (self.local_version, self.local_digest, self.local_root)
+        return here == (place.version, place.digest, place.root)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
-from weightcast.shared.checkpoint.state.state import Phase, Position
-from weightcast.shared.checkpoint.update.patch import require_readable
+from weightcast.shared.checkpoint.state.state import Blocked, Phase, Position
+from weightcast.shared.checkpoint.update.patch import prove, require_readable
 from weightcast.shared.checkpoint.update.plan import Patch
 from weightcast.shared.checkpoint.update.sources import Route
 from weightcast.shared.checkpoint.update.stage import Staged
@@ -17,29 +19,32 @@ from weightcast.shared.checkpoint.verify.hashing import Damaged
 from weightcast.subscriber.engines.host import HostEngine
 from weightcast.subscriber.engines.reload import Reload
 from weightcast.subscriber.engines.rules import (
+    REASON_LIMIT,
     EngineResult,
+    block,
     is_confirmed,
     needs_undo,
+    retry_delay,
     rolls_back,
     without_served,
 )
+from weightcast.subscriber.status import ReloadProof
 from weightcast.subscriber.sync.host import StepHost
-from weightcast.subscriber.sync.loader import Prover
-from weightcast.subscriber.sync.step_log import Changed, ReadFor, Reloaded
-from weightcast.subscriber.sync.target import Blocklist
 
 MOST_UNDO_STEPS = 8
 """journals kept for engines that neither confirm nor refuse the local version"""
+ALWAYS_BYTES = 1 << 30
+"""a local checkpoint up to this size is hashed in full before every reload; that takes about 0.1 s"""
 
 
 class Apply:
     """Patches the local checkpoint and reloads engines; goes back from a version that they refuse. An error
     leaves the local checkpoint at a version, or in a phase that the next load finishes or takes back."""
 
-    def __init__(self, host: StepHost, blocklist: Blocklist, prover: Prover) -> None:
-        self._host, self._blocklist, self._prover = host, blocklist, prover
+    def __init__(self, host: StepHost) -> None:
+        self._host, self._move, self._options = host, host.move, host.options
         self._engines, self._lead, self._updater = host.engines, host.lead, host.updater
-        self._options, self._log = host.options, host.log
+        self.blocklist, self._prover = Blocklist(host), Prover(host)
         self.kept: Staged | None = None
         """staged ahead, for the patch that follows"""
         self._failures: dict[str, int] = {}
@@ -55,7 +60,8 @@ class Apply:
             last = leg is plan.legs[-1]
             with self._lead.gathering(leg[-1], local.state):
                 staged = self.prepare(route, leg)
-                self._await_prepared()
+                with self._asking_group():
+                    self._lead.await_prepared()
                 self._fetch_ahead(staged, last)
                 if last:
                     self._offer(staged)
@@ -73,7 +79,7 @@ class Apply:
                         self._host.moved("patch", before, folded)
                         self._settle(reload.results)
 
-    def local_version(self, due: Sequence[HostEngine]) -> None:
+    def _local_version(self, due: Sequence[HostEngine]) -> None:
         """Brings these engines to the local version: the files are right already."""
         self._prover.ahead()
         self._host.enter("reloading")
@@ -90,12 +96,12 @@ class Apply:
         """Back from a version that the engines refused. The patch lock is held."""
         refused = local.state.position
         reason = "; ".join(f"{result.name}: {result.reason}" for result in results if result.reason)
-        blocked = self._blocklist.blocked_with(local, reason)
+        blocked = self.blocklist.blocked_with(refused, reason)
         local.save(local.state.but(blocked=blocked, engines=without_served(local.state.engines)))
         failpoint("refused.blocked")
         self._host.degrade(f"the engines refused version {refused.version}: {reason}")
         self._engines.retry_at_once()
-        self._log.begin_move()
+        self._move.begin()
         base = local.state.undo[0].base
         with self._reloading(base.version) as reload:
             reload.pause_mapping()
@@ -108,9 +114,9 @@ class Apply:
     @contextmanager
     def _locked(self, local: LocalCheckpoint) -> Iterator[None]:
         """The patch lock. What an operator must fix is raised before engines are paused."""
-        self._log.begin_phase("lock")
+        self._move.enter("lock")
         with local.patching(wait=self._host.wait):
-            self._log.end_phase()
+            self._move.enter("")
             require_readable(local)
             yield
 
@@ -122,7 +128,7 @@ class Apply:
         for batch in reload.batches():
             self._prover.now()
             reload.run(batch)
-        self._log.append(Reloaded(reload.results))
+        self._move.reloaded(reload.results)
 
     @contextmanager
     def _recorded_if_damaged(self, before: int, folded: int) -> Iterator[None]:
@@ -142,14 +148,14 @@ class Apply:
         self.drop_kept()
         if self._may_be_refused:
             self._prover.ahead()
-        before = self._log.view.bytes_read
+        before = self._host.bytes_read
         try:
             staged = self._updater.prepare(route, leg, self._host.advance_fetch)
         finally:
-            self._divide(route, leg, self._log.view.bytes_read - before)
-        self._log.end_phase()
+            self._divide(route, leg, self._host.bytes_read - before)
+        self._move.enter("")
         last = route.delta(leg[-1]).index
-        self._log.append(Changed(staged.changes, last.step if isinstance(last, Index) else None))
+        self._move.changed(staged.changes, last.step if isinstance(last, Index) else None)
         return staged
 
     def prepare_ahead(self, route: Route, leg: Sequence[int]) -> Staged:
@@ -174,57 +180,59 @@ class Apply:
         sizes = {version: _size(route.delta(version).index) for version in leg}
         older = sum(size for version, size in sizes.items() if route.leads_from(version) != version - 1)
         skipped = nbytes * older // max(1, sum(sizes.values()))
-        self._log.append(ReadFor("skip", skipped, fetched=True))
-        self._log.append(ReadFor("step", nbytes - skipped, fetched=True))
+        self._host.read_for("skip", skipped, fetched=True)
+        self._host.read_for("step", nbytes - skipped, fetched=True)
 
     def _fetch_ahead(self, staged: Staged, last: bool) -> None:
         if self._options.fetch_ahead or not last:
-            limit = self._log.view.target_version if self._options.target.exact else None
+            limit = self._host.status.target_version if self._options.target.exact else None
             self._updater.fetch_ahead(staged.step.target.version, limit)
 
     def _offer(self, staged: Staged) -> None:
         if self._engines.lives:
             self._host.enter("staging")
-            with self._log.timed("offer"):
+            with self._move.timed("offer"):
                 self._engines.offer(self._host.local(), staged.step, self._options.readable_by)
-
-    def _await_prepared(self) -> None:
-        if self._lead.members:
-            self._host.enter("gathering")
-        with self._log.timed("group"):
-            self._lead.await_prepared()
 
     def hold(self, position: Position) -> None:
         """The group's other hosts come to `position` and keep still."""
-        if self._lead.members:
-            self._host.enter("gathering")
-        with self._log.timed("group"):
+        with self._asking_group():
             self._lead.hold(position)
 
+    @contextmanager
+    def _asking_group(self) -> Iterator[None]:
+        if self._lead.members:
+            self._host.enter("gathering")
+        with self._move.timed("group"):
+            yield
+
     def _patch(self, staged: Staged) -> None:
-        self._host.enter("patching")
-        with self._log.timed("patch"):
+        with self._patching():
             undoable = self._may_be_refused
             self._updater.patch(staged, undoable=undoable)
             if not undoable:
                 self._updater.drop_journal(staged)
-        self._host.enter("reloading")
 
     def undo(self) -> None:
-        self._host.enter("patching")
-        with self._log.timed("patch"):
+        with self._patching():
             self._updater.undo()
+
+    @contextmanager
+    def _patching(self) -> Iterator[None]:
+        self._host.enter("patching")
+        with self._move.timed("patch"):
+            yield
         self._host.enter("reloading")
 
     def _settle(self, results: Sequence[EngineResult]) -> None:
         """After a reload, under its lock: is the way back taken, kept or dropped?"""
         local = self._host.local()
         position = local.state.position
-        if self.confirmed():
+        if self._confirmed():
             self._failures.clear()
             self._lead.serves()
             self._updater.forget_undo()
-            self._blocklist.unblock(local, position.digest)
+            self.blocklist.unblock(position.digest)
             return
         if self._lead.hindered or self._options.group_follower:
             # no engine is at fault, or none is known here
@@ -241,7 +249,7 @@ class Apply:
         """Whether anybody is asked to take the local version: an engine, or the leader's for a follower."""
         return bool(self._engines.engines) or self._options.group_follower
 
-    def confirmed(self) -> bool:
+    def _confirmed(self) -> bool:
         """Whether an engine took the local version; without engines nobody is asked. A follower's leader says
         so."""
         state = self._host.local().state
@@ -250,20 +258,7 @@ class Apply:
         names = [engine.name for engine in self._engines.engines]
         return not names or is_confirmed(state.engines, names, state.position.version)
 
-
-def _size(index: Index | ForeignIndex) -> int:
-    """A foreign index states none: all its versions count alike."""
-    return sum(file.size for file in index.files) if isinstance(index, Index) else 1
-
-
-class InSync:
-    """Who does not hold the local version is brought to it."""
-
-    def __init__(self, host: StepHost, apply: Apply) -> None:
-        self._host, self._apply = host, apply
-        self._engines, self._lead, self._updater = host.engines, host.lead, host.updater
-
-    def bring(self) -> None:
+    def bring_engines(self) -> None:
         """Brings engines that do not hold the local version to it, and hosts of the group that strayed. Not
         any more when the process is to end."""
         local = self._updater.local
@@ -276,11 +271,17 @@ class InSync:
         due = self._engines.due(local.state)
         if due or astray:
             with self._lead.gathering(local.state.position.version, local.state):
-                self._apply.hold(local.state.position)
+                self.hold(local.state.position)
                 if due:
-                    self._apply.local_version(due)
-        elif self._apply.confirmed():
+                    self._local_version(due)
+        elif self._confirmed():
             self._updater.forget_undo()
+
+    def prove_held(self) -> None:
+        """Engines elsewhere are about to read the local version."""
+        self._prover.ahead()
+        with self._locked(self._host.local()):
+            self._prover.now()
 
     def _astray(self, local: LocalCheckpoint) -> bool:
         """Whether a host of the group is elsewhere. Engines that map its files are then in doubt."""
@@ -292,3 +293,78 @@ class InSync:
             kept = {name: one for name, one in local.state.engines.items() if name not in mapping}
             local.save(local.state.but(engines=kept))
         return seen.astray
+
+
+def _size(index: Index | ForeignIndex) -> int:
+    """A foreign index states none: all its versions count alike."""
+    return sum(file.size for file in index.files) if isinstance(index, Index) else 1
+
+
+class Prover:
+    """What is proven of the local bytes before a reload. Raises Damaged: the caller repairs first."""
+
+    def __init__(self, host: StepHost) -> None:
+        self._host = host
+
+    @property
+    def _bound(self) -> float:
+        is_small = self._host.local().table.nbytes <= ALWAYS_BYTES
+        return 0.0 if is_small else self._host.options.verified_within
+
+    def ahead(self) -> None:
+        """While engines serve and nothing is locked. At half the bound, so that the reload that follows finds
+        little or nothing to hash."""
+        if self._bound:
+            self._host.enter("hashing")
+            self._prove(self._bound / 2, self._host.advance)
+
+    def now(self) -> None:
+        """Under the patch lock, right before a reload. A stop is not obeyed: engines may be paused."""
+        self._prove(self._bound, None)
+        age = round(self._host.local().proofs.age, 3)
+        self._note(bound_seconds=self._bound, age_seconds=age, at=self._host.now())
+
+    def _prove(self, seconds: float, advance: Advance | None) -> None:
+        try:
+            with self._host.move.timed("verify"):
+                prove(self._host.local(), seconds, advance=advance)
+        except Damaged as found:
+            known = self._host.status.reload_proof
+            faults = len(found.tensors) + (0 if known is None else known.faults)
+            self._note(faults=faults, last_fault=found.message, last_fault_at=self._host.now())
+            raise
+
+    def _note(self, **facts: Any) -> None:
+        known = self._host.status.reload_proof or ReloadProof(bound_seconds=self._bound)
+        self._host.note(reload_proof=known.but(**facts))
+
+
+class Blocklist:
+    """The list itself is part of the local state, by digest; here is when each is due."""
+
+    def __init__(self, host: StepHost) -> None:
+        self._host = host
+        self._retry_at: dict[str, float] = {}
+        self._attempts: dict[str, int] = {}
+
+    def unblock_due(self) -> None:
+        """Versions whose time has come are taken again."""
+        now, due = self._host.clock(), set[str]()
+        for one in self._host.local().state.blocked:
+            if self._retry_at.setdefault(one.digest, now + retry_delay(one.attempts)) <= now:
+                self._attempts[one.digest] = one.attempts
+                del self._retry_at[one.digest]
+                due.add(one.digest)
+        self.unblock(*due)
+
+    def unblock(self, *digests: str) -> None:
+        local = self._host.local()
+        kept = tuple(one for one in local.state.blocked if one.digest not in digests)
+        if kept != local.state.blocked:
+            local.save(local.state.but(blocked=kept))
+
+    def blocked_with(self, refused: Position, reason: str) -> tuple[Blocked, ...]:
+        """The list with the local version."""
+        attempts = self._attempts.pop(refused.digest, 0) + 1
+        one = Blocked(refused.version, refused.digest, reason[:REASON_LIMIT], attempts)
+        return block(self._host.local().state.blocked, one)

@@ -1,39 +1,52 @@
-"""One host: its local checkpoint, its engines, and what the running step knows and tells of them."""
+"""One host: its local checkpoint, its engines, and what the running pass knows and tells of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, get_args
 
 from weightcast.shared.base.errors import RetryLater, Stopped, WeightcastError
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.signing import Trust
-from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers
+from weightcast.shared.checkpoint.local_checkpoint import HasWriter, LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.side_files import UNLISTED
-from weightcast.shared.checkpoint.state.state import LocalState, Mark, Phase, Position, write_state
-from weightcast.shared.checkpoint.update.fetch import Awaited, PreRead
+from weightcast.shared.checkpoint.state.state import (
+    EngineState,
+    LocalState,
+    Mark,
+    Phase,
+    Position,
+    write_state,
+)
+from weightcast.shared.checkpoint.update.fetch import Awaited
+from weightcast.shared.daemon.status import SOFTWARE
 from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.files.paths import is_directory, require_no_overlap
 from weightcast.shared.files.side_files import left_text
-from weightcast.subscriber.engines.host import Engines
+from weightcast.subscriber.engines.host import Engines, HostEngine
 from weightcast.subscriber.engines.rules import noted
 from weightcast.subscriber.groups.lead import Lead
-from weightcast.subscriber.status import MoveKind, State, UpdateStatus, WaitingFor
-from weightcast.subscriber.sync.step_log import (
-    Advanced,
-    Degraded,
-    Entered,
-    FilesSeen,
-    FilesView,
-    Moved,
-    NotReady,
-    StepLog,
-    StepView,
-    Waits,
+from weightcast.subscriber.status import (
+    KEPT_UPDATES,
+    Cause,
+    EngineCondition,
+    EngineStatus,
+    EngineVerifyStatus,
+    HostStatus,
+    LastError,
+    MoveKind,
+    State,
+    UpdateStatus,
+    WaitingFor,
+    with_local,
 )
-from weightcast.subscriber.sync.target import FOLLOW_LATEST, Target
+from weightcast.subscriber.sync.move import Move
+from weightcast.subscriber.sync.options import SyncOptions
 
 _SHOW_EVERY_SECONDS = 0.25
 _PATIENCE_SECONDS = 2.0
@@ -46,72 +59,57 @@ class EnginesFirst(RetryLater):
     """A wait for the channel is broken off: an engine does not hold the local version yet."""
 
 
-@dataclass(frozen=True)
-class SyncOptions:
-    """`visible_seconds`: how long what the pointer implies may stay invisible."""
-
-    channel: Path
-    local: Path
-    base: Path | None = None
-    target: Target = FOLLOW_LATEST
-    threads: int = 1
-    visible_seconds: float = 120.0
-    pre_read: PreRead | None = None
-    fetch_ahead: bool = False
-    """fetch the next version while one is patched and engines reload"""
-    trust: Trust | None = None
-    """whose versions are followed; None: anybody's"""
-    readable_by: Readers | None = None
-    """set by mode; None: as the umask has it"""
-    verified_within: float = 600.0
-    """seconds; bytes last hashed longer ago are hashed again before engines load them"""
-    group_patch: bool = False
-    """a follower also stages patches for the group's engines"""
-    group_follower: bool = False
-    """the local checkpoint moves only towards `Sync.order`"""
+def _never(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """`version` is on disk (None: not seeded); `moved`: this step changed it; `waiting`: why the host is
-    not ready."""
-
-    version: int | None
-    target: int | None
-    moved: bool
-    waiting: tuple[str, ...]
-    degraded: tuple[str, ...]
-
-    @property
-    def ready(self) -> bool:
-        return self.version is not None and not self.waiting
+class Callbacks:
+    show: Callable[[HostStatus], None] = lambda status: None
+    """the status has news"""
+    moved: Callable[[UpdateStatus], None] = lambda update: None
+    """a move of the local checkpoint, or a reload, ended"""
+    advance: Callable[[int], None] = lambda nbytes: None
+    """bytes were done"""
+    stop: Callable[[float], bool] = _never
+    """waits for these seconds, or returns True as soon as the process is to end"""
+    now: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
 
 
 class StepHost:
-    """Shared by the parts of a step, used by one thread."""
+    """Shared by the parts of a pass. Used by the work thread, and by threads of a reload while that waits;
+    `shown` is read by any thread."""
 
-    def __init__(
-        self,
-        options: SyncOptions,
-        engines: Engines,
-        lead: Lead,
-        *,
-        show: Callable[[], None],
-        stop: Callable[[float], bool],
-        advance: Callable[[int], None],
-        now: Callable[[], float],
-        clock: Callable[[], float],
-    ) -> None:
-        """`show`: the log has news; `stop(seconds)` waits, or returns True as soon as the process is to end;
-        `advance`: bytes done; `now`: unix time; `clock`: seconds."""
+    def __init__(self, options: SyncOptions, engines: Engines, lead: Lead, callbacks: Callbacks) -> None:
         self.options, self.engines, self.lead = options, engines, lead
-        self.stop, self.now, self.clock = stop, now, clock
-        self._show, self._advance = show, advance
+        self.stop, self.now, self.clock = callbacks.stop, callbacks.now, callbacks.clock
+        self._callbacks = callbacks
         lead.wait_by(self.wait)
-        self.log = StepLog()
+        self.move = Move()
+        self.status = self.shown = HostStatus(
+            software=SOFTWARE,
+            host=socket.gethostname(),
+            channel=str(options.channel.absolute()),
+            local=str(options.local.absolute()),
+            target=options.target.text,
+            bytes_by_cause=dict.fromkeys(get_args(Cause), 0),
+        )
+        """what the pass knows, and what it last showed"""
+        self.usable = False
+        """the local checkpoint is a version of this run, although it may be closed after an error"""
+        self.error: WeightcastError | None = None
+        """of this pass; a pass that waits for another writer starts with the last one's"""
+        self.bytes_read = 0
+        """from the channel, since the start"""
+        self._progress_bytes = 0
+        self._around: tuple[str, ...] = ()
+        self._updates: deque[UpdateStatus] = deque(maxlen=KEPT_UPDATES)
+        self._verified: dict[str, EngineVerifyStatus] = {}
         self._read_before: dict[str, str | None] = {}
         """processes of engines when config files were last changed under them"""
-        self._shown, self._looked = 0.0, -math.inf
+        self._shown_at, self._looked = 0.0, -math.inf
         self.updater = LocalUpdater(
             open_store(options.channel),
             options.local,
@@ -127,20 +125,26 @@ class StepHost:
             ),
         )
 
-    @property
-    def view(self) -> StepView:
-        return self.log.view
+    def begin(self) -> None:
+        """A pass begins."""
+        self.move.begin()
+        self._around = ()
+        if not isinstance(self.error, HasWriter):
+            self.error = None
+        self.note(degraded=(), waiting_for=None)
 
-    def outcome(self) -> Outcome:
-        """As of the last step."""
-        local = self.updater.local
-        return Outcome(
-            version=None if local is None else local.state.position.version,
-            target=self.view.target_version,
-            moved=any(move.kind != "reload" for move in self.log.moves),
-            waiting=self.view.not_ready,
-            degraded=self.view.degraded,
-        )
+    def own(self) -> None:
+        """Makes the local checkpoint this process's. Raises HasWriter, Refused for a directory that will not
+        do, and OSError."""
+        if not is_directory(self.updater.paths.room):
+            # the first time: nothing is made in a channel, whatever it is called here
+            require_no_overlap("--local", self.updater.paths.directory, "--channel", self.options.channel)
+        self.updater.own()
+        self.error = None
+
+    @property
+    def state(self) -> LocalState | None:
+        return self.updater.state
 
     @property
     def position(self) -> Position | None:
@@ -148,15 +152,51 @@ class StepHost:
         local = self.updater.local
         return None if local is None or local.state.phase is not Phase.CLEAN else local.state.position
 
-    def reasons_not_ready(self) -> tuple[str, ...]:
+    def local(self) -> LocalCheckpoint:
+        if self.updater.local is None:
+            raise RetryLater(f"{self.options.local} is not open", remedy="the next step opens it")
+        return self.updater.local
+
+    def note(self, **facts: Any) -> None:
+        """Facts of the status; shown by the next `tell`."""
+        self.status = self.status.but(**facts)
+
+    def tell(self) -> None:
+        self._shown_at = self.clock()
+        state, trust = self.state, self.options.trust
+        signer = None if trust is None or state is None else trust.signer(state.position.digest)
+        self.note(
+            progress_bytes=self._progress_bytes,
+            bytes_read=self.bytes_read,
+            updates=tuple(self._updates),
+            signed="not checked" if trust is None else f"verified by {signer}" if signer else "not verified",
+        )
+        engines = _engines_status(self.engines, state, self._verified)
+        self.shown = self.status = with_local(self.status, state, engines)
+        self._callbacks.show(self.shown)
+
+    def enter(self, state: State) -> None:
+        self._progress_bytes = 0
+        ended_well = state == "idle" and self.error is None
+        self.note(state=state, last_error=None if ended_well else self.status.last_error)
+        self.tell()
+
+    def mark_usable(self, usable: bool) -> None:
+        self.usable = usable
+
+    def not_ready(self, *reasons: str) -> None:
+        """Without a reason the host is ready."""
+        self.note(ready=not reasons, not_ready_reasons=reasons)
+
+    def judge_ready(self) -> None:
+        self.not_ready(*self._reasons_not_ready())
+
+    def _reasons_not_ready(self) -> tuple[str, ...]:
         state = self.state
-        if state is None or not self.view.usable:
-            error = self.view.error
-            waiting = self.view.waiting_for
-            reason = "the local checkpoint is not seeded" if error is None else error.message
-            if waiting is None:
-                return (reason,)
-            return reason, f"waiting for version {waiting.version}: {waiting.reason}"
+        if state is None or not self.usable:
+            waiting = self.status.waiting_for
+            reason = "the local checkpoint is not seeded" if self.error is None else self.error.message
+            return (reason,) if waiting is None else (reason, str(waiting))
         serving = self.engines.serving(state)
         return tuple(
             f"engine {engine.name}{' failed' if engine.failed else ''}: {engine.reason or 'not reloaded yet'}"
@@ -164,9 +204,97 @@ class StepHost:
             if engine.name not in serving
         )
 
-    @property
-    def state(self) -> LocalState | None:
-        return self.updater.state if self.updater.local is None else self.updater.local.state
+    def degrade(self, reason: str) -> None:
+        if reason and reason not in self.status.degraded:
+            self.note(degraded=(*self.status.degraded, reason))
+
+    def go_around(self, damage: str) -> None:
+        self._around = (*self._around, damage)
+        self.degrade(f"another way is taken: {damage}")
+
+    def failed(self, error: BaseException) -> WeightcastError:
+        failure = self.error = known(error)
+        facts = {"error": type(failure).__name__, "message": failure.message, "remedy": failure.remedy}
+        self.note(last_error=LastError(**facts, at=self.now()))
+        return failure
+
+    def verified(self, facts: dict[str, EngineVerifyStatus]) -> None:
+        """`facts`: what was read of engines' memory, by name."""
+        self._verified = facts
+
+    def moved(self, kind: MoveKind, before: int | None, folded: int, taken: bool = True) -> None:
+        update = UpdateStatus(
+            kind=kind,
+            from_version=before,
+            version=self.local().state.position.version,
+            folded=folded,
+            around=self._around,
+            taken=taken,
+            at=self.now(),
+            **self.move.end(),
+        )
+        self._updates.append(update)
+        self.tell()
+        self._callbacks.moved(update)
+
+    def read_for(self, cause: Cause, nbytes: int, *, fetched: bool = False) -> None:
+        """What bytes of the channel were for. `fetched`: they are counted already."""
+        self.bytes_read += 0 if fetched else nbytes
+        by_cause = self.status.bytes_by_cause
+        self.note(bytes_by_cause={**by_cause, cause: by_cause[cause] + nbytes})
+
+    def advance(self, nbytes: int) -> None:
+        self.wait(0.0)
+        self._progress_bytes += nbytes
+        self._callbacks.advance(nbytes)
+        if self.clock() - self._shown_at > _SHOW_EVERY_SECONDS:
+            self.tell()
+
+    def advance_fetch(self, nbytes: int) -> None:
+        """As `advance`; the bytes were read from the channel."""
+        self.bytes_read += nbytes
+        self.move.read(nbytes)
+        self.advance(nbytes)
+
+    def wait(self, seconds: float) -> None:
+        if self.stop(seconds):
+            raise Stopped("the process ends", remedy="the next start continues")
+
+    def on_phase(self, phase: str) -> None:
+        self.move.enter(phase)
+        self.enter("fetching" if phase == "fetch" else "staging")
+
+    def on_wait(self, awaited: Awaited | None) -> None:
+        """Shows a wait that lasts. Engines do not wait for the channel: EnginesFirst is raised for an engine
+        that is to be reloaded with the local version, unless it failed to do that a moment ago."""
+        now, shown = self.clock(), self.status.waiting_for
+        if awaited is None:
+            self.note(waiting_for=None)
+            return
+        lasts = awaited.waited >= _PATIENCE_SECONDS or (shown is not None and shown.file == awaited.file)
+        if lasts and now - self._looked >= _LOOK_EVERY_SECONDS:
+            self._looked = now
+            self._show_wait(awaited)
+            local = self.updater.local
+            due = () if local is None else self.engines.due(local.state)
+            if not all(engine.failures for engine in due):
+                self.move.begin()
+                raise EnginesFirst(awaited.reason)
+
+    def _show_wait(self, awaited: Awaited) -> None:
+        now = self.now()
+        waiting = WaitingFor(
+            version=awaited.version,
+            file=awaited.file,
+            reason=awaited.reason,
+            retries=awaited.retries,
+            since=now - awaited.waited,
+            until=now + awaited.left,
+        )
+        self.note(waiting_for=waiting, state="waiting")
+        self.engines.look_if_due(self.state)
+        self.judge_ready()
+        self.tell()
 
     def pause_for_replay(self, local: LocalCheckpoint) -> None:
         """An engine that was resumed, or that started since, may serve from files that are written on now."""
@@ -183,99 +311,15 @@ class StepHost:
         state, local = self.state, self.updater.local
         if state is None:
             return
-        known = state.engines.get(name)
-        if known is not None and known.mark is Mark.SUSPECT:
+        record = state.engines.get(name)
+        if record is not None and record.mark is Mark.SUSPECT:
             return
-        state = state.but(engines={**state.engines, name: noted(known, Mark.SUSPECT)})
+        state = state.but(engines={**state.engines, name: noted(record, Mark.SUSPECT)})
         if local is not None:
             local.save(state)
         else:
             write_state(self.updater.paths.state, state)
             self.updater.state = state
-
-    def degrade(self, reason: str) -> None:
-        self.log.append(Degraded(reason))
-
-    def local(self) -> LocalCheckpoint:
-        if self.updater.local is None:
-            raise RetryLater(f"{self.options.local} is not open", remedy="the next step opens it")
-        return self.updater.local
-
-    def moved(self, kind: MoveKind, before: int | None, folded: int, taken: bool = True) -> None:
-        move = self.log.end_move()
-        update = UpdateStatus(
-            kind=kind,
-            from_version=before,
-            version=self.local().state.position.version,
-            folded=folded,
-            bytes=move.bytes,
-            changes=move.changes,
-            seconds=move.seconds,
-            pause_seconds=move.pause_seconds,
-            around=self.view.around,
-            step=move.step,
-            taken=taken,
-            at=self.now(),
-        )
-        self.log.append(Moved(update))
-        self.tell()
-
-    def on_wait(self, awaited: Awaited | None) -> None:
-        """Shows a wait that lasts. Engines do not wait for the channel: EnginesFirst is raised for an engine
-        that is to be reloaded with the local version, unless it failed to do that a moment ago."""
-        now, shown = self.clock(), self.view.waiting_for
-        if awaited is None:
-            self.log.append(Waits(None))
-            return
-        lasts = awaited.waited >= _PATIENCE_SECONDS or (shown is not None and shown.file == awaited.file)
-        if lasts and now - self._looked >= _LOOK_EVERY_SECONDS:
-            self._looked = now
-            self._show_wait(awaited)
-            local = self.updater.local
-            due = () if local is None else self.engines.due(local.state)
-            if not all(engine.failures for engine in due):
-                self.log.begin_move()
-                raise EnginesFirst(awaited.reason)
-
-    def _show_wait(self, awaited: Awaited) -> None:
-        now = self.now()
-        waiting = WaitingFor(
-            version=awaited.version,
-            file=awaited.file,
-            reason=awaited.reason,
-            retries=awaited.retries,
-            since=now - awaited.waited,
-            until=now + awaited.left,
-        )
-        self.log.append(Waits(waiting))
-        self.engines.look_if_due(self.state)
-        self.log.append(NotReady(self.reasons_not_ready()))
-        self.tell()
-
-    def on_phase(self, phase: str) -> None:
-        self.log.begin_phase(phase)
-        self.enter("fetching" if phase == "fetch" else "staging")
-
-    def enter(self, state: State) -> None:
-        self.log.append(Entered(state))
-        self.tell()
-
-    def wait(self, seconds: float) -> None:
-        if self.stop(seconds):
-            raise Stopped("the process ends", remedy="the next start continues")
-
-    def advance(self, nbytes: int) -> None:
-        self._advanced(Advanced(nbytes))
-
-    def advance_fetch(self, nbytes: int) -> None:
-        self._advanced(Advanced(nbytes, fetched=True))
-
-    def _advanced(self, event: Advanced) -> None:
-        self.wait(0.0)
-        self.log.append(event)
-        self._advance(event.nbytes)
-        if self.clock() - self._shown > _SHOW_EVERY_SECONDS:
-            self.tell()
 
     def tell_files(self) -> None:
         """Which files of the base are not here, by intent or not."""
@@ -292,25 +336,22 @@ class StepHost:
             self.degrade(f"files of the base are missing; sync once with --base: {missing}")
         base_files = UNLISTED if updater.side_files.lists_too_few else ""
         position, before = self.position, self._read_before
-        files = FilesView(
+        self.note(
             left_behind=updater.side_files.left_behind,
             base_notes=updater.side_files.base_notes,
-            carried=self.view.files.carried if position is None else updater.side_files.names(position),
-            to_restart=tuple(name for name in before if self.engines[name].facts.process == before[name]),
+            carried=self.status.carried if position is None else updater.side_files.names(position),
+            engines_to_restart=tuple(
+                name for name in before if self.engines[name].facts.process == before[name]
+            ),
             base_files=f"missing: {missing}" if updater.side_files.missing else base_files,
         )
-        self.log.append(FilesSeen(files))
 
     def tell_reload(self) -> None:
         """An engine in doubt is shown at once: the others may take minutes."""
         state = self.state
         if state is not None and any(one.mark is Mark.SUSPECT for one in state.engines.values()):
-            self.log.append(NotReady(self.reasons_not_ready()))
+            self.judge_ready()
         self.tell()
-
-    def tell(self) -> None:
-        self._shown = self.clock()
-        self._show()
 
 
 def known(error: BaseException) -> WeightcastError:
@@ -319,3 +360,49 @@ def known(error: BaseException) -> WeightcastError:
     if isinstance(error, OSError):
         return disk_error(error, "a file")
     return WeightcastError(f"{type(error).__name__}: {error}", remedy="see the log for the traceback")
+
+
+def _engines_status(
+    engines: Engines, state: LocalState | None, verified: Mapping[str, EngineVerifyStatus]
+) -> tuple[EngineStatus, ...]:
+    """`verified`: what was read of engines' memory, by name."""
+    in_sync = frozenset[str]() if state is None else engines.in_sync(state)
+    serving = frozenset[str]() if state is None else engines.serving(state)
+
+    def status(engine: HostEngine) -> EngineStatus:
+        spec, name, facts, last = engine.spec, engine.name, engine.facts, engine.last
+        record = None if state is None else state.engines.get(name)
+        phases = {} if last is None else last.phases
+        return EngineStatus(
+            name=name,
+            kind=spec.kind,
+            url=spec.shown_url,
+            mark="unknown" if record is None else record.mark,
+            version=None if record is None else record.version,
+            confirmed_by="" if record is None else record.confirmed_by,
+            process=facts.process if record is None else record.process,
+            aligned=name in in_sync,
+            reachable=facts.reachable,
+            reason="" if name in serving else engine.reason,
+            ready=name in serving,
+            state="serving" if name in serving else _condition(engine, record, name in in_sync),
+            failures=engine.failures,
+            seconds={phase: round(seconds, 6) for phase, seconds in phases.items()},
+            pause_seconds=None if last is None else last.pause_seconds,
+            via=spec.via,
+            drafter=facts.drafter,
+            live=None if engine.live is None else engine.live.facts.but(verify=verified.get(name)),
+        )
+
+    return tuple(map(status, engines.engines))
+
+
+def _condition(engine: HostEngine, record: EngineState | None, in_sync: bool) -> EngineCondition:
+    """Of an engine that does not serve."""
+    if in_sync:
+        return "paused"
+    if engine.failed:
+        return "failed"
+    if not engine.facts.reachable:
+        return "silent"
+    return "suspect" if record is not None and record.mark is Mark.SUSPECT else "waiting"

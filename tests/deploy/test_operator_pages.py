@@ -18,7 +18,7 @@ from weightcast.publisher.publish.report import Publication
 from weightcast.shared.base import errors
 from weightcast.shared.cli.app import new_app, register_sides
 from weightcast.shared.cli.main import VERBS
-from weightcast.shared.daemon.status import Facts, LoopStatus
+from weightcast.shared.daemon.status import Facts, Failure, LoopStatus
 from weightcast.subscriber import status as host_status
 from weightcast.subscriber.engines.base import KINDS, OPTIONS, POLICIES
 
@@ -34,8 +34,9 @@ SHOWN: tuple[type[BaseModel | Facts], ...] = (
     host_status.LiveStatus,
     host_status.EngineVerifyStatus,
     host_status.UpdateStatus,
-    host_status.BlockedStatus,
+    host_status.Blocked,
     host_status.LastError,
+    Failure,
     publisher_status.PublisherStatus,
     publisher_status.Progress,
     publisher_status.ReportedHost,

@@ -207,7 +207,7 @@ def test_a_label_that_does_not_move_is_never_served(site: Site, run: Run, engine
 def test_a_directory_that_is_missing_leaves_the_old_weights(site: Site, run: Run, engine: Engine) -> None:
     host = site.host(run, f"sglang={engine.url},path=/no/such/directory")
     outcome = host.step()
-    assert not outcome.ready and "Failed to get weights iterator" in outcome.waiting[0]
+    assert not outcome.ready and "Failed to get weights iterator" in outcome.not_ready_reasons[0]
     told = engine.double()
     assert told["weights"] == held(run.versions[0]) and told["paused"] is None
 
@@ -231,7 +231,7 @@ def test_a_server_that_dies_of_a_truncated_file_is_in_doubt_until_it_is_back(sit
     assert isinstance(adapter.reload(str(torn), "1"), Suspect)
     assert engine.process.wait(PATIENCE) == 1
     outcome = host.step()
-    assert not outcome.ready and "does not answer" in outcome.waiting[0]
+    assert not outcome.ready and "does not answer" in outcome.not_ready_reasons[0]
     assert isinstance(adapter.reload(str(torn), "1"), Intact), "nobody is there"
 
 

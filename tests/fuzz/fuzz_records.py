@@ -25,6 +25,7 @@ from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.directory_store import DirectoryStore, open_store
 from weightcast.shared.channel.index import parse_index, write_index
+from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.signing import (
     Statement,
     Trust,
@@ -35,7 +36,7 @@ from weightcast.shared.channel.signing import (
 from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.subscriber.engines.wire import Reply
-from weightcast.subscriber.sync.target import read_tag
+from weightcast.subscriber.sync.options import parse_target
 
 _ROOM = tempfile.TemporaryDirectory(prefix="fuzz-records-")
 ROOT = Path(_ROOM.name)
@@ -80,7 +81,7 @@ def _tags(data: bytes) -> object:
     """What hosts follow is what the publisher keeps."""
     placed("tagged/tags/stable", data)
     try:
-        followed: object = read_tag(open_store(ROOT / "tagged"), "stable")
+        followed: object = parse_target("stable").resolve(open_store(ROOT / "tagged"), Pointer(0))
     except DamagedFile as error:
         followed = error.message
     try:

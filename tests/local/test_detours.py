@@ -21,8 +21,7 @@ from weightcast.shared.channel.faults import of_channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.sources import DamagedSources
 from weightcast.shared.checkpoint.update.stage import BadDelta
-from weightcast.subscriber.daemon.status import StatusBuilder
-from weightcast.subscriber.sync.host import SyncOptions
+from weightcast.subscriber.sync.options import SyncOptions
 from weightcast.subscriber.sync.sync import Sync
 
 INDEX = "model.safetensors.index.json"
@@ -249,15 +248,14 @@ def test_a_host_says_what_it_went_around(run: Run, tmp_path: Path) -> None:
     flipped(shard(run, FROM_0))
     shard(run, STEP_3).unlink()
     options = SyncOptions(run.channel, tmp_path / "host", run.base, visible_seconds=0.1)
-    status_builder = StatusBuilder(options)
-    sync = Sync(options, show=status_builder.show)
+    sync = Sync(options)
     try:
         outcome = sync.sync_once()
     finally:
         sync.close()
-    assert (outcome.version, outcome.ready) == (5, True)
+    assert (outcome.local_version, outcome.ready) == (5, True)
     assert any("another way is taken" in reason and "from_v000000" in reason for reason in outcome.degraded)
-    assert "from_v000000" in status_builder.status.get().updates[-1].around[0]
+    assert "from_v000000" in sync.status.updates[-1].around[0]
     assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)
 
 

@@ -103,12 +103,12 @@ def test_the_short_way_to_the_options_of_a_sync_comes_to_the_same(
 ) -> None:
     for name in [name for name in os.environ if name.startswith("WEIGHTCAST_")]:
         monkeypatch.delenv(name)
-    flags: dict[str, object] = {"channel": tmp_path / "c", "local": Path("here")}
-    plain = plain_options(tmp_path / "c", Path("here"), None, "latest", None, None)
+    unset = dict.fromkeys(("base", "threads", "visible_deadline"))
+    flags = {"channel": tmp_path / "c", "local": Path("here"), "target": "latest", **unset}
+    plain = plain_options(flags)
     assert options_of(load_settings(SubscriberSettings, flags)) == plain
     flags |= {"base": tmp_path, "target": "7", "threads": 1, "visible_deadline": 5.0}
-    other = plain_options(tmp_path / "c", Path("here"), tmp_path, "7", 1, 5.0)
-    assert options_of(load_settings(SubscriberSettings, flags)) == other != plain
+    assert options_of(load_settings(SubscriberSettings, flags)) == plain_options(flags) != plain
 
 
 @pytest.mark.parametrize("name", ["WEIGHTCAST_THREADS", "weightcast_pre_read", "WEIGHTCAST_ENGINE"])

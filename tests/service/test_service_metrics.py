@@ -169,9 +169,10 @@ def test_a_host_is_shown() -> None:
         engines=(engine("serving"), engine("silent", "b", None)), updates=(first,), degraded=("slow",),
     )  # fmt: skip
     figures.show(shown)
+    figures.count(first)
     later: Any = {"updates": (first, second), "target": "7", "bytes_by_cause": {"step": 45, "anchor": 7}}
     figures.show(shown.but(**later))
-    figures.show(shown.but(**later))
+    figures.count(second)
     found = series(registry)
     assert found['weightcast_run_info{role="subscriber",run_id="r",software="weightcast 0"}'] == 1
     assert found["weightcast_lag_versions"] == 4 and found["weightcast_served_version"] == 3

@@ -21,14 +21,14 @@ from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.publish.report import PublishReport
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.checkpoint.state.state import LocalState, read_state
-from weightcast.subscriber.daemon.status import StatusBuilder
 from weightcast.subscriber.engines.base import Timeouts, parse_engines
 from weightcast.subscriber.engines.host import Engines, RetryPace
 from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.groups.messages import Order
 from weightcast.subscriber.status import HostStatus
-from weightcast.subscriber.sync.host import Outcome, SyncOptions
+from weightcast.subscriber.sync.host import Callbacks
+from weightcast.subscriber.sync.options import SyncOptions, parse_target
 from weightcast.subscriber.sync.sync import Sync
-from weightcast.subscriber.sync.target import parse_target
 
 WIDTHS = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8, "U16": 2, "F16": 2, "BOOL": 1}
 QUICK = Timeouts(connect=5, probe=5, control=5, drain=1, reload=5)
@@ -246,12 +246,10 @@ class Host:
         specs = parse_engines(self.urls, self.options.local)
         engines = [open_engine(spec, timeouts=self.timeouts) for spec in specs]
         pace = RetryPace(attempts=2, first=0.0, longest=0.0)
-        self.status_builder = StatusBuilder(self.options)
         self.sync = Sync(
             self.options,
             Engines(engines, pace=pace, clock=self.clock, **self.conduct),
-            show=self.status_builder.show,
-            clock=self.clock,
+            callbacks=Callbacks(clock=self.clock),
         )
         self.stack.callback(self.sync.close)
 
@@ -259,10 +257,10 @@ class Host:
         self.sync.close()
         self.start()
 
-    def step(self) -> Outcome:
-        return self.sync.sync_once()
+    def step(self, order: Order | None = None) -> HostStatus:
+        return self.sync.sync_once(order)
 
-    def retry(self) -> Outcome:
+    def retry(self) -> HostStatus:
         """A step after every wait for a failed engine has passed."""
         self.clock.at += 61
         return self.step()
@@ -279,7 +277,7 @@ class Host:
 
     @property
     def status(self) -> HostStatus:
-        return self.status_builder.status.get()
+        return self.sync.status
 
     @property
     def journals(self) -> list[str]:

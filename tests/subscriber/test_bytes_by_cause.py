@@ -39,7 +39,7 @@ def test_full_weights(site: Site) -> None:
     run = site.run()
     run.publish(anchor=True)
     host = site.host(run, base=None)
-    assert host.step().version == 1
+    assert host.step().local_version == 1
     full = sum(len(data) for _, _, data in Weights.make().tensors.values())
     assert host.status.bytes_by_cause["anchor"] == full == host.status.bytes_read
 

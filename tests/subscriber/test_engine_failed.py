@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from weightcast.subscriber.daemon.failed_engines import FailedEngines
+from weightcast.subscriber.daemon.announce import FailedEngines
 from weightcast.subscriber.status import EngineStatus, HostStatus
 
 NOTE = (

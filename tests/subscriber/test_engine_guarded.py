@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from weightcast.shared.checkpoint.state.state import Mark
 from weightcast.subscriber.engines.base import parse_engines
 from weightcast.subscriber.engines.host import Engines, RetryPace
 from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.sync.host import Callbacks
 from weightcast.subscriber.sync.sync import Sync
 
 
@@ -41,10 +41,8 @@ def speak_through(site: Site, host: Host, *adapters: Any) -> None:
     """The host's engines are asked by these adapters from here on."""
     pace = RetryPace(attempts=2, first=0.0, longest=0.0)
     host.sync.close()
-    show: Callable[[Sync], None] = host.status_builder.show
-    host.sync = Sync(
-        host.options, Engines(adapters, pace=pace, clock=host.clock), show=show, clock=host.clock
-    )
+    engines = Engines(adapters, pace=pace, clock=host.clock)
+    host.sync = Sync(host.options, engines, callbacks=Callbacks(clock=host.clock))
     site.stack.callback(host.sync.close)
 
 
@@ -100,7 +98,7 @@ def test_a_relabel_that_fails_so_is_a_reload(world: World) -> None:
     world.host.step()
     world.adapter.fails = "relabel"
     version = world.run.publish(world.run.versions[-1])
-    assert world.host.step().version == version and world.good.label == str(version)
+    assert world.host.step().local_version == version and world.good.label == str(version)
     assert world.host.step().ready and world.odd.label == str(version)
 
 

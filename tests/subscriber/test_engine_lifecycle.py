@@ -185,7 +185,7 @@ def test_an_engine_has_a_deadline_of_its_own(site: Site, run: Run) -> None:
     host = site.host(run, named(site, slow) + ",deadline=0.2")
     slow.script("/update_weights_from_disk", Hang(), Hang())
     outcome = host.step()
-    assert not outcome.ready and "within 0.2 s" in outcome.waiting[0]
+    assert not outcome.ready and "within 0.2 s" in outcome.not_ready_reasons[0]
 
 
 def test_how_long_an_engine_may_be_silent_is_its_own_too(site: Site, run: Run) -> None:
@@ -229,7 +229,7 @@ def test_rounds_in_vain_end_in_failed_until_the_engine_restarts(site: Site, run:
     assert host.status.engines[0].state == "suspect" and host.status.engines[0].failures == 2
     outcome = host.retry()
     [shown] = host.status.engines
-    assert shown.state == "failed" and not shown.ready and "failed: " in outcome.waiting[0]
+    assert shown.state == "failed" and not shown.ready and "failed: " in outcome.not_ready_reasons[0]
     assert host.state.engines[shown.name].mark is Mark.SUSPECT
 
     # it is left alone, also when a version comes, but for a try now and then
@@ -328,7 +328,7 @@ def test_an_engine_that_two_want_is_not_fought_over(site: Site, run: Run) -> Non
     outcome = host.step()
     [shown] = host.status.engines
     assert not outcome.ready and not shown.ready and engine.of("/pause_generation") == []
-    assert "one engine has one subscriber" in outcome.waiting[0] and "3 times" in shown.reason
+    assert "one engine has one subscriber" in outcome.not_ready_reasons[0] and "3 times" in shown.reason
     host.clock.at += 61
     assert host.step().ready and engine.held == run.digest(0)
     take(engine)
@@ -352,7 +352,7 @@ def test_an_engine_behind_two_addresses_is_asked_by_one(site: Site, run: Run) ->
     host = site.host(run, f"{site.option(engine)},name=a", f"{site.option(engine)},name=b")
     for version in (0, 1):
         outcome = host.step()
-        assert not outcome.ready and "it is the engine a, given twice" in outcome.waiting[0]
+        assert not outcome.ready and "it is the engine a, given twice" in outcome.not_ready_reasons[0]
         assert condition(host) == {"a": "serving", "b": "silent"} and engine.held == run.digest(version)
         assert len(engine.of("/update_weights_from_disk")) == version + 1
         run.publish()
@@ -388,7 +388,10 @@ def test_an_engine_that_somebody_else_paused_takes_versions_and_stays_paused(sit
     engine.paused = True
     outcome = host.step()
     [shown] = host.status.engines
-    assert "not by this subscriber" in outcome.waiting[0] and shown.reason in outcome.waiting[0]
+    assert (
+        "not by this subscriber" in outcome.not_ready_reasons[0]
+        and shown.reason in outcome.not_ready_reasons[0]
+    )
     assert (shown.state, shown.ready, shown.aligned) == ("paused", False, True)
     run.publish()
     outcome = host.step()

@@ -17,8 +17,7 @@ from weightcast.publisher.field_hook import point
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import read_pointer
-from weightcast.subscriber.sync.host import SyncOptions
-from weightcast.subscriber.sync.target import parse_target
+from weightcast.subscriber.sync.options import SyncOptions, parse_target
 
 
 class Trainer(FieldChannel):

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -29,14 +29,21 @@ from weightcast.shared.daemon.settings import BadSettings, load_settings
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.groups.client import MemberClient
 from weightcast.subscriber.groups.lead import GroupPace, Lead, Member
-from weightcast.subscriber.groups.messages import Hold, HoldRequest
-from weightcast.subscriber.groups.order import HOLD_PATH, RELEASE_PATH, HoldState, Order, OrderPhase
+from weightcast.subscriber.groups.messages import (
+    HOLD_PATH,
+    RELEASE_PATH,
+    Hold,
+    HoldState,
+    Order,
+    OrderPhase,
+    Release,
+)
 from weightcast.subscriber.sync.group_follower import GroupFollower, Post
 
 AT = Position(7, "d7", "r7", 1, b"")
 NEXT = Position(8, "d8", "r8", 1, b"")
 STATE = LocalState("run", AT)
-ORDER = Order("boss", 5, "hold", 7, "run", "d7", "r7")
+ORDER = Order("boss", 5, "hold", 7, "run", "d7", "r7", seconds=10.0)
 QUICK = GroupPace(lease=1.0, deadline=5.0, patience=0.2)
 
 
@@ -44,8 +51,8 @@ def post(clock: Clock) -> Post:
     return Post(lambda: None, clock)
 
 
-def held(one: Post, order: Order = ORDER, seconds: float = 10.0) -> Hold:
-    one.take(order, seconds)
+def held(one: Post, order: Order = ORDER) -> Hold:
+    one.take(order)
     wanted = one.wanted()
     assert wanted is not None
     one.answer(wanted, "held")
@@ -57,7 +64,7 @@ def test_a_lease_runs_from_the_last_renewal() -> None:
     one = post(clock)
     grant = held(one).grant
     clock.at += 9
-    assert one.take(ORDER, 10.0).grant == grant and one.hold().seconds_left == 10
+    assert one.take(ORDER).grant == grant and one.hold().seconds_left == 10
     clock.at += 9.5
     assert one.hold().state == "held"
     clock.at += 0.5
@@ -70,9 +77,9 @@ def test_what_is_held_again_has_another_grant() -> None:
     first = held(one)
     before = one.wanted()
     clock.at += 10
-    assert one.take(ORDER, 10.0).state == "working", "the same order, after its lease: all anew"
+    assert one.take(ORDER).state == "working", "the same order, after its lease: all anew"
     again = one.wanted()
-    assert before is not None and again is not None and again.number > before.number
+    assert before is not None and again is not None and again is not before
     one.answer(before, "held")
     assert one.hold().state == "working", "an answer to what is over"
     one.answer(again, "held")
@@ -92,7 +99,7 @@ def test_what_is_held_again_has_another_grant() -> None:
 def test_what_comes_late_or_from_elsewhere_is_not_taken(late: Order, taken: bool) -> None:
     one = post(Clock())
     held(one)
-    answer = one.take(late, 10.0)
+    answer = one.take(late)
     assert answer.answers(late) is taken
     assert taken or (answer.state == "held" and answer.version == 7)
 
@@ -100,13 +107,13 @@ def test_what_comes_late_or_from_elsewhere_is_not_taken(late: Order, taken: bool
 def test_a_release_ends_its_own_term_only() -> None:
     one = post(Clock())
     held(one)
-    assert one.release("boss", 4, True).state == "held"
-    assert one.release("other", 5, True).state == "held"
+    assert one.release(Release("boss", 4, True)).state == "held"
+    assert one.release(Release("other", 5, True)).state == "held"
     assert one.take_served() is None
-    assert one.release("boss", 5, True).state == "free"
+    assert one.release(Release("boss", 5, True)).state == "free"
     assert (one.take_served(), one.take_served()) == ("d7", None)
-    assert one.take(ORDER, 10.0).state == "free", "a renewal that was on its way"
-    assert one.take(replace(ORDER, leader="other", term=0), 10.0).state == "working"
+    assert one.take(ORDER).state == "free", "a renewal that was on its way"
+    assert one.take(replace(ORDER, leader="other", term=0)).state == "working"
 
 
 acts = st.one_of(
@@ -132,7 +139,7 @@ def test_a_grant_seen_twice_was_held_in_between(sequence: list[tuple[object, ...
     for moment, act in enumerate(sequence):
         before = one.wanted()
         _do(one, clock, act)
-        if before != one.wanted():
+        if before is not one.wanted():
             broken = [grant for grant, last in seen.items() if last < moment]
             assert one.hold().grant not in broken
             seen = dict.fromkeys(seen, -1)
@@ -146,9 +153,9 @@ def test_a_grant_seen_twice_was_held_in_between(sequence: list[tuple[object, ...
 def _do(one: Post, clock: Clock, act: tuple[object, ...]) -> None:
     match act:
         case ("take", str(leader), int(term), ("prepare" | "hold") as phase):
-            one.take(Order(leader, term, phase, term, "run", "d", "r"), 10.0)
+            one.take(Order(leader, term, phase, term, "run", "d", "r", seconds=10.0))
         case ("release", str(leader), int(term)):
-            one.release(leader, term, True)
+            one.release(Release(leader, term, True))
         case ("pass", float(seconds)):
             clock.at += seconds
         case ("answer", ("held" | "prepared" | "failed" | "refused") as state):
@@ -169,22 +176,22 @@ class Twin:
     orders: list[Order] = field(default_factory=list)
     released: list[bool] = field(default_factory=list)
 
-    def order(self, order: Order, seconds: float) -> Hold:
+    def order(self, order: Order) -> Hold:
         self._reach()
         self.orders.append(order)
-        self.post.take(order, seconds)
+        self.post.take(order)
         wanted = self.post.wanted()
         if wanted is not None and self.post.hold().state == "working":
-            at = Position(wanted.order.version, wanted.order.digest, wanted.order.root, 1, b"")
+            at = Position(wanted.version, wanted.digest, wanted.root, 1, b"")
             self.post.is_at(replace(at, root="x") if self.lies_elsewhere else at)
-            done: HoldState = "held" if wanted.order.phase == "hold" else "prepared"
+            done: HoldState = "held" if wanted.phase == "hold" else "prepared"
             self.post.answer(wanted, done if self.says is None else self.says, "so it is")
         return self.post.hold()
 
-    def release(self, leader: str, term: int, served: bool) -> Hold:
+    def release(self, release: Release) -> Hold:
         self._reach()
-        self.released.append(served)
-        return self.post.release(leader, term, served)
+        self.released.append(release.served)
+        return self.post.release(release)
 
     def look(self) -> Hold:
         self._reach()
@@ -224,7 +231,7 @@ def test_a_reload_under_a_hold_counts() -> None:
 
 
 def expire(twin: Twin) -> None:
-    twin.post.release("boss", twin.orders[-1].term, False)
+    twin.post.release(Release("boss", twin.orders[-1].term))
 
 
 def go_away(twin: Twin) -> None:
@@ -282,7 +289,7 @@ def test_a_member_of_other_bytes_is_not_held() -> None:
 
 def test_a_leader_that_restarts_outdoes_its_own_terms() -> None:
     twin = Twin()
-    held(twin.post, replace(ORDER, term=900), 1000.0)
+    held(twin.post, replace(ORDER, term=900, seconds=1000.0))
     with holding(twin) as one:
         assert one.standing()
     assert twin.orders[-1].term > 900
@@ -299,10 +306,10 @@ class Answers(Double):
 
     def behave(self, call: Call) -> Answer:
         if call.path == RELEASE_PATH:
-            hold = self.twin.release(**call.body)
+            hold = self.twin.release(Release(**call.body))
         else:
-            hold = self.twin.order(HoldRequest.model_validate(call.body).order(), 5.0)
-        return Answer(200, hold.model_dump() | ({} if self.term is None else {"term": self.term}))
+            hold = self.twin.order(Order(**call.body))
+        return Answer(200, asdict(hold) | ({} if self.term is None else {"term": self.term}))
 
 
 @pytest.mark.parametrize("term", [1 << 62, 1 << 61])
@@ -414,7 +421,7 @@ def ordered(run: Run, phase: OrderPhase, version: int, term: int) -> Order:
     assert pointer is not None and base is not None and channel.file is not None
     index = channel.index(pointer, version, base.table)
     assert isinstance(index, Index)
-    return Order("boss", term, phase, version, channel.file.run_id, index.digest, index.root)
+    return Order("boss", term, phase, version, channel.file.run_id, index.digest, index.root, seconds=60.0)
 
 
 def test_an_order_is_answered_whatever_goes_wrong(site: Site) -> None:
@@ -422,7 +429,7 @@ def test_an_order_is_answered_whatever_goes_wrong(site: Site) -> None:
     run.publish()
     host: Steps = site.host(run, group_follower=True)
     orders = Post(lambda: None)
-    orders.take(ordered(run, "prepare", 1, 1), 60.0)
+    orders.take(ordered(run, "prepare", 1, 1))
 
     def fail(name: str, path: Path | None) -> None:
         if name == "engine.looked":
@@ -438,11 +445,9 @@ def test_what_was_prepared_is_prepared_again_where_a_repair_came_between(site: S
     run.publish()
     host: Steps = site.host(run, group_follower=True)
     for phase in ("prepare", "hold"):
-        host.sync.order = ordered(run, phase, 1, 1)
-        host.step()
+        host.step(ordered(run, phase, 1, 1))
     run.publish()
-    host.sync.order = ordered(run, "prepare", 2, 2)
-    host.step()
+    host.step(ordered(run, "prepare", 2, 2))
     assert host.sync.is_prepared and host.state.position.version == 1
     [weights] = host.local.glob("model-00001*.safetensors")
     with weights.open("r+b") as file:
@@ -455,6 +460,5 @@ def test_what_was_prepared_is_prepared_again_where_a_repair_came_between(site: S
     clock.at += 10
     host.sync.verify_some(scrub)
     assert scrub.status.faults == 1
-    host.sync.order = ordered(run, "hold", 2, 2)
-    host.step()
+    host.step(ordered(run, "hold", 2, 2))
     assert host.at(run, 2)

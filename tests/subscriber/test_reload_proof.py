@@ -15,7 +15,7 @@ from in_process import Command
 from plugin_double import PluginDouble
 
 from weightcast.shared.base.errors import NeedsReseed
-from weightcast.subscriber.sync import loader
+from weightcast.subscriber.sync import apply
 
 ROUNDS = 12
 UNTOUCHED = "model.steps"
@@ -135,7 +135,7 @@ def test_the_command_proves_before_it_reloads(site: Site, weightcast: Command) -
 
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every model were large."""
-    monkeypatch.setattr(loader, "ALWAYS_BYTES", 0)
+    monkeypatch.setattr(apply, "ALWAYS_BYTES", 0)
 
 
 def test_a_large_model_is_hashed_again_when_the_bound_has_passed(

@@ -14,7 +14,7 @@ from in_process import Command
 from weightcast.shared.base.errors import Refused, Untrusted
 from weightcast.shared.channel.index import INDEX_NAME
 from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
-from weightcast.subscriber.sync.target import parse_target
+from weightcast.subscriber.sync.options import parse_target
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ MOST_KILLS = 40
 def recovered(run: Run, host: Host, engine: SGLang, version: int) -> None:
     host.restart()
     outcome = host.step()
-    assert outcome.ready and outcome.version == version
+    assert outcome.ready and outcome.local_version == version
     assert host.at(run, version) and host.journals == []
     assert (engine.held, engine.label) == (run.digest(version), str(version))
     assert not engine.paused and not engine.resumed_broken

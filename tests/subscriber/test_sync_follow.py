@@ -16,14 +16,14 @@ from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base import failpoints
 from weightcast.shared.base.errors import DamagedFile, EngineFailed, RetryLater
 from weightcast.shared.checkpoint.state.state import Mark
-from weightcast.subscriber.sync.target import BadTarget, parse_target
+from weightcast.subscriber.sync.options import BadTarget, parse_target
 
 
 def test_before_the_first_version_a_host_is_seeded_and_ready(site: Site) -> None:
     run, engine = site.run(), SGLang()
     host = site.host(run, engine)
     outcome = host.step()
-    assert outcome.ready and outcome.version == 0
+    assert outcome.ready and outcome.local_version == 0
     assert host.at(run, 0)
     assert (engine.held, engine.label, engine.paused) == (run.digest(0), "0", False)
     assert (host.status.served_version, host.status.confirmed_by, host.status.ready) == (0, "label", True)
@@ -38,7 +38,7 @@ def test_who_waits_for_another_writer_says_so_until_that_has_ended(site: Site) -
 
     def look() -> None:
         while not ended.is_set():
-            seen.add(type(waiting.sync.log.view.error).__name__)
+            seen.add(type(waiting.sync.host.error).__name__)
 
     with pytest.raises(RetryLater, match="already has a writer"):
         waiting.step()
@@ -64,7 +64,7 @@ def test_three_versions_are_followed_one_by_one(site: Site) -> None:
         run.publish()
         engine.calls.clear()
         outcome = host.step()
-        assert outcome.moved and outcome.ready
+        assert outcome.ready and outcome.updates[-1].kind == "patch"
         assert host.at(run, version)
         assert (engine.held, engine.label) == (run.digest(version), str(version))
         assert engine.paths() == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
@@ -132,9 +132,9 @@ def test_nothing_new_touches_no_engine(site: Site) -> None:
     host = site.host(run, engine)
     host.step()
     engine.calls.clear()
-    before = host.state
+    before, moves = host.state, host.status.updates
     outcome = host.step()
-    assert outcome.ready and not outcome.moved
+    assert outcome.ready and outcome.updates == moves
     assert engine.paths() == [] and host.state == before
 
 
@@ -190,7 +190,7 @@ def test_a_proxy_before_an_engine_that_is_gone_serves_nothing(site: Site, kind: 
     engine.behave = lambda call: Answer(502, b"Bad Gateway")
     outcome = host.step()
     [shown] = host.status.engines
-    assert not outcome.ready and "502" in outcome.waiting[0]
+    assert not outcome.ready and "502" in outcome.not_ready_reasons[0]
     assert (shown.state, shown.reachable, shown.ready) == ("silent", False, False)
     run.publish()
     engine.calls.clear()
@@ -224,7 +224,9 @@ def test_an_engine_that_comes_later_is_reloaded_then(site: Site) -> None:
     host = site.host(run, f"sglang=http://127.0.0.1:{port}")
     run.publish()
     outcome = host.step()
-    assert outcome.version == 1 and not outcome.ready and "does not answer" in outcome.waiting[0]
+    assert (
+        outcome.local_version == 1 and not outcome.ready and "does not answer" in outcome.not_ready_reasons[0]
+    )
     assert host.at(run, 1) and host.status.served_version is None
     site.serve(engine, port)
     assert host.step().ready
@@ -316,7 +318,7 @@ def test_what_was_fetched_ahead_and_is_gone_around_does_not_stay(site: Site) -> 
 
     publish(4)
     with watched(publish_meanwhile):
-        while host.step().version != len(run.versions) - 1:
+        while host.step().local_version != len(run.versions) - 1:
             pass
     assert not due and host.at(run, 12)
 

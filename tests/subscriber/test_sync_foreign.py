@@ -11,8 +11,7 @@ from field_writer import payload
 from hosts import Host, SGLang, Site, Weights, on_disk
 
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
-from weightcast.subscriber.sync.host import SyncOptions
-from weightcast.subscriber.sync.target import parse_target
+from weightcast.subscriber.sync.options import SyncOptions, parse_target
 
 
 class Foreign(FieldChannel):

@@ -43,7 +43,7 @@ def test_a_version_that_every_engine_refuses_is_undone_and_blocked(site: Site) -
 
     engine.calls.clear()
     outcome = host.step()
-    assert outcome.ready and outcome.degraded and outcome.version == 1
+    assert outcome.ready and outcome.degraded and outcome.local_version == 1
     assert engine.paths() == [] and host.status.ready and host.status.degraded
 
     run.publish()
@@ -59,14 +59,14 @@ def test_a_blocked_version_survives_a_restart_and_is_tried_again_later(site: Sit
     host.step()
     host.restart()
     engine.calls.clear()
-    assert host.step().version == 1
+    assert host.step().local_version == 1
     assert engine.of(UPDATE) == []
     engine.script(UPDATE, REFUSAL)
-    assert host.retry().version == 1
+    assert host.retry().local_version == 1
     assert [(b.version, b.attempts) for b in host.state.blocked] == [(2, 2)]
-    assert host.retry().version == 1, "the second wait is longer"
+    assert host.retry().local_version == 1, "the second wait is longer"
     host.clock.at += 240
-    assert host.step().version == 2
+    assert host.step().local_version == 2
     assert host.at(run, 2) and engine.held == run.digest(2) and host.state.blocked == ()
 
 
@@ -85,7 +85,7 @@ def test_the_version_stays_when_one_engine_took_it(site: Site) -> None:
     run, host = following(site, willing, unwilling)
     unwilling.script(UPDATE, REFUSAL)
     outcome = host.step()
-    assert not outcome.ready and len(outcome.waiting) == 1
+    assert not outcome.ready and len(outcome.not_ready_reasons) == 1
     assert host.at(run, 2) and host.journals == [] and host.state.blocked == ()
     assert (willing.held, unwilling.held) == (run.digest(2), run.digest(1))
     assert not unwilling.paused, "it has the old weights and goes on with them"
@@ -139,7 +139,7 @@ def test_a_late_answer_counts_for_nothing(site: Site) -> None:
     run, host = following(site, engine, other, timeouts=IMPATIENT)
     engine.script(UPDATE, Hang(), Hang())
     outcome = host.step()
-    assert len(outcome.waiting) == 1 and other.held == run.digest(2)
+    assert len(outcome.not_ready_reasons) == 1 and other.held == run.digest(2)
     engine.release()
     assert host.retry().ready
     assert (engine.held, engine.label, engine.paused) == (run.digest(2), "2", False)
