@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightcast.shared.channel.listing import Shown
+from weightcast.shared.channel.channel import Shown
 
 _HOUR = 3600.0
 

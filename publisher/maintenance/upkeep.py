@@ -32,7 +32,7 @@ from weightcast.publisher.publish.commit import UNSIGNED, Signer
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.chain import versions_in
-from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.channel import Channel, look
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import (
@@ -43,7 +43,6 @@ from weightcast.shared.channel.layout import (
     multi_step_key,
     version_name,
 )
-from weightcast.shared.channel.listing import look
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import Step
 from weightcast.shared.checkpoint.update.buffer_reuse import drop as drop_spares

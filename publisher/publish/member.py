@@ -238,10 +238,9 @@ class MemberRank:
         try:
             yield
         except BaseException as error:
-            drifted = isinstance(error, NeedsReseed)
             with contextlib.suppress(OSError):
-                rendezvous.leave_failure(files, self._rank.number, error, drifted)
-            if drifted and self._updater.owns:
+                rendezvous.leave_failure(files, self._rank.number, error)
+            if isinstance(error, NeedsReseed) and self._updater.owns:
                 self._updater.mark_dirty(str(error))
             self._updater.release()
             raise

@@ -117,8 +117,10 @@ class OwnerRank:
             with self._compared(channel, early, job) as given:
                 draft = self._write(channel, given, job)
             proven = self._prove(channel, draft, job)
-            self._commit(proven, job)
-            self._point(proven, job)
+            with job.phase("commit"):
+                # the version exists once its directory has its name; then `latest` tells the fleet
+                commit_version(self._claim, proven.made, proven.index, proven.data, self._options.key)
+                advance_pointer(self._claim, proven.index.version, self._options.post_write)
             report = self._report(channel, draft, proven, job)
             return self._follow(draft, proven, report, job)
 
@@ -373,18 +375,6 @@ class OwnerRank:
         fetched = [Delta(index, files)]
         wanted = ROOM_BYTES + journal_bytes(index)
         return self.recovery.with_room(lambda: stage(local, fetched), wanted)
-
-    # commit, point
-
-    def _commit(self, proven: Proven, job: PublishJob) -> None:
-        """The version exists once its directory has its name."""
-        with job.phase("commit"):
-            commit_version(self._claim, proven.made, proven.index, proven.data, self._options.key)
-
-    def _point(self, proven: Proven, job: PublishJob) -> None:
-        """`latest` tells the fleet."""
-        with job.phase("commit"):
-            advance_pointer(self._claim, proven.index.version, self._options.post_write)
 
     def _report(self, channel: Channel, draft: Draft, proven: Proven, job: PublishJob) -> PublishReport:
         index, configs = proven.index, draft.facts.configs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -200,31 +200,12 @@ class Publication(Facts):
         return {"cast": self.cast, "renamed": self.renamed, "dropped": self.dropped}
 
 
+_IN_BOTH = {each.name for each in fields(Publication)} - {"source", "at"}
+
+
 def publication(report: PublishReport, source: str) -> Publication:
-    return Publication(
-        version=report.version,
-        kind=report.kind,
-        step=report.step,
-        resumed_from_step=report.resumed_from_step,
-        root=report.root,
-        source=source,
-        changed_elements=report.changed_elements,
-        density_elements=report.density_elements,
-        density_bytes=report.density_bytes,
-        delta_bytes=report.delta_bytes,
-        full_bytes=report.full_bytes,
-        bits_per_change=report.bits_per_change,
-        seconds=dict(report.seconds),
-        mapped=dict(report.mapped),
-        cast=report.cast,
-        renamed=report.renamed,
-        dropped=report.dropped,
-        notes=report.notes,
-        config_changed=report.config_changed,
-        carried=report.carried,
-        non_finite_elements=report.non_finite_elements,
-        at=time.time(),
-    )
+    facts = {name: getattr(report, name) for name in _IN_BOTH}
+    return Publication(**facts, source=source, at=time.time())
 
 
 def total_seconds(seconds: dict[str, float]) -> float:

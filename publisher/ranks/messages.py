@@ -18,7 +18,7 @@ from weightcast.publisher.ranks.shard_assignment import Holds
 from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import CHUNK_WORDS, ChunkKey, TensorTable
 from weightcast.shared.base.errors import DamagedFile
-from weightcast.shared.channel.shard_files import read_exactly
+from weightcast.shared.channel.delta_reader import read_exactly
 from weightcast.shared.channel.store import Store
 from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.files.safetensors import naturals

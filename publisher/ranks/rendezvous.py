@@ -72,8 +72,17 @@ def open_attempt(files: Store, attempt: Attempt) -> None:
 
 def close_attempt(files: Store, error: BaseException) -> None:
     """Tells the other ranks that this attempt is over without a version."""
+    _say(files, _CLOSED, error)
+
+
+def leave_failure(files: Store, rank: int, error: BaseException) -> None:
+    _say(files, _failure(rank), error)
+
+
+def _say(files: Store, name: str, error: BaseException) -> None:
+    # where a local checkpoint is not what it claims, nobody knows for sure whose
     facts = {"reason": reason_of(error), "drifted": isinstance(error, NeedsReseed)}
-    files.replace(_CLOSED, json.dumps(facts).encode())
+    files.replace(name, json.dumps(facts).encode())
 
 
 @dataclass(frozen=True)
@@ -105,12 +114,6 @@ def leave_part(files: Store, rank: int, part: RankPart, table: TensorTable) -> N
     _raise_cleared(files)
     files.replace(messages.sums_name(rank), messages.write_sums(part.sums))
     files.replace(_draft(rank), write_index(part.draft, table))
-
-
-def leave_failure(files: Store, rank: int, error: BaseException, drifted: bool) -> None:
-    """`drifted`: a local checkpoint is not what it claims; nobody knows for sure whose."""
-    facts = {"reason": reason_of(error), "drifted": drifted}
-    files.replace(_failure(rank), json.dumps(facts).encode())
 
 
 def reason_of(error: BaseException) -> str:
@@ -240,19 +243,18 @@ def _checked(draft: Index, attempt: Attempt, rank: int, assignment: ShardAssignm
 
 
 def _raise_failure(files: Store, rank: int) -> None:
-    failure = _members(files, _failure(rank))
-    if failure is not None:
-        text = f"rank {rank} failed: {_printable(failure.text('reason'))}"
-        if failure.boolean("drifted"):
-            raise NeedsReseed(text, remedy="nothing was published; publish again on all ranks")
-        raise Refused(text, remedy="nothing was published")
+    _raise_said(files, _failure(rank), f"rank {rank} failed")
 
 
 def _raise_closed(files: Store) -> None:
-    closed = _members(files, _CLOSED)
-    if closed is not None:
-        text = f"rank 0 gave up: {_printable(closed.text('reason'))}"
-        if closed.boolean("drifted"):
+    _raise_said(files, _CLOSED, "rank 0 gave up")
+
+
+def _raise_said(files: Store, name: str, what: str) -> None:
+    said = _members(files, name)
+    if said is not None:
+        text = f"{what}: {_printable(said.text('reason'))}"
+        if said.boolean("drifted"):
             raise NeedsReseed(text, remedy="nothing was published; publish again on all ranks")
         raise Refused(text, remedy="nothing was published")
 

@@ -12,10 +12,9 @@ from typing import Literal
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.channel import Channel, FullVersion
+from weightcast.shared.channel.channel import Channel, FullVersion, look
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, ForeignIndex, Index, object_record
 from weightcast.shared.channel.layout import Pointer, from_name, index_key, version_of
-from weightcast.shared.channel.listing import look
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.channel.store import NotFound, Store
 from weightcast.shared.files.disk_errors import disk_text

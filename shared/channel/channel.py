@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from blake3 import blake3
@@ -19,6 +19,7 @@ from weightcast.shared.base.errors import (
     UnknownFormat,
     Untrusted,
 )
+from weightcast.shared.channel.delta_reader import read_shard_header
 from weightcast.shared.channel.directory_store import directory_of
 from weightcast.shared.channel.index import (
     INDEX_LIMIT,
@@ -32,17 +33,18 @@ from weightcast.shared.channel.index import (
     remembered,
 )
 from weightcast.shared.channel.layout import (
+    ANCHOR,
     BASE_JSON,
     CHANNEL_JSON,
     LATEST,
     Pointer,
     anchor_key,
+    base_of,
     index_key,
     multi_step_key,
     read_pointer,
     version_of,
 )
-from weightcast.shared.channel.listing import Shown, look
 from weightcast.shared.channel.run_files import (
     BASE_LIMIT,
     CHANNEL_FILE_LIMIT,
@@ -51,7 +53,6 @@ from weightcast.shared.channel.run_files import (
     parse_base,
     parse_channel_file,
 )
-from weightcast.shared.channel.shard_files import read_shard_header
 from weightcast.shared.channel.signing import (
     SIGNATURE_LIMIT,
     Statement,
@@ -77,6 +78,38 @@ class FullVersion:
     @property
     def directory(self) -> Path:
         return directory_of(self.files)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Bytes, indexes included: of the version's own files; of its deltas from older versions, by base
+    version; of the anchor. Only directories with an index count."""
+
+    nbytes: int
+    skips: Mapping[int, int] = field(default_factory=dict)
+    anchor: int | None = None
+
+
+def look(files: Store) -> Shown | None:
+    """Of a version's directory; None where it has no index. Raises StoreError."""
+    nbytes, directories = _bytes_of(files)
+    if nbytes is None:
+        return None
+    skips: dict[int, int] = {}
+    for name in directories:
+        base_version = base_of(name)
+        found = None if base_version is None else _bytes_of(files.within(name))[0]
+        if base_version is not None and found is not None:
+            skips[base_version] = found
+    return Shown(nbytes, skips, _bytes_of(files.within(ANCHOR))[0] if ANCHOR in directories else None)
+
+
+def _bytes_of(files: Store) -> tuple[int | None, list[str]]:
+    """Of the files, None without an index among them; and the names of the directories."""
+    entries = list(files.list())
+    sizes = {entry.name: entry.stat.size for entry in entries if entry.stat is not None}
+    directories = [entry.name for entry in entries if entry.kind == "directory"]
+    return sum(sizes.values()) if INDEX_NAME in sizes else None, directories
 
 
 _BEFORE = ("hosts", "publishers", "lost+found")

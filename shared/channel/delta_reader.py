@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -19,15 +20,30 @@ from weightcast.shared.channel.index import (
     Index,
 )
 from weightcast.shared.channel.layout import from_name, version_name
-from weightcast.shared.channel.shard_files import read_exactly, read_shard_header
-from weightcast.shared.channel.store import Store
+from weightcast.shared.channel.store import NotFound, Store
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import decode_step
 from weightcast.shared.codec.slime import PayloadReader, digest_stream, open_payload
 from weightcast.shared.digest.checksums import SpanSums, span_sums
-from weightcast.shared.files.safetensors import Header
+from weightcast.shared.files.safetensors import Header, header_from
 
 PayloadEncoding = Literal["xor", "overwrite", "xor_sparse"]
+
+
+def read_exactly(files: Store, name: str, offset: int, length: int, place: str) -> bytes:
+    """Raises DamagedFile, which names `place`, when the file ends before that."""
+    data = files.read_range(name, offset, length)
+    if len(data) < length:
+        raise DamagedFile(f"{place} ends {length - len(data)} bytes early", remedy=MEND_CHANNEL)
+    return data
+
+
+def read_shard_header(files: Store, name: str) -> Header:
+    """Raises NotFound and DamagedFile."""
+    found, place = files.stat(name), files.place(name)
+    if found is None:
+        raise NotFound.at(place)
+    return header_from(partial(files.read_range, name, 0), found.size, place)
 
 
 class DeltaReader(Protocol):

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import cast
 
 from blake3 import blake3
@@ -28,7 +27,6 @@ from weightcast.shared.channel.index_records import (
 )
 from weightcast.shared.digest.checksums import LanesArray
 from weightcast.shared.digest.root import root
-from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.files.safetensors import check_nbytes, checked_dtype, naturals
 from weightcast.shared.files.strict_json import MAX_INTEGER, Members, parse_object, write_object
@@ -169,8 +167,3 @@ def parse_channel_file(data: bytes) -> ChannelFile:
         aliases,
         members.integer("horizon"),
     )
-
-
-def read_channel_file(path: Path) -> ChannelFile:
-    """Raises DamagedFile, UnknownFormat and OSError."""
-    return parse_channel_file(read_file(path, CHANNEL_FILE_LIMIT))

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faulty_store import Fault, FaultyStore
+from memory_store import MemoryStore
 
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
@@ -15,7 +16,6 @@ from weightcast.shared.channel.claims import Claimant, claim, current_epoch
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord
 from weightcast.shared.channel.layout import Pointer, read_pointer, write_pointer
-from weightcast.shared.channel.memory_store import MemoryStore
 from weightcast.shared.channel.reports import Report, read_reports, write_report
 from weightcast.shared.channel.run_files import Base, ChannelFile, write_base, write_channel_file
 from weightcast.shared.channel.store import AlreadyExists, Changed, Store, Unavailable

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from memory_store import MemoryStore
 
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.channel.directory_store import DirectoryStore
-from weightcast.shared.channel.memory_store import MemoryStore
 from weightcast.shared.channel.store import AlreadyExists, Body, Changed, NotFound, Store, StoreError
 
 MakeStore = Callable[[Path], Store]

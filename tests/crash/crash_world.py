@@ -39,9 +39,9 @@ from ports import free_port
 from weightcast.publisher import init_channel
 from weightcast.publisher.daemon.daemon import run_publisher
 from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.shared.channel.channel import look
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import version_name
-from weightcast.shared.channel.listing import look
 from weightcast.shared.daemon.logs import setup_logs
 from weightcast.subscriber.daemon.daemon import run_subscriber
 from weightcast.subscriber.daemon.settings import SubscriberSettings

@@ -21,7 +21,7 @@ from weightcast.publisher.ranks.rendezvous import Attempt, Rank, collect_parts, 
 from weightcast.publisher.ranks.shard_assignment import ShardAssignment
 from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import ChunkKey, Part
-from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.directory_store import DirectoryStore, open_store
 from weightcast.shared.channel.index import parse_index, write_index
@@ -131,7 +131,7 @@ def _checkpoint(data: bytes) -> object:
 
 def _failure_example() -> bytes:
     directory = placed("example/.keep", b"").parent
-    leave_failure(DirectoryStore(directory), 1, Refused("no room"), True)
+    leave_failure(DirectoryStore(directory), 1, NeedsReseed("no room"))
     return next(directory.glob("*.failed.json")).read_bytes()
 
 

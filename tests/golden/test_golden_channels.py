@@ -22,13 +22,13 @@ from core_cases import (
 from faulty_store import Fault, FaultyStore
 from field_reader import follow
 from field_writer import root_of, write_pointer, write_version
+from memory_store import MemoryStore
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.memory_store import MemoryStore
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.verify.hashing import full_hash

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.shared.channel.listing import Shown
+from weightcast.shared.channel.channel import Shown
 from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.update.plan import (
     Link,

@@ -32,11 +32,11 @@ from local_cases import (
     state_of,
     step_to,
 )
+from memory_store import MemoryStore
 
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.memory_store import MemoryStore
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.locks import FileLock

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from weightcast.shared.channel.listing import Shown
+from weightcast.shared.channel.channel import Shown
 from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.update.plan import (
     Link,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from core_cases import Model, bytes_of, every_dtype, read_checkpoint, some_changed, write_checkpoint
 from faulty_store import Fault, FaultyStore
+from memory_store import MemoryStore
 from opening import open_publisher
 
 from weightcast.publisher import init_channel
@@ -35,7 +36,6 @@ from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.layout import Pointer, report_key
-from weightcast.shared.channel.memory_store import MemoryStore
 from weightcast.shared.channel.reports import Report, pack_report, read_reports, write_report
 from weightcast.shared.channel.run_files import ChannelFile, parse_channel_file
 from weightcast.shared.channel.signing import PrivateKey, Trust

@@ -22,11 +22,10 @@ from weightcast.publisher.maintenance.retention import HeldVersion, cheapest
 from weightcast.publisher.maintenance.upkeep import Chain, PatchRate, UpkeepOptions, due_anchor
 from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.chain import verify
-from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.channel import Channel, Shown
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
-from weightcast.shared.channel.listing import Shown
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.update.plan import Patch, Relabel, Seed

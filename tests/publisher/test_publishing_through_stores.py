@@ -12,6 +12,7 @@ import pytest
 from core_cases import Model, all_changed, some_changed, write_checkpoint
 from disk_errors import watched
 from faulty_store import Fault, FaultyStore
+from memory_store import MemoryStore
 from publisher_cases import ENCODINGS, Place, numpy_model
 from sharded_world import along, cut_model, published, world_of
 
@@ -21,7 +22,6 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import DirectoryStore
-from weightcast.shared.channel.memory_store import MemoryStore
 from weightcast.shared.channel.signing import PrivateKey, write_private_key
 from weightcast.shared.channel.store import Store
 from weightcast.shared.files.disk_errors import DiskError

@@ -13,7 +13,7 @@ from weightcast.publisher.maintenance.retention import (
     decide,
     window,
 )
-from weightcast.shared.channel.listing import Shown
+from weightcast.shared.channel.channel import Shown
 
 
 def held(anchor: int | None = None, skips: dict[int, int] | None = None, created: float = 0.0) -> HeldVersion:

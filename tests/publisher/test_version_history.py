@@ -25,9 +25,9 @@ from weightcast.publisher.fleet.report_intake import (
 from weightcast.publisher.fleet.version_history import History, VersionHistory
 from weightcast.publisher.maintenance.retention import CheapestWay, HeldVersion, Hop, Retention, Situation
 from weightcast.shared.base.errors import Refused, RetryLater, WrongRun
+from weightcast.shared.channel.channel import Shown
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import write_pointer
-from weightcast.shared.channel.listing import Shown
 from weightcast.shared.channel.reports import REPORTS_LIMIT, Report, pack_report, read_reports
 from weightcast.shared.daemon.fleet import Host
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weightcast.shared.base.errors import MEND_CHANNEL
-from weightcast.shared.channel.listing import Shown
+from weightcast.shared.channel.channel import Shown
 from weightcast.shared.checkpoint.state.state import Position
 
 FULL = -1
