@@ -40,15 +40,6 @@ class ShardAssignment:
             tensor for tensor, groups in self.doubles.items() if any(rank in ranks for ranks in groups)
         )
 
-    def split(self, table: TensorTable) -> frozenset[int]:
-        """Tensors that lie in several segments."""
-        return frozenset(
-            segment.tensor
-            for part in self.parts
-            for segment in part.segments
-            if (segment.start, segment.stop) != (0, table[segment.tensor].words)
-        )
-
 
 def assign_shards(
     table: TensorTable,

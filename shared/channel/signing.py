@@ -9,29 +9,23 @@ import base64
 import binascii
 import os
 import stat
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from blake3 import blake3
 
-from weightcast.shared.base.errors import Refused
-from weightcast.shared.files import durable
-from weightcast.shared.files.paths import at_home
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
-from typing import Literal
-
-from weightcast.shared.base.errors import DamagedFile, UnknownFormat, Untrusted
+from weightcast.shared.base.errors import DamagedFile, Refused, UnknownFormat, Untrusted
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.index_records import FORMAT, check_format, is_hex, run_id
 from weightcast.shared.channel.run_files import Base
+from weightcast.shared.files import durable
+from weightcast.shared.files.paths import at_home
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 KEY_LIMIT = 64 << 10
 SIGNATURE_BYTES = 64
