@@ -1,64 +1,55 @@
-"""The verb `weightcast bench`; in a checkout also `python -m benchmarks`.
-
-Every `weightcast` command reads this file, so what `bench` needs is imported when it is called.
-"""
+"""The command `weightcast bench`; in a checkout also `python -m benchmarks`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-from weightcast.shared.cli.app import JsonOption
+from weightcast.shared.cli.options import Number, json_option, option, path
 from weightcast.shared.cli.output import Output
 
+from .files import cores
+from .run import custom, full, measure, parts_of, quick, show
 
-def register(app: typer.Typer) -> None:
-    app.command("bench")(bench)
 
-
+@click.command
+@option(
+    "--quick", "quickly", is_flag=True, help="Two minutes, at most 100 MB; else twenty minutes, up to 4 GB."
+)
+@option("--part", multiple=True, metavar="codec|files|first-use", help="Only this; repeatable.")
+@option("--untrained", is_flag=True, help="Leave out the traces that need torch.")
+@option("--megabytes", type=click.IntRange(min=4), help="Files of this one size instead.")
+@option(
+    "--density",
+    type=Number(0.0, 1.0),
+    default=0.014,
+    help="Share of changed elements, with --megabytes.",
+)
+@option("--rounds", type=click.IntRange(min=1), default=3, help="With --megabytes.")
+@option("--threads", type=click.IntRange(min=1), help="With --megabytes; unset: every core allowed.")
+@option("--dir", "directory", type=path, help="Directory for temporary files: ten times the model.")
+@option("--results", type=path, default="weightcast-bench/results.json", help="File for the results.")
+@option("--docs", type=path, help="Directory for page and plots; unset: that of the results.")
+@json_option
 def bench(
-    quickly: Annotated[
-        bool, typer.Option("--quick", help="Two minutes, at most 100 MB; else twenty minutes, up to 4 GB.")
-    ] = False,
-    part: Annotated[
-        list[str] | None,
-        typer.Option("--part", metavar="codec|files|first-use", help="Only this; repeatable."),
-    ] = None,
-    untrained: Annotated[
-        bool, typer.Option("--untrained", help="Leave out the traces that need torch.")
-    ] = False,
-    megabytes: Annotated[
-        int | None, typer.Option("--megabytes", min=4, help="Files of this one size instead.")
-    ] = None,
-    density: Annotated[
-        float,
-        typer.Option("--density", min=0.0, max=1.0, help="Share of changed elements, with --megabytes."),
-    ] = 0.014,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="With --megabytes.")] = 3,
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="With --megabytes; unset: every core allowed.")
-    ] = None,
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="Directory for temporary files: ten times the model.")
-    ] = None,
-    results: Annotated[Path, typer.Option("--results", help="File for the results.")] = Path(
-        "weightcast-bench/results.json"
-    ),
-    docs: Annotated[
-        Path | None, typer.Option("--docs", help="Directory for page and plots; unset: that of the results.")
-    ] = None,
-    as_json: JsonOption = False,
+    quickly: bool,
+    part: Sequence[str],
+    untrained: bool,
+    megabytes: int | None,
+    density: float,
+    rounds: int,
+    threads: int | None,
+    directory: Path | None,
+    results: Path,
+    docs: Path | None,
+    as_json: bool,
 ) -> None:
     """Measure encodings, daemons and commands on this machine, next to slime's format."""
-    from .files import cores
-    from .run import custom, full, measure, parts_of, quick, show
-
     parts = parts_of(part)
     plan = quick(cores()) if quickly else full(cores())
     if untrained:
@@ -71,7 +62,6 @@ def bench(
 
 
 if __name__ == "__main__":
-    from weightcast.shared.cli.main import VERBS, run
+    from weightcast.shared.cli.main import main
 
-    verb = EntryPoint("bench", f"{__package__}.__main__:register", VERBS)
-    sys.exit(run(["bench", *sys.argv[1:]], [verb]))
+    main(["bench", *sys.argv[1:]])

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-import typer
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -243,7 +243,7 @@ def measure(plan: Plan, parts: Sequence[Part], directory: Path | None, results: 
 def parts_of(names: Sequence[str] | None) -> tuple[Part, ...]:
     unknown = sorted(set(names or ()) - set(PARTS))
     if unknown:
-        raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(PARTS)}", param_hint="--part")
+        raise click.BadParameter(f"{unknown[0]} is not one of {', '.join(PARTS)}", param_hint="--part")
     return PARTS if not names else tuple(name for name in PARTS if name in names)
 
 

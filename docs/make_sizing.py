@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from weightcast.shared.doctor.findings import size_text
+from weightcast.shared.daemon.logs import size_text
 from weightcast.shared.doctor.sizing import (
     DENSITIES,
     ROLES,
@@ -14,7 +14,6 @@ from weightcast.shared.doctor.sizing import (
     Workload,
     apply_seconds,
     change_bits,
-    rate_text,
     sizing,
 )
 
@@ -87,8 +86,8 @@ def by_model() -> str:
             f"{density:.0%}",
             size_text(found.per_version.delta_bytes),
             size_text(found.channel_bytes_per_hour),
-            rate_text(found.host_link),
-            rate_text(found.host_link_fresh),
+            size_text(found.host_link, "bit/s"),
+            size_text(found.host_link_fresh, "bit/s"),
             size_text(found.catch_up.bytes),
             f"{math.ceil(apply_seconds(found.per_version, found.per_version.delta_bytes, THREADS))} s",
         ]

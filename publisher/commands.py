@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 from rich.console import Console
 
-from weightcast.publisher import commands_publish
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.channel_repair import ask_for_repair, repair_channel, sign_channel
 from weightcast.publisher.commands_publish import show_facts
@@ -32,41 +31,31 @@ from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import Pointer, index_key
 from weightcast.shared.channel.signing import load_private_key
 from weightcast.shared.checkpoint.update.sources import open_base
-from weightcast.shared.cli.app import (
-    ChannelOption,
-    JsonOption,
-    SignKeyOption,
-    ThreadsOption,
-    TrustedKeyOption,
-    group,
-)
 from weightcast.shared.cli.channel import base_facts, exit_code_of, show_problems
-from weightcast.shared.cli.options import settings_command, show_settings_command
+from weightcast.shared.cli.options import (
+    Number,
+    channel_option,
+    json_option,
+    option,
+    path,
+    sign_key_option,
+    threads_option,
+    trusted_key_option,
+)
 from weightcast.shared.cli.output import Output, time_text
+from weightcast.shared.cli.settings_options import settings_command, show_settings_command
+from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.logs import setup_logs
-from weightcast.shared.daemon.threads import working_threads
 from weightcast.shared.files.paths import printable
 from weightcast.shared.files.side_files import left_text, side_files
 
 _MADE = ("run_id", "created", "frozen", "aliases", "tensors", "elements", "full_bytes", "root")
 
-
-def register(app: typer.Typer) -> None:
-    publisher = group(app, "publisher", "The trainer's side.")
-    settings_command(publisher, "run", PublisherSettings, "Publish what the trainer writes, until stopped.")(
-        _run
-    )
-    show_settings_command(app, "publisher", PublisherSettings)
-    channel = group(app, "channel", "Make and inspect channels.")
-    channel.command("init")(init)
-    channel.command("sign")(sign)
-    channel.command("repair")(repair)
-    for command in (prune, keep, unkeep, tag, rollback, resume):
-        channel.command(command.__name__)(command)
-    commands_publish.VERB.register(app)
+show_settings = show_settings_command("publisher", PublisherSettings)
 
 
-def _run(settings: PublisherSettings) -> None:
+@settings_command(PublisherSettings, "Publish what the trainer writes, until stopped.")
+def run(settings: PublisherSettings) -> None:
     # the web framework costs a second of start-up that one-shots need not pay
     from weightcast.publisher.daemon.daemon import run_publisher
 
@@ -74,22 +63,24 @@ def _run(settings: PublisherSettings) -> None:
     run_publisher(settings)
 
 
+@click.command
+@channel_option
+@option("--local", type=path, help="Local checkpoint of the stopped publisher, to restore from.")
+@option("--take-over", is_flag=True, help="Take the channel over from a publisher that seems alive.")
+@sign_key_option
+@trusted_key_option
+@json_option
 def repair(
-    channel: ChannelOption,
-    local: Annotated[
-        Path | None,
-        typer.Option("--local", help="Local checkpoint of the stopped publisher, to restore from."),
-    ] = None,
-    take_over: Annotated[
-        bool, typer.Option("--take-over", help="Take the channel over from a publisher that seems alive.")
-    ] = False,
-    sign_key: SignKeyOption = None,
-    trusted_key: TrustedKeyOption = None,
-    as_json: JsonOption = False,
+    channel: Path,
+    local: Path | None,
+    take_over: bool,
+    sign_key: Path | None,
+    trusted_key: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Repair a channel and move unreadable versions aside (to .trash). A running publisher does the repair;
     the command waits for it."""
-    output, keys = Output(json=as_json), tuple(trusted_key or ())
+    output = Output(json=as_json)
     with output.progress(f"reading {channel}", None) as advance:
         try:
             done = repair_channel(
@@ -98,10 +89,10 @@ def repair(
                 take_over=take_over,
                 advance=advance,
                 sign_key=sign_key,
-                trusted_keys=keys,
+                trusted_keys=trusted_key,
             )
         except OwnerAlive:
-            done = ask_for_repair(open_store(channel), advance=advance, trusted_keys=keys)
+            done = ask_for_repair(open_store(channel), advance=advance, trusted_keys=trusted_key)
     facts = {
         "channel": str(channel),
         "done": done.done,
@@ -110,7 +101,7 @@ def repair(
     }
     output.result(facts, lambda console: _show_repairs(console, done))
     if done.left:
-        raise typer.Exit(exit_code_of(done.left))
+        raise click.exceptions.Exit(exit_code_of(done.left))
 
 
 def _show_repairs(console: Console, done: Repairs) -> None:
@@ -121,28 +112,31 @@ def _show_repairs(console: Console, done: Repairs) -> None:
         console.print(printable(note))
 
 
+@click.command
+@channel_option
+@option("--base", type=path, required=True, help="HF checkpoint directory that the run starts from.")
+@option("--frozen", multiple=True, help="Glob of tensors that never change; repeatable.")
+@option("--alias", multiple=True, metavar="A=B", help="Tensor A always equals B; repeatable.")
+@threads_option
+@sign_key_option
+@json_option
 def init(
-    channel: ChannelOption,
-    base: Annotated[Path, typer.Option("--base", help="HF checkpoint directory that the run starts from.")],
-    frozen: Annotated[
-        list[str] | None, typer.Option("--frozen", help="Glob of tensors that never change; repeatable.")
-    ] = None,
-    alias: Annotated[
-        list[str] | None,
-        typer.Option("--alias", metavar="A=B", help="Tensor A always equals B; repeatable."),
-    ] = None,
-    threads: ThreadsOption = None,
-    sign_key: SignKeyOption = None,
-    as_json: JsonOption = False,
+    channel: Path,
+    base: Path,
+    frozen: Sequence[str],
+    alias: Sequence[str],
+    threads: int | None,
+    sign_key: Path | None,
+    as_json: bool,
 ) -> None:
     """Create a channel from the checkpoint that the run starts from."""
-    aliases = dict(map(_alias, alias or []))
+    aliases = dict(map(_alias, alias))
     output = Output(json=as_json)
     with output.progress("reading the base", None) as advance:
         init_channel(
             channel,
             base,
-            frozen=frozen or (),
+            frozen=frozen,
             aliases=aliases,
             threads=working_threads(threads),
             advance=advance,
@@ -167,13 +161,17 @@ def init(
     output.result(facts | {"left_behind": list(left)}, lambda console: show_facts(console, shown))
 
 
-def sign(
-    channel: ChannelOption,
-    sign_key: Annotated[
-        Path, typer.Option("--sign-key", envvar="WEIGHTCAST_SIGN_KEY", help="File with the key that signs.")
-    ],
-    as_json: JsonOption = False,
-) -> None:
+@click.command
+@channel_option
+@option(
+    "--sign-key",
+    type=path,
+    required=True,
+    envvar="WEIGHTCAST_SIGN_KEY",
+    help="File with the key that signs.",
+)
+@json_option
+def sign(channel: Path, sign_key: Path, as_json: bool) -> None:
     """Sign every version of a channel: to introduce signatures, or to replace a key."""
     output = Output(json=as_json)
     key = load_private_key(sign_key)
@@ -186,43 +184,45 @@ def sign(
 def _alias(text: str) -> tuple[str, str]:
     name, equals, target = text.partition("=")
     if not equals or not name or not target:
-        raise typer.BadParameter(f"{text} is not A=B", param_hint="--alias")
+        raise click.BadParameter(f"{text} is not A=B", param_hint="--alias")
     return name, target
 
 
-VersionArgument = Annotated[int, typer.Argument(min=0, help="A version's number.")]
+version_argument = click.argument("version", type=click.IntRange(min=0), help="A version's number.")
 
 
+@click.command
+@channel_option
+@option("--keep-versions", type=click.IntRange(min=1), help="Keep this many of the newest versions.")
+@option("--keep-hours", type=Number(min=0.0), help="Keep versions younger than this.")
+@option(
+    "--host-versions",
+    type=click.IntRange(min=0),
+    default=64,
+    help="Maximum number of additional versions kept for hosts that are behind.",
+)
+@option(
+    "--grace-seconds",
+    type=Number(min=0.0),
+    default=GRACE_SECONDS,
+    help="Seconds that pruned versions stay in the trash.",
+)
+@option("--dry-run", is_flag=True, help="Only list what would be removed, and why.")
+@json_option
 def prune(
-    channel: ChannelOption,
-    keep_versions: Annotated[
-        int | None, typer.Option("--keep-versions", min=1, help="Keep this many of the newest versions.")
-    ] = None,
-    keep_hours: Annotated[
-        float | None, typer.Option("--keep-hours", min=0.0, help="Keep versions younger than this.")
-    ] = None,
-    host_versions: Annotated[
-        int,
-        typer.Option(
-            "--host-versions",
-            min=0,
-            help="Maximum number of additional versions kept for hosts that are behind.",
-        ),
-    ] = 64,
-    grace_seconds: Annotated[
-        float,
-        typer.Option("--grace-seconds", min=0.0, help="Seconds that pruned versions stay in the trash."),
-    ] = GRACE_SECONDS,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only list what would be removed, and why.")
-    ] = False,
-    as_json: JsonOption = False,
+    channel: Path,
+    keep_versions: int | None,
+    keep_hours: float | None,
+    host_versions: int,
+    grace_seconds: float,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Move versions that nobody needs to the trash, and empty it. A running publisher does this itself with
     --keep-versions or --keep-hours."""
     retention = Retention(keep_versions, keep_hours, host_versions)
     if not retention.bounded:
-        raise typer.BadParameter("give --keep-versions, --keep-hours or both")
+        raise click.BadParameter("give --keep-versions, --keep-hours or both")
     opened, pointer = _opened(channel)
     verdict = what_to_prune(opened, pointer, ActiveHosts(), retention)
     deleted = 0
@@ -239,7 +239,7 @@ def prune(
     Output(json=as_json).result(facts, lambda console: _show(console, verdict, dry_run, deleted))
 
 
-def _opened(channel: ChannelOption) -> tuple[Channel, Pointer]:
+def _opened(channel: Path) -> tuple[Channel, Pointer]:
     opened = Channel.open(open_store(channel))
     opened.require_ours()
     return opened, opened.pointer() or Pointer(0)
@@ -274,7 +274,11 @@ def _show(console: Console, verdict: Verdict, dry_run: bool, deleted: int) -> No
         console.print(f"deleted {deleted} earlier pruned version{'' if deleted == 1 else 's'} from the trash")
 
 
-def keep(version: VersionArgument, channel: ChannelOption, as_json: JsonOption = False) -> None:
+@click.command
+@version_argument
+@channel_option
+@json_option
+def keep(version: int, channel: Path, as_json: bool) -> None:
     """Keep a version when older ones are pruned."""
     _require_published(channel, version)
     store = open_store(channel)
@@ -282,7 +286,11 @@ def keep(version: VersionArgument, channel: ChannelOption, as_json: JsonOption =
     _say(f"version {version} is kept", {"kept": pins.kept(store)}, as_json)
 
 
-def unkeep(version: VersionArgument, channel: ChannelOption, as_json: JsonOption = False) -> None:
+@click.command
+@version_argument
+@channel_option
+@json_option
+def unkeep(version: int, channel: Path, as_json: bool) -> None:
     """Allow a kept version to be pruned."""
     store = open_store(channel)
     if not pins.unkeep(store, version):
@@ -290,16 +298,16 @@ def unkeep(version: VersionArgument, channel: ChannelOption, as_json: JsonOption
     _say(f"version {version} may be pruned", {"kept": pins.kept(store)}, as_json)
 
 
-def tag(
-    name: Annotated[str, typer.Argument(help="Name that hosts can follow with --target NAME.")],
-    channel: ChannelOption,
-    version: Annotated[int | None, typer.Argument(min=0, help="Version that the tag points to.")] = None,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete the tag.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+@click.command
+@click.argument("name", help="Name that hosts can follow with --target NAME.")
+@click.argument("version", type=click.IntRange(min=0), required=False, help="Version that the tag points to.")
+@channel_option
+@option("--delete", is_flag=True, help="Delete the tag.")
+@json_option
+def tag(name: str, version: int | None, channel: Path, delete: bool, as_json: bool) -> None:
     """Point a tag at a version; hosts that follow the tag move there. Tagged versions are kept."""
     if delete == (version is not None):
-        raise typer.BadParameter("give a version, or --delete")
+        raise click.BadParameter("give a version, or --delete")
     store = open_store(channel)
     if version is not None:
         _require_published(channel, version)
@@ -311,7 +319,7 @@ def tag(
     _say(f"{name} is {'gone' if delete else version}", {"tags": pins.tags(store)}, as_json)
 
 
-def _require_published(channel: ChannelOption, version: int) -> None:
+def _require_published(channel: Path, version: int) -> None:
     opened, pointer = _opened(channel)
     there = version == 0 or (version <= pointer.version and opened.store.stat(index_key(version)) is not None)
     if not there:
@@ -320,11 +328,11 @@ def _require_published(channel: ChannelOption, version: int) -> None:
         )
 
 
-def rollback(
-    channel: ChannelOption,
-    to: Annotated[int, typer.Option("--to", min=0, help="Version to publish again.")],
-    as_json: JsonOption = False,
-) -> None:
+@click.command
+@channel_option
+@option("--to", type=click.IntRange(min=0), required=True, help="Version to publish again.")
+@json_option
+def rollback(channel: Path, to: int, as_json: bool) -> None:
     """Publish an older version's bytes again and hold publishing until `resume`."""
     order = order_rollback(open_store(channel), to)
     _say(
@@ -334,7 +342,10 @@ def rollback(
     )
 
 
-def resume(channel: ChannelOption, as_json: JsonOption = False) -> None:
+@click.command
+@channel_option
+@json_option
+def resume(channel: Path, as_json: bool) -> None:
     """Resume publishing after a rollback, or cancel a pending rollback."""
     _opened(channel)
     if not pins.resume(open_store(channel)):

@@ -1,4 +1,4 @@
-"""The verb `publish`, in a module of its own: that command imports no more than it needs."""
+"""The command `publish`, in a module of its own: it imports no more than it needs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
+
+import click
 
 from weightcast.publisher.api import PublisherOptions
 from weightcast.publisher.maintenance.orders import Held, is_carried_out, standing
@@ -25,53 +27,59 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.run_files import Base, ChannelFile
+from weightcast.shared.cli.options import (
+    channel_option,
+    json_option,
+    option,
+    path,
+    sign_key_option,
+    threads_option,
+    trusted_key_option,
+)
 from weightcast.shared.cli.output import Output
-from weightcast.shared.cli.plain import CHANNEL, JSON, SIGN_KEY, THREADS, TRUSTED_KEY, Option, Verb
-from weightcast.shared.daemon.threads import working_threads
+from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.files.paths import exists, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_OPTIONS = (
-    Option(
-        "checkpoint",
-        Path,
-        "HF checkpoint directory with the new weights.",
-        is_required=True,
-        is_argument=True,
-    ),
-    CHANNEL,
-    Option("local", Path, "The publisher's own local checkpoint.", is_required=True),
-    Option("base", Path, "The run's base; remembered for the user and machine that created the channel."),
-    Option("encoding", str, "Delta encoding.", default="fast", choices=get_args(Encoding)),
-    Option("step", int, "The trainer's step.", least=0),
-    THREADS,
-    Option("take_over", bool, "Take the channel over from a publisher that seems alive.", default=False),
-    SIGN_KEY,
-    TRUSTED_KEY,
-    Option("skip_span", int, "Maximum span of multi-step deltas, in versions; 0: none.", default=0, least=0),
-    Option("anchor", bool, "Also write full weights for new hosts.", default=False),
-    Option(
-        "non_finite",
-        str,
-        "What to do with elements that become NaN or infinite.",
-        default="allow",
-        choices=get_args(NonFinite),
-    ),
-    Option("carry_config", bool, CARRY_CONFIG, default=False),
-    Option("cast", bool, "Round floating-point tensors to the base's dtypes.", default=False),
-    Option(
-        "rename",
-        list,
-        "A=B: replace prefix A of tensor names by B (A may contain *); repeatable.",
-    ),
-    Option("drop", list, "Glob of tensors of the checkpoint to leave out; repeatable."),
-    JSON,
+
+@click.command
+@click.argument("checkpoint", type=path, help="HF checkpoint directory with the new weights.")
+@channel_option
+@option("--local", type=path, required=True, help="The publisher's own local checkpoint.")
+@option(
+    "--base", type=path, help="The run's base; remembered for the user and machine that created the channel."
 )
-
-
+@option("--encoding", type=click.Choice(get_args(Encoding)), default="fast", help="Delta encoding.")
+@option("--step", type=click.IntRange(min=0), help="The trainer's step.")
+@threads_option
+@option("--take-over", is_flag=True, help="Take the channel over from a publisher that seems alive.")
+@sign_key_option
+@trusted_key_option
+@option(
+    "--skip-span",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Maximum span of multi-step deltas, in versions; 0: none.",
+)
+@option("--anchor", is_flag=True, help="Also write full weights for new hosts.")
+@option(
+    "--non-finite",
+    type=click.Choice(get_args(NonFinite)),
+    default="allow",
+    help="What to do with elements that become NaN or infinite.",
+)
+@option("--carry-config", is_flag=True, help=CARRY_CONFIG)
+@option("--cast", is_flag=True, help="Round floating-point tensors to the base's dtypes.")
+@option(
+    "--rename",
+    multiple=True,
+    help="A=B: replace prefix A of tensor names by B (A may contain *); repeatable.",
+)
+@option("--drop", multiple=True, help="Glob of tensors of the checkpoint to leave out; repeatable.")
+@json_option
 def publish(
     checkpoint: Path,
     channel: Path,
@@ -82,19 +90,19 @@ def publish(
     threads: int | None,
     take_over: bool,
     sign_key: Path | None,
-    trusted_key: list[str] | None,
+    trusted_key: tuple[str, ...],
     skip_span: int,
     anchor: bool,
     non_finite: NonFinite,
     carry_config: bool,
     cast: bool,
-    rename: list[str] | None,
-    drop: list[str] | None,
+    rename: tuple[str, ...],
+    drop: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Publish one checkpoint as the channel's next version."""
     output = Output(json=as_json)
-    rules = ExportRules.of(cast, rename or (), drop or ())
+    rules = ExportRules.of(cast, rename, drop)
     _, described = _look(Channel.open(open_store(channel)), checkpoint, local, base, take_over, rules)
     with (
         ServicePublisher.open(
@@ -106,7 +114,7 @@ def publish(
                 threads=working_threads(threads),
                 take_over=take_over,
                 sign_key=sign_key,
-                trusted_keys=trusted_key or (),
+                trusted_keys=trusted_key,
                 non_finite=non_finite,
                 carry_config=carry_config,
                 upkeep=UpkeepOptions(skip_span=skip_span) if skip_span else None,
@@ -159,9 +167,6 @@ def _beside(make: Callable[[], object]) -> None:
         make()
     except (WeightcastError, OSError) as error:
         print(f"warning: maintenance failed: {printable(error_text(error))}", file=sys.stderr)
-
-
-VERB = Verb("publish", publish, _OPTIONS)
 
 
 def _show(console: Console, done: Publication, seconds: float) -> None:

@@ -1,23 +1,22 @@
-"""Verbs of the subscriber, and `doctor`, which asks engines too; `sync` has a module of its own."""
+"""Commands of the subscriber, and `doctor`, which asks engines too; `sync` has a module of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import get_args
 
-import typer
+import click
 from rich.console import Console
 
 from weightcast.shared.base.errors import OK, USAGE, EngineFailed, Refused
-from weightcast.shared.cli.app import JsonOption, group
-from weightcast.shared.cli.local import engines_are_read_by
-from weightcast.shared.cli.options import settings_command, show_settings_command
+from weightcast.shared.cli.options import Number, any_channel_option, json_option, option, path
 from weightcast.shared.cli.output import Output
+from weightcast.shared.cli.settings_options import settings_command, show_settings_command
 from weightcast.shared.daemon.logs import get_log, setup_logs
-from weightcast.shared.doctor.examine import Examined, examine, show_findings
-from weightcast.shared.doctor.findings import Finding, Role, counts, exit_code
+from weightcast.shared.doctor.examine import examine, show_findings
+from weightcast.shared.doctor.rules import Finding, Role, counts, exit_code
 from weightcast.shared.doctor.sizing import (
     DEFAULT_THREADS,
     Encoding,
@@ -28,7 +27,6 @@ from weightcast.shared.doctor.sizing import (
     sizing,
 )
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
-from weightcast.subscriber import commands_sync
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.engines.base import (
     BadEngineOption,
@@ -39,7 +37,7 @@ from weightcast.subscriber.engines.base import (
     unreachable,
 )
 from weightcast.subscriber.engines.host import HostEngine
-from weightcast.subscriber.engines.inspect import judge_engines, look
+from weightcast.subscriber.engines.inspect import judge_engines
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.launch import PROBE_SECONDS, Launch, run_engine
 from weightcast.subscriber.engines.wire import Key, Keys, Wire
@@ -49,19 +47,11 @@ PROBING = Timeouts(connect=PROBE_SECONDS, probe=PROBE_SECONDS, control=PROBE_SEC
 NO_KEY = Key(remedy="give --engine with api_key_env= in place of --ready-url, or a URL without a key")
 
 
-def register(app: typer.Typer) -> None:
-    subscriber = group(app, "subscriber", "The rollout hosts' side.")
-    settings_command(
-        subscriber, "run", SubscriberSettings, "Follow a channel and reload the engines, until stopped."
-    )(_run)
-    show_settings_command(app, "subscriber", SubscriberSettings)
-    commands_sync.VERB.register(app)
-    app.command("run-engine")(_run_engine)
-    app.command("doctor")(_doctor)
-    engines_are_read_by(look)
+show_settings = show_settings_command("subscriber", SubscriberSettings)
 
 
-def _run(settings: SubscriberSettings) -> None:
+@settings_command(SubscriberSettings, "Follow a channel and reload the engines, until stopped.")
+def run(settings: SubscriberSettings) -> None:
     # the web framework costs a second of start-up that one-shots need not pay
     from weightcast.subscriber.daemon.daemon import run_subscriber
 
@@ -72,32 +62,45 @@ class NoProbe(Refused):
     exit_code = USAGE
 
 
-def _run_engine(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The engine's command line.")],
-    local: Annotated[
-        Path,
-        typer.Option("--local", envvar="WEIGHTCAST_LOCAL", help="Local checkpoint that the engine loads."),
-    ],
-    engine: Annotated[
-        str | None,
-        typer.Option("--engine", help="The engine as the subscriber has it; it has loaded once it answers."),
-    ] = None,
-    ready_url: Annotated[
-        str | None, typer.Option("--ready-url", help="Instead: it has loaded once this URL answers 2xx.")
-    ] = None,
-    wait: Annotated[
-        float, typer.Option("--wait", min=0, help="Seconds to wait for a checkpoint that may be loaded.")
-    ] = 600.0,
-    load_deadline: Annotated[
-        float, typer.Option("--load-deadline", min=1, help="Seconds after which versions come all the same.")
-    ] = 1800.0,
+@click.command
+@click.argument(
+    "command", nargs=-1, required=True, metavar="-- COMMAND...", help="The engine's command line."
+)
+@option(
+    "--local",
+    type=path,
+    required=True,
+    envvar="WEIGHTCAST_LOCAL",
+    help="Local checkpoint that the engine loads.",
+)
+@option("--engine", help="The engine as the subscriber has it; it has loaded once it answers.")
+@option("--ready-url", help="Instead: it has loaded once this URL answers 2xx.")
+@option(
+    "--wait",
+    type=Number(min=0),
+    default=600.0,
+    help="Seconds to wait for a checkpoint that may be loaded.",
+)
+@option(
+    "--load-deadline",
+    type=Number(min=1),
+    default=1800.0,
+    help="Seconds after which versions come all the same.",
+)
+def start_engine(
+    command: Sequence[str],
+    local: Path,
+    engine: str | None,
+    ready_url: str | None,
+    wait: float,
+    load_deadline: float,
 ) -> None:
     """Start an engine while no version is patched in; pass signals on, end with its exit code."""
     setup_logs()
     local = local.absolute()
     loaded = _loaded(engine, ready_url, local)
     code = run_engine(Launch(local, command, loaded, load_deadline, wait, log.info))
-    raise typer.Exit(code)
+    raise click.exceptions.Exit(code)
 
 
 def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[[], bool]:
@@ -145,51 +148,56 @@ _MOST_SECONDS, _MOST = 1e9, 1_000_000
 """that a plan is made for: what it says stays a number"""
 
 
-def _doctor(
-    channel: Annotated[
-        Path | None, typer.Option("--channel", envvar="WEIGHTCAST_CHANNEL", help="The channel's directory.")
-    ] = None,
-    local: Annotated[
-        Path | None,
-        typer.Option("--local", envvar="WEIGHTCAST_LOCAL", help="A local checkpoint, or where it is to be."),
-    ] = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--engine", envvar="WEIGHTCAST_ENGINE", help="An engine as the subscriber has it; repeatable."
-        ),
-    ] = None,
-    role: Annotated[
-        Role | None, typer.Option("--role", help="What runs on this machine; unset: warns for both.")
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=0.1, max=3600, help="Seconds that each place may take.")
-    ] = 30.0,
-    plan: Annotated[
-        Path | None,
-        typer.Option("--plan", help="HF checkpoint: say what a run of it will need; no weights are read."),
-    ] = None,
-    density: Annotated[
-        float,
-        typer.Option("--density", min=0, max=1, help="Plan: share of elements that a version changes."),
-    ] = 0.01,
-    interval: Annotated[
-        float,
-        typer.Option("--interval", min=0.001, max=_MOST_SECONDS, help="Plan: seconds between two versions."),
-    ] = 30.0,
-    hosts: Annotated[int, typer.Option("--hosts", min=1, max=_MOST, help="Plan: rollout hosts.")] = 1,
-    away: Annotated[
-        float, typer.Option("--away", min=0, max=_MOST_SECONDS, help="Plan: seconds that a host misses.")
-    ] = 600.0,
-    link: Annotated[
-        float,
-        typer.Option("--link", min=0.001, max=_MOST, help="Plan: a host's link to the channel, Gbit/s."),
-    ] = 10.0,
-    threads: Annotated[
-        int, typer.Option("--threads", min=1, max=_MOST, help="Plan: of a host.")
-    ] = DEFAULT_THREADS,
-    encoding: Annotated[Encoding, typer.Option("--encoding", help="Plan: of the deltas.")] = "fast",
-    as_json: JsonOption = False,
+@click.command
+@any_channel_option
+@option("--local", type=path, envvar="WEIGHTCAST_LOCAL", help="A local checkpoint, or where it is to be.")
+@option(
+    "--engine",
+    multiple=True,
+    envvar="WEIGHTCAST_ENGINE",
+    help="An engine as the subscriber has it; repeatable.",
+)
+@option("--role", type=click.Choice(get_args(Role)), help="What runs on this machine; unset: warns for both.")
+@option("--timeout", type=Number(0.1, 3600), default=30.0, help="Seconds that each place may take.")
+@option("--plan", type=path, help="HF checkpoint: say what a run of it will need; no weights are read.")
+@option(
+    "--density",
+    type=Number(0, 1),
+    default=0.01,
+    help="Plan: share of elements that a version changes.",
+)
+@option(
+    "--interval",
+    type=Number(0.001, _MOST_SECONDS),
+    default=30.0,
+    help="Plan: seconds between two versions.",
+)
+@option("--hosts", type=click.IntRange(1, _MOST), default=1, help="Plan: rollout hosts.")
+@option("--away", type=Number(0, _MOST_SECONDS), default=600.0, help="Plan: seconds that a host misses.")
+@option(
+    "--link",
+    type=Number(0.001, _MOST),
+    default=10.0,
+    help="Plan: a host's link to the channel, Gbit/s.",
+)
+@option("--threads", type=click.IntRange(1, _MOST), default=DEFAULT_THREADS, help="Plan: of a host.")
+@option("--encoding", type=click.Choice(get_args(Encoding)), default="fast", help="Plan: of the deltas.")
+@json_option
+def doctor(
+    channel: Path | None,
+    local: Path | None,
+    engine: Sequence[str],
+    role: Role | None,
+    timeout: float,
+    plan: Path | None,
+    density: float,
+    interval: float,
+    hosts: int,
+    away: float,
+    link: float,
+    threads: int,
+    encoding: Encoding,
+    as_json: bool,
 ) -> None:
     """Look whether this machine, its file systems and engines are fit for weightcast, or what a run will need
     (--plan). Changes nothing."""
@@ -198,8 +206,8 @@ def _doctor(
     found = None if weights is None else sizing(weights, asked)
     findings: list[Finding] = []
     if plan is None or channel is not None or local is not None or engine:
-        findings += examine(Examined(channel, local, role, timeout))
-        findings += judge_engines(engine or (), Path.cwd() if local is None else local.absolute(), timeout)
+        findings += examine(channel, local, role, timeout)
+        findings += judge_engines(engine, Path.cwd() if local is None else local.absolute(), timeout)
 
     def show(console: Console) -> None:
         if weights is not None and found is not None:
@@ -212,7 +220,7 @@ def _doctor(
     Output(json=as_json).result({"findings": plain, "counts": counts(findings), "plan": needs}, show)
     code = exit_code(findings)
     if code != OK:
-        raise typer.Exit(code)
+        raise click.exceptions.Exit(code)
 
 
 def _weights(model: Path) -> Weights:

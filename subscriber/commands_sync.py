@@ -1,4 +1,4 @@
-"""The verb `sync`, in a module of its own: that command imports no more than it needs."""
+"""The command `sync`, in a module of its own: it imports no more than it needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,12 +14,22 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from weightcast.shared.base.errors import EngineFailed
 from weightcast.shared.channel.channel import NoChannel
+from weightcast.shared.cli.options import (
+    Number,
+    channel_option,
+    json_option,
+    option,
+    path,
+    threads_option,
+    trusted_key_option,
+)
 from weightcast.shared.cli.output import Output
-from weightcast.shared.cli.plain import CHANNEL, JSON, THREADS, TRUSTED_KEY, Option, Verb
+from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.logs import setup_logs
-from weightcast.shared.daemon.threads import working_threads
 from weightcast.shared.files.paths import printable, require_places
 from weightcast.shared.files.side_files import left_text
 from weightcast.subscriber.status import HostStatus
@@ -33,41 +43,48 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.5
 _PREFIX = "WEIGHTCAST_"
 _READ_HERE = frozenset(_PREFIX + name for name in ("CHANNEL", "LOCAL", "BASE", "CACHE"))
-_OPTIONS = (
-    CHANNEL,
-    Option(
-        "local",
-        Path,
-        "Local checkpoint: what engines load from.",
-        env="WEIGHTCAST_LOCAL",
-        is_required=True,
-    ),
-    Option("base", Path, "HF checkpoint that the run starts from.", env="WEIGHTCAST_BASE"),
-    Option("engine", list, "Inference engine kind=URL[,...]; repeatable."),
-    Option("target", str, "latest, a version or a tag.", default="latest"),
-    THREADS,
-    Option("visible_deadline", float, "Seconds to wait for what the pointer names; 120.", least=0.1),
-    Option(
-        "wait_channel", float, "Seconds to wait for a channel that is not there yet.", default=0.0, least=0
-    ),
-    Option("wait_engine", float, "Seconds to wait for engines that do not serve yet.", default=0.0, least=0),
-    TRUSTED_KEY,
-    Option("rehash", bool, "Read every byte first and repair what differs.", default=False),
-    JSON,
+
+
+@click.command
+@channel_option
+@option(
+    "--local",
+    type=path,
+    required=True,
+    envvar="WEIGHTCAST_LOCAL",
+    help="Local checkpoint: what engines load from.",
 )
-
-
+@option("--base", type=path, envvar="WEIGHTCAST_BASE", help="HF checkpoint that the run starts from.")
+@option("--engine", multiple=True, help="Inference engine kind=URL[,...]; repeatable.")
+@option("--target", default="latest", help="latest, a version or a tag.")
+@threads_option
+@option("--visible-deadline", type=Number(min=0.1), help="Seconds to wait for what the pointer names; 120.")
+@option(
+    "--wait-channel",
+    type=Number(min=0),
+    default=0.0,
+    help="Seconds to wait for a channel that is not there yet.",
+)
+@option(
+    "--wait-engine",
+    type=Number(min=0),
+    default=0.0,
+    help="Seconds to wait for engines that do not serve yet.",
+)
+@trusted_key_option
+@option("--rehash", is_flag=True, help="Read every byte first and repair what differs.")
+@json_option
 def sync(
     channel: Path,
     local: Path,
     base: Path | None,
-    engine: list[str] | None,
+    engine: Sequence[str],
     target: str,
     threads: int | None,
     visible_deadline: float | None,
     wait_channel: float,
     wait_engine: float,
-    trusted_key: list[str] | None,
+    trusted_key: Sequence[str],
     rehash: bool,
     as_json: bool,
 ) -> None:
@@ -83,7 +100,7 @@ def sync(
         "visible_deadline": visible_deadline,
     }
     if engine or trusted_key or not is_plain(os.environ):
-        opened = _by_settings({**flags, "engine": engine or None, "trusted_key": trusted_key or None})
+        opened = _by_settings({**flags, "engine": engine, "trusted_key": trusted_key})
     else:
         opened = partial(Sync, plain_options(flags))
     output = Output(json=as_json)
@@ -95,9 +112,6 @@ def sync(
             one.close()
     output.result(status, lambda console: _show(console, status))
     _judge(status)
-
-
-VERB = Verb("sync", sync, _OPTIONS)
 
 
 def is_plain(environment: Mapping[str, str]) -> bool:

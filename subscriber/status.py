@@ -7,7 +7,8 @@ from dataclasses import field
 from typing import Literal
 
 from weightcast.shared.checkpoint.state.state import Blocked, LocalState, Mark, Phase
-from weightcast.shared.daemon.status import Facts, Failure, KernelStatus, LoopStatus, Readiness, VerifyStatus
+from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
+from weightcast.shared.daemon.status import Facts, Failure, KernelStatus, LoopStatus, Readiness
 
 KEPT_UPDATES = 32
 
@@ -219,7 +220,7 @@ class HostStatus(Facts):
     last_full_hash: float | None = None
     """unix time at which every byte was last read and agreed with the root"""
     last_full_hash_age_seconds: float | None = None
-    verify: VerifyStatus | None = None
+    verify: ScrubStatus | None = None
     """null until it first read"""
     reload_proof: ReloadProof | None = None
     """null until an engine was reloaded"""

@@ -5,28 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
-
-from weightcast.shared.cli.app import new_app, register_sides
-from weightcast.shared.cli.main import VERBS
+from command_tree import find
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"^```(?:sh|shell|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ENDS = {"|", "||", "&&", ";", "&", "--", ">", "2>"}
-
-
-@cache
-def program() -> Any:
-    app = new_app()
-    register_sides(app, entry_points(group=VERBS))
-    return typer.main.get_command(app)
 
 
 def command_lines(document: Path) -> Iterator[list[str]]:
@@ -45,15 +32,14 @@ def own_words(words: list[str]) -> list[str]:
 
 
 def unknown_in(words: list[str]) -> list[str]:
-    command, at = program(), 0
-    while getattr(command, "commands", None) and at < len(words) and not words[at].startswith("-"):
-        if words[at] not in command.commands:
-            return [words[at]]
-        command, at = command.commands[words[at]], at + 1
+    try:
+        command, rest = find(words)
+    except KeyError as unknown:
+        return [unknown.args[0]]
     known = {"--help"} | {
         name for option in command.params for name in (*option.opts, *option.secondary_opts)
     }
-    given = (word.partition("=")[0] for word in words[at:] if word.startswith("--"))
+    given = (word.partition("=")[0] for word in rest if word.startswith("--"))
     return [name for name in given if name not in known]
 
 

@@ -25,10 +25,9 @@ from weightcast.shared.channel.claims import process_began
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.daemon.fleet import REPORTS_PATH
 from weightcast.shared.daemon.http import Answer, StrictRoute, make_app
-from weightcast.shared.daemon.loop import Stop, Wakeup, run_daemon
+from weightcast.shared.daemon.loop import Stop, Wakeup, Watcher, run_daemon
 from weightcast.shared.daemon.metrics import new_registry, watch_loop
 from weightcast.shared.daemon.status import STATUS, Failure, LoopStatus, Snapshot, warm_up_in_background
-from weightcast.shared.daemon.watch import Watcher
 from weightcast.shared.files.disk_errors import disk_text
 
 _RENAMED_KEPT = 4096

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 from weightcast.publisher.daemon.status import PublisherStatus
 from weightcast.publisher.publish.report import Publication, total_seconds
-from weightcast.shared.daemon import metrics
 from weightcast.shared.daemon.metrics import CRASH, OTHER, Metrics, VerifyMetrics, error_kinds, one_of
 from weightcast.shared.daemon.status import SOFTWARE
 
@@ -40,45 +39,43 @@ class PublisherMetrics:
     that was refused unread counts as failed."""
 
     def __init__(self, registry: Metrics) -> None:
-        self._run = metrics.facts(
-            registry,
+        self._run = registry.facts(
             "run",
             "The run that is published here; always 1.",
             {"run_id": "the channel's", "role": ("publisher",), "software": "this daemon's"},
         )
-        self._of_status = [
-            (metrics.number(registry, what, text), value) for what, (text, value) in _OF_STATUS.items()
-        ]
-        self._created = metrics.moment(registry, "version_created", "When the newest version came to be.")
-        self._claimed = metrics.number(
-            registry, "channel_epoch", "Highest claim to the channel; above epoch: another publisher's."
+        self._of_status = [(registry.number(what, text), value) for what, (text, value) in _OF_STATUS.items()]
+        self._created = registry.number(
+            "version_created_timestamp_seconds", "When the newest version came to be."
         )
-        self._ended = metrics.count(
-            registry, "publications", "Publications that ended.", {"outcome": ("done", "failed")}
+        self._claimed = registry.number(
+            "channel_epoch", "Highest claim to the channel; above epoch: another publisher's."
         )
-        self._errors = metrics.count(
-            registry, "publication_errors", "Publications that failed, by error.", {"kind": error_kinds()}
+        self._ended = registry.count(
+            "publications", "Publications that ended.", {"outcome": ("done", "failed")}
         )
-        self._written = metrics.byte_count(
-            registry,
-            "channel",
+        self._errors = registry.count(
+            "publication_errors", "Publications that failed, by error.", {"kind": error_kinds()}
+        )
+        self._written = registry.count(
+            "channel_bytes",
             "Bytes of versions, by direction and by what they were for.",
             {"direction": ("written",), "cause": CAUSES},
         )
-        self._full = metrics.byte_count(registry, "full", "Bytes that full checkpoints would have had.")
-        self._changed = metrics.count(registry, "changed_elements", "Elements changed by publications.")
-        self._seconds = metrics.duration(registry, "publish", "A publication, until the pointer names it.")
-        self._phases = metrics.duration(
-            registry, "publish_phase", "Time of a publication by phase.", {"phase": PHASES}
+        self._full = registry.count("full_bytes", "Bytes that full checkpoints would have had.")
+        self._changed = registry.count("changed_elements", "Elements changed by publications.")
+        self._seconds = registry.duration("publish", "A publication, until the pointer names it.")
+        self._phases = registry.duration(
+            "publish_phase", "Time of a publication by phase.", {"phase": PHASES}
         )
-        self._elements = metrics.share(
-            registry, "density_elements", "Share of elements that the last publication changed."
+        self._elements = registry.number(
+            "density_elements_ratio", "Share of elements that the last publication changed."
         )
-        self._bytes = metrics.share(
-            registry, "density_bytes", "Share of bytes whose elements the last publication changed."
+        self._bytes = registry.number(
+            "density_bytes_ratio", "Share of bytes whose elements the last publication changed."
         )
-        self._compression = metrics.share(
-            registry, "compression", "Bytes of full weights over bytes of the last delta."
+        self._compression = registry.number(
+            "compression_ratio", "Bytes of full weights over bytes of the last delta."
         )
         self._verify = VerifyMetrics(registry)
         self._beside: dict[str, int] = {}

@@ -26,11 +26,11 @@ from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.verify.hashing import Scrub
-from weightcast.shared.daemon.backoff import Due
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import Stop, Wakeup, failure_of
 from weightcast.shared.daemon.metrics import DiskMetrics, Metrics, error_kind
-from weightcast.shared.daemon.status import Failure, verify_status
+from weightcast.shared.daemon.status import Failure
+from weightcast.shared.daemon.timing import Due
 from weightcast.shared.files.disk_errors import disk_error, error_text
 from weightcast.shared.files.paths import require_no_overlap
 
@@ -75,7 +75,7 @@ class PublishLoop:
         self._recovered = False
         self._disk = DiskMetrics(registry, {"channel": settings.channel, "local": settings.local})
         self._look_due, self._owner_due = Due(_LOOK_SECONDS), Due(_LOOK_SECONDS)
-        self._scrub = Scrub(int(settings.verify_rate), stop=lambda: stop.requested)
+        self._scrub = Scrub(int(settings.verify_rate), stop=stop.is_set)
         self._check = ChannelCheck(int(settings.verify_rate))
         self._background: Background | None = None
         self._full_bytes = 0
@@ -235,7 +235,7 @@ class PublishLoop:
             self._owned.check_owner()
         except Refused as error:
             self.superseded = error
-            self._stop.request()
+            self._stop.set()
             raise
 
     def _done(self, done: Publication) -> Publication:
@@ -250,7 +250,7 @@ class PublishLoop:
         publisher, background = self._publisher, self._background
         self.record.show(
             inbox=None if self._watched is None else InboxStatus.of(self._watched),
-            verify=verify_status(self._scrub.status),
+            verify=self._scrub.status,
             ready=not problem,
             not_ready_reasons=(problem,) if problem else (),
         )

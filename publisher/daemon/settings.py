@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
-from pydantic_settings import SettingsConfigDict
 
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
@@ -21,15 +20,15 @@ from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.layout import CHANNEL_JSON
 from weightcast.shared.channel.signing import load_private_key
 from weightcast.shared.checkpoint.update.sources import open_base
+from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
 from weightcast.shared.daemon.settings import PUBLISHER_PORT, ServiceSettings, Token, problem_of
-from weightcast.shared.daemon.threads import working_threads
 from weightcast.shared.files.paths import file_name, is_within, require_directory, require_places
 
 THREADS = 2
 """at most, unless set: the trainer needs the cores"""
-_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_UpToADay = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
+_NotNegative = Annotated[float, Field(ge=0)]
+_UpToADay = Annotated[float, Field(gt=0, le=86400)]
 
 
 def _plain_name(name: str) -> str:
@@ -56,8 +55,6 @@ def _pairs(texts: list[str]) -> list[str]:
 class PublisherSettings(ServiceSettings):
     """A text below a setting is its description."""
 
-    model_config = SettingsConfigDict(use_attribute_docstrings=True)
-
     port: int = Field(PUBLISHER_PORT, ge=0, le=65535)
     """Its port; 0 takes a free one."""
     channel: Path
@@ -78,7 +75,7 @@ class PublisherSettings(ServiceSettings):
     )
     marker: Annotated[str, AfterValidator(_plain_name)] | None = None
     """File that the trainer writes into a checkpoint when it is complete."""
-    settle_seconds: float = Field(1.0, ge=0, le=3600, allow_inf_nan=False)
+    settle_seconds: float = Field(1.0, ge=0, le=3600)
     """How long a checkpoint written in place must stay unchanged, without --marker."""
     every: bool = False
     """Publish every checkpoint, not only the newest one waiting."""
@@ -129,7 +126,7 @@ class PublisherSettings(ServiceSettings):
     """Disk for past journals in --local, as a fraction of model size."""
     keep_versions: PositiveInt | None = None
     """Prune: keep this many newest versions. Without this and --keep-hours nothing is pruned."""
-    keep_hours: float | None = Field(None, gt=0, allow_inf_nan=False)
+    keep_hours: float | None = Field(None, gt=0)
     """Prune: keep versions younger than this."""
     host_versions: NonNegativeInt = 64
     """Prune: maximum number of additional versions kept for hosts that are behind."""

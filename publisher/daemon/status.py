@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pydantic import BaseModel
+
 from weightcast.publisher.daemon.sources.layouts import Unpublished
 from weightcast.publisher.daemon.sources.queue import Job
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.publish.report import Publication, total_seconds
 from weightcast.publisher.weights.side_configs import config_text
+from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
 from weightcast.shared.daemon.fleet import TEXT_SHOWN, Host, PublisherLine, RefusedCheckpoint
-from weightcast.shared.daemon.frozen import Frozen
-from weightcast.shared.daemon.status import Failure, KernelStatus, LoopStatus, Readiness, VerifyStatus
+from weightcast.shared.daemon.status import Failure, KernelStatus, LoopStatus, Readiness
 
 PUBLICATIONS_SHOWN = 20
 WAITING_SHOWN = 20
 REFUSED_SHOWN = 20
 
 
-class Progress(Frozen):
+class Progress(BaseModel, frozen=True):
     """The running publication."""
 
     source: str
@@ -31,7 +33,7 @@ class Progress(Frozen):
     """unix time of the publisher's clock"""
 
 
-class ReportedHost(Frozen):
+class ReportedHost(BaseModel, frozen=True):
     """A host as its report shows it; reports are not authenticated."""
 
     host: str
@@ -45,19 +47,19 @@ class ReportedHost(Frozen):
     """since the report last changed; null where that is not known"""
 
 
-class RefusedStatus(Frozen):
+class RefusedStatus(BaseModel, frozen=True):
     name: str
     error: Failure
 
 
-class SkippedStatus(Frozen):
+class SkippedStatus(BaseModel, frozen=True):
     """A checkpoint whose files changed and whose content did not."""
 
     name: str
     reason: str
 
 
-class InboxStatus(Frozen):
+class InboxStatus(BaseModel, frozen=True):
     watch: str
     waiting: tuple[Unpublished, ...] = ()
     refused: tuple[RefusedStatus, ...] = ()
@@ -89,7 +91,7 @@ class InboxStatus(Frozen):
         )
 
 
-class UpkeepStatus(Frozen):
+class UpkeepStatus(BaseModel, frozen=True):
     """Anchors, multi-step deltas and pruning."""
 
     busy: bool = False
@@ -100,7 +102,7 @@ class UpkeepStatus(Frozen):
     """why the last step made nothing; empty when all is well"""
 
 
-class RepairStatus(Frozen):
+class RepairStatus(BaseModel, frozen=True):
     """The last repair of the channel, ordered or not."""
 
     at: float
@@ -121,7 +123,7 @@ class DatedRefusal(DatedFailure):
     """name or path of the checkpoint"""
 
 
-class Totals(Frozen):
+class Totals(BaseModel, frozen=True):
     """Since the daemon started; sizes in bytes."""
 
     publications: int = 0
@@ -142,7 +144,7 @@ class Totals(Frozen):
         )
 
 
-class PublisherStatus(Frozen):
+class PublisherStatus(BaseModel, frozen=True):
     role: str = "publisher"
     run_id: str | None = None
     channel: str
@@ -159,7 +161,7 @@ class PublisherStatus(Frozen):
     report_error: str = ""
     """why what hosts posted does not get into the channel; empty when it does"""
     inbox: InboxStatus | None = None
-    verify: VerifyStatus | None = None
+    verify: ScrubStatus | None = None
     last_error: DatedFailure | None = None
     last_refused: DatedRefusal | None = None
     """the last checkpoint that failed permanently"""

@@ -6,6 +6,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
+from pydantic import BaseModel
+
 from weightcast.publisher.fleet.version_history import History
 from weightcast.publisher.maintenance.retention import (
     CheapestWay,
@@ -16,14 +18,14 @@ from weightcast.publisher.maintenance.retention import (
     decide,
     window,
 )
-from weightcast.shared.daemon.fleet import Host, UpdateLine
-from weightcast.shared.daemon.frozen import Frozen
+from weightcast.shared.channel.reports import Update
+from weightcast.shared.daemon.fleet import Host
 
 _PREPARING = ("plan", "fetch", "stage", "patch")
 _RELOADING = ("pause", "reload", "read_back", "resume")
 
 
-class VersionRow(Frozen):
+class VersionRow(BaseModel, frozen=True):
     version: int
     step: int | None
     created: float
@@ -47,14 +49,14 @@ class VersionRow(Frozen):
     """older versions from which a delta leads here"""
 
 
-class Versions(Frozen):
+class Versions(BaseModel, frozen=True):
     versions: tuple[VersionRow, ...] = ()
     """newest first"""
     complete: bool = False
     """false while older indexes are still being read"""
 
 
-class CatchUpRow(Frozen):
+class CatchUpRow(BaseModel, frozen=True):
     lag: int
     bytes: int
     steps: tuple[str, ...]
@@ -63,12 +65,12 @@ class CatchUpRow(Frozen):
     """estimated from what hosts report"""
 
 
-class WithoutBase(Frozen):
+class WithoutBase(BaseModel, frozen=True):
     bytes: int
     steps: tuple[str, ...]
 
 
-class Joiner(Frozen):
+class Joiner(BaseModel, frozen=True):
     """A host that joins: with the base at hand, and (null where nothing leads there) without."""
 
     bytes: int | None = None
@@ -77,19 +79,19 @@ class Joiner(Frozen):
     without_base: WithoutBase | None = None
 
 
-class CatchUp(Frozen):
+class CatchUp(BaseModel, frozen=True):
     rows: tuple[CatchUpRow, ...] = ()
     joiner: Joiner = Joiner()
 
 
-class PlannedVersion(Frozen):
+class PlannedVersion(BaseModel, frozen=True):
     version: int
     bytes: int
     """of the version with its anchor and multi-step deltas"""
     why: str
 
 
-class PrunePlan(Frozen):
+class PrunePlan(BaseModel, frozen=True):
     horizon: int = 0
     """lowest version from which every delta is kept"""
     remove: tuple[PlannedVersion, ...] = ()
@@ -174,7 +176,7 @@ def _run_text(run: Sequence[Hop]) -> str:
     return f"step {last.version}" if len(run) == 1 else f"steps {first.version} to {last.version}"
 
 
-class CatchUpPace(Frozen):
+class CatchUpPace(BaseModel, frozen=True):
     """What hosts took for deltas of late."""
 
     per_byte: float | None = None
@@ -196,7 +198,7 @@ class CatchUpPace(Frozen):
         return None if self.per_byte is None else self.per_byte * nbytes + self.reload_seconds
 
 
-def _of(update: UpdateLine, phases: Iterable[str]) -> float:
+def _of(update: Update, phases: Iterable[str]) -> float:
     return sum(update.seconds.get(phase, 0.0) for phase in phases)
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel
 
 from weightcast.publisher.fleet.catch_up_cost import CatchUp, PrunePlan, Versions
 from weightcast.publisher.fleet.report_intake import TooMany
@@ -20,7 +21,6 @@ from weightcast.publisher.fleet.view import FleetView
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.reports import REPORT_LIMIT
 from weightcast.shared.daemon.fleet import REPORTS_PATH, Fleet, Host
-from weightcast.shared.daemon.frozen import Frozen
 from weightcast.shared.daemon.http import Answer
 from weightcast.shared.daemon.status import Failure
 
@@ -35,7 +35,7 @@ _EVENT_SECONDS = 1.0
 """between two events of a kind"""
 
 
-class Accepted(Frozen):
+class Accepted(BaseModel, frozen=True):
     """`now`: unix time of the publisher's clock."""
 
     now: float

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from pydantic import BaseModel
+
 from weightcast.publisher.fleet.catch_up_cost import (
     CatchUp,
     PrunePlan,
@@ -33,7 +35,6 @@ from weightcast.shared.daemon.fleet import (
     Verdict,
     require_gone,
 )
-from weightcast.shared.daemon.frozen import Frozen
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.status import Snapshot
 
@@ -59,7 +60,7 @@ class FleetPage:
     serial: int
 
 
-class ChannelPage(Frozen):
+class ChannelPage(BaseModel, frozen=True):
     versions: Versions = Versions()
     catch_up: CatchUp = CatchUp()
     prune_plan: PrunePlan = PrunePlan()

@@ -60,7 +60,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Local
 from weightcast.shared.checkpoint.state.side_files import SideFiles
 from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.verify.hashing import Credit
-from weightcast.shared.daemon.backoff import Due
+from weightcast.shared.daemon.timing import Due
 from weightcast.shared.files import durable
 from weightcast.shared.files.strict_json import parse_object
 

@@ -48,7 +48,7 @@ from weightcast.shared.checkpoint.state.state import Step
 from weightcast.shared.checkpoint.update.buffer_reuse import drop as drop_spares
 from weightcast.shared.checkpoint.update.buffer_reuse import make_ready, spare_bytes
 from weightcast.shared.codec.container import StepEncoding
-from weightcast.shared.daemon.backoff import Due
+from weightcast.shared.daemon.timing import Due
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import exists
 

@@ -34,7 +34,7 @@ from weightcast.publisher.weights.given import (
 from weightcast.shared.base.elements import TensorSpec
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.checkpoint.state.locks import FileLock, owner_text
-from weightcast.shared.daemon.deadline import Deadline
+from weightcast.shared.daemon.timing import Deadline
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import is_link
 from weightcast.shared.files.probes import HAND_OVER_NEEDS, require

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +17,7 @@ from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
-from weightcast.shared.cli.app import ChannelOption, JsonOption, TrustedKeyOption, group
+from weightcast.shared.cli.options import channel_option, json_option, option, path, trusted_key_option
 from weightcast.shared.cli.output import Output, time_text
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import exists, is_directory, is_file, is_link, printable
@@ -25,24 +25,14 @@ from weightcast.shared.files.paths import exists, is_directory, is_file, is_link
 LIMIT_SHOWN_TENSORS = 50
 
 
-def register_channel(app: typer.Typer) -> None:
-    channel = group(app, "channel", "Make and inspect channels.")
-    channel.command("log")(log)
-    channel.command("show")(show)
-    channel.command("verify")(check)
-    app.command("keygen")(keygen)
-
-
-def log(
-    channel: ChannelOption,
-    last: Annotated[
-        int | None, typer.Option("--last", min=1, help="Show only the newest N versions.")
-    ] = None,
-    trusted_key: TrustedKeyOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@click.command
+@channel_option
+@option("--last", type=click.IntRange(min=1), help="Show only the newest N versions.")
+@trusted_key_option
+@json_option
+def log(channel: Path, last: int | None, trusted_key: Sequence[str], as_json: bool) -> None:
     """List the versions of a channel and, with trusted keys, who signed them."""
-    store, trust = open_store(channel), Trust.load(trusted_key or ())
+    store, trust = open_store(channel), Trust.load(trusted_key)
     require_named(store)
     opened = Channel.open(store, trust)
     pointer = opened.pointer()
@@ -59,7 +49,7 @@ def log(
     }
     Output(json=as_json).result(facts, lambda console: _log_table(console, facts))
     if trust is not None and any(row["signed_by"] is None for row in rows):
-        raise typer.Exit(Untrusted.exit_code)
+        raise click.exceptions.Exit(Untrusted.exit_code)
 
 
 def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> dict[str, Any]:
@@ -119,14 +109,14 @@ def _or_dash(value: float | int | None, form: str = "{}") -> str:
     return "-" if value is None else form.format(value)
 
 
-def show(
-    version: Annotated[int, typer.Argument(min=0, help="Version to show; 0 is the base.")],
-    channel: ChannelOption,
-    trusted_key: TrustedKeyOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@click.command
+@click.argument("version", type=click.IntRange(min=0), help="Version to show; 0 is the base.")
+@channel_option
+@trusted_key_option
+@json_option
+def show(version: int, channel: Path, trusted_key: Sequence[str], as_json: bool) -> None:
     """Show the index of a version and, with trusted keys, who signed it."""
-    trust = Trust.load(trusted_key or ())
+    trust = Trust.load(trusted_key)
     opened = Channel.open(open_store(channel), trust)
     facts = base_facts(opened) if version == 0 else version_facts(opened, version)
     if trust is not None:
@@ -222,19 +212,23 @@ def _line(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def check(channel: ChannelOption, trusted_key: TrustedKeyOption = None, as_json: JsonOption = False) -> None:
+@click.command
+@channel_option
+@trusted_key_option
+@json_option
+def verify(channel: Path, trusted_key: Sequence[str], as_json: bool) -> None:
     """Check every file of every version, the chain of versions and, with trusted keys, who signed it."""
     output, store = Output(json=as_json), open_store(channel)
     require_named(store)
     with output.progress(f"reading {channel}", None) as advance:
-        problems = faults(store, advance, Trust.load(trusted_key or ()))
+        problems = faults(store, advance, Trust.load(trusted_key))
     if problems and not as_json:
         show_problems(problems)
     facts = {"channel": str(channel), "problems": [vars(problem) for problem in problems]}
     if as_json or not problems:
         output.result(facts, lambda console: console.print(f"{channel}: no problem found"))
     if problems:
-        raise typer.Exit(exit_code_of(problems))
+        raise click.exceptions.Exit(exit_code_of(problems))
 
 
 def exit_code_of(problems: Sequence[Problem]) -> int:
@@ -246,26 +240,26 @@ def exit_code_of(problems: Sequence[Problem]) -> int:
 def show_problems(problems: Sequence[Problem]) -> None:
     for problem in problems:
         where = "" if problem.version is None else f"version {problem.version}: "
-        typer.echo(printable(where + problem.message))
+        print(printable(where + problem.message))
         if problem.meaning:
-            typer.echo(f"  {problem.meaning}")
+            print(f"  {problem.meaning}")
 
 
 _NAME = "weightcast.key"
 
 
-def keygen(
-    out: Annotated[Path, typer.Option("--out", help="File for the private key, or a directory for both.")],
-    as_json: JsonOption = False,
-) -> None:
+@click.command
+@option("--out", type=path, required=True, help="File for the private key, or a directory for both.")
+@json_option
+def keygen(out: Path, as_json: bool) -> None:
     """Make a key that signs versions: the private one for the publisher, FILE.pub for the hosts."""
-    path = out / _NAME if is_directory(out) else out
-    key = make_key(path)
+    file = out / _NAME if is_directory(out) else out
+    key = make_key(file)
     facts = {
         "key_id": key.public.id,
         "public_key": str(key.public),
-        "sign_key": str(path),
-        "trusted_key": str(_public_path(path)),
+        "sign_key": str(file),
+        "trusted_key": str(_public_path(file)),
     }
     Output(json=as_json).result(facts, lambda console: console.print(str(key.public), soft_wrap=True))
 

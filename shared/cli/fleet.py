@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 from urllib.parse import quote
 
-import typer
+import click
 from pydantic import ValidationError
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -25,7 +24,7 @@ from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.reports import forget as forget_report
 from weightcast.shared.channel.store import Store
-from weightcast.shared.cli.app import AnyChannelOption, JsonOption, TokenOption
+from weightcast.shared.cli.options import Number, any_channel_option, json_option, option, token_option
 from weightcast.shared.cli.output import Output, is_unread, to_json
 from weightcast.shared.daemon.client import Daemon
 from weightcast.shared.daemon.fleet import (
@@ -69,33 +68,30 @@ _GAP, _INDENT = 2, 4
 
 LookAtFleet = Callable[[], Fleet]
 
-UrlOption = Annotated[
-    str | None,
-    typer.Option("--url", help="Address of the publisher, e.g. 127.0.0.1:8340, instead of --channel."),
-]
+url_option = option("--url", help="Address of the publisher, e.g. 127.0.0.1:8340, instead of --channel.")
 
 
-def register_fleet(app: typer.Typer) -> None:
-    app.command("fleet")(fleet)
-    app.command("wait")(wait)
-
-
+@click.command
+@any_channel_option
+@url_option
+@token_option
+@option("--watch", is_flag=True, help="Refresh once a second until Ctrl-C.")
+@option("--all", "whole", is_flag=True, help=f"Show all hosts, not only the {MOST} worst.")
+@option("--forget", multiple=True, help="Delete the report of this stopped or lost host. Repeatable.")
+@json_option
 def fleet(
-    channel: AnyChannelOption = None,
-    url: UrlOption = None,
-    token: TokenOption = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh once a second until Ctrl-C.")] = False,
-    whole: Annotated[bool, typer.Option("--all", help=f"Show all hosts, not only the {MOST} worst.")] = False,
-    forget: Annotated[
-        list[str] | None,
-        typer.Option("--forget", help="Delete the report of this stopped or lost host. Repeatable."),
-    ] = None,
-    as_json: JsonOption = False,
+    channel: Path | None,
+    url: str | None,
+    token: str | None,
+    watch: bool,
+    whole: bool,
+    forget: Sequence[str],
+    as_json: bool,
 ) -> None:
     """Show the hosts of a run: which are behind, which are gone, and why (self-reported)."""
     if forget:
         if watch or whole:
-            raise typer.BadParameter("--forget cannot be combined with --watch or --all")
+            raise click.BadParameter("--forget cannot be combined with --watch or --all")
         _forget(forget, channel, url, token, as_json)
         return
     with _looking(channel, url, token, UPDATES_LIMIT if as_json else _UPDATES_SHOWN) as look:
@@ -109,22 +105,29 @@ def fleet(
         Output(json=as_json).result(found, lambda console: console.print(table(found, console.width, most)))
 
 
+@click.command
+@option("--version", type=click.IntRange(min=0), required=True, help="Version to wait for, or a later one.")
+@option(
+    "--fraction",
+    type=Number(),
+    help="Fraction of the hosts, up to 1. Stopped hosts, lost hosts and stale hosts without a version are "
+    "not counted.",
+)
+@option("--min-hosts", type=int, help="Minimum number of hosts.")
+@option("--timeout", type=Number(min=0.0), default=600.0, help="Timeout in seconds.")
+@any_channel_option
+@url_option
+@token_option
+@json_option
 def wait(
-    version: Annotated[int, typer.Option("--version", min=0, help="Version to wait for, or a later one.")],
-    fraction: Annotated[
-        float | None,
-        typer.Option(
-            "--fraction",
-            help="Fraction of the hosts, up to 1. Stopped hosts, lost hosts and stale hosts without a "
-            "version are not counted.",
-        ),
-    ] = None,
-    min_hosts: Annotated[int | None, typer.Option("--min-hosts", help="Minimum number of hosts.")] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.0, help="Timeout in seconds.")] = 600.0,
-    channel: AnyChannelOption = None,
-    url: UrlOption = None,
-    token: TokenOption = None,
-    as_json: JsonOption = False,
+    version: int,
+    fraction: float | None,
+    min_hosts: int | None,
+    timeout: float,
+    channel: Path | None,
+    url: str | None,
+    token: str | None,
+    as_json: bool,
 ) -> None:
     """Wait until hosts are ready with a version: one, or as many as requested. Exit code 4 on timeout."""
     with _looking(channel, url, token, updates=0) as look:
@@ -191,7 +194,7 @@ def _looking(channel: Path | None, url: str | None, token: str | None, updates: 
         store = open_store(channel)
         yield partial(_named, store, FleetReader(store, updates=updates))
     else:
-        raise typer.BadParameter("give --channel or --url")
+        raise click.BadParameter("give --channel or --url")
 
 
 def _named(store: Store, reader: FleetReader) -> Fleet:

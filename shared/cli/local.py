@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 from rich.console import Console
 
 from weightcast.shared.base.errors import DamagedFile, Refused, counted
@@ -23,10 +24,10 @@ from weightcast.shared.checkpoint.state.side_files import repair_files
 from weightcast.shared.checkpoint.update.sources import repair_sources
 from weightcast.shared.checkpoint.verify.inspect import Inspection, inspect, restore_base
 from weightcast.shared.checkpoint.verify.repair import Repaired
-from weightcast.shared.cli.app import JsonOption, ThreadsOption, TrustedKeyOption, group
+from weightcast.shared.cli.options import json_option, option, path, threads_option, trusted_key_option
 from weightcast.shared.cli.output import Output
+from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.settings import BadSettings
-from weightcast.shared.daemon.threads import working_threads
 from weightcast.shared.files.paths import is_directory, printable
 
 LOCK_SECONDS = 60.0
@@ -45,49 +46,37 @@ class EngineFound:
     refused: Mapping[str, str]
 
 
-EngineLook = Callable[[str, Path, Sequence[str], Advance | None], EngineFound]
-"""An `--engine` option, the local checkpoint, names of tensors (none: all)."""
-_looks: list[EngineLook] = []
-
-
-def engines_are_read_by(look: EngineLook) -> None:
-    """Told by the side that speaks to engines."""
-    _looks[:] = [look]
-
-
-def register_local(app: typer.Typer) -> None:
-    group(app, "local", "Inspect local checkpoints.").command("verify")(verify)
-
-
+@click.command
+@option(
+    "--local",
+    type=path,
+    required=True,
+    envvar="WEIGHTCAST_LOCAL",
+    help="Directory of the local checkpoint.",
+)
+@option("--repair", is_flag=True, help="Repair differing bytes; needs --channel.")
+@option("--channel", type=path, envvar="WEIGHTCAST_CHANNEL", help="Channel to repair from.")
+@option("--base", type=path, envvar="WEIGHTCAST_BASE", help="HF checkpoint to repair from.")
+@threads_option
+@option(
+    "--engine",
+    multiple=True,
+    help="Also read back the memory of this engine (needs weightcast-engine): URL or kind=URL[,...]; "
+    "repeatable.",
+)
+@option("--name", multiple=True, help="Only this tensor of the engine's memory; repeatable.")
+@trusted_key_option
+@json_option
 def verify(
-    local: Annotated[
-        Path, typer.Option("--local", envvar="WEIGHTCAST_LOCAL", help="Directory of the local checkpoint.")
-    ],
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Repair differing bytes; needs --channel.")
-    ] = False,
-    channel: Annotated[
-        Path | None,
-        typer.Option("--channel", envvar="WEIGHTCAST_CHANNEL", help="Channel to repair from."),
-    ] = None,
-    base: Annotated[
-        Path | None, typer.Option("--base", envvar="WEIGHTCAST_BASE", help="HF checkpoint to repair from.")
-    ] = None,
-    threads: ThreadsOption = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--engine",
-            help="Also read back the memory of this engine (needs weightcast-engine): URL or kind=URL[,...]; "
-            "repeatable.",
-        ),
-    ] = None,
-    name: Annotated[
-        list[str] | None,
-        typer.Option("--name", help="Only this tensor of the engine's memory; repeatable."),
-    ] = None,
-    trusted_key: TrustedKeyOption = None,
-    as_json: JsonOption = False,
+    local: Path,
+    repair: bool,
+    channel: Path | None,
+    base: Path | None,
+    threads: int | None,
+    engine: Sequence[str],
+    name: Sequence[str],
+    trusted_key: Sequence[str],
+    as_json: bool,
 ) -> None:
     """Compare every byte of a local checkpoint, and optionally of engines, with its version."""
     output, count = Output(json=as_json), working_threads(threads)
@@ -99,19 +88,20 @@ def verify(
         found = inspect_local(local, count, advance)
         done: Repaired | None = None
         if repair and channel is not None and found.faults:
-            done = repair_local(local, channel, base, count, advance, Trust.load(trusted_key or ()))
+            done = repair_local(local, channel, base, count, advance, Trust.load(trusted_key))
             found = inspect_local(local, count, advance)
-        engines = [_look(option, local, name or (), advance) for option in engine or ()]
+        engines = [_look(each, local, name, advance) for each in engine]
     facts = _facts(local, found, done) | {"engines": [asdict(each) for each in engines]}
     output.result(facts, lambda console: _show(console, local, found, done, engines))
     if found.faults or any(each.differing for each in engines):
-        raise typer.Exit(DamagedFile.exit_code)
+        raise click.exceptions.Exit(DamagedFile.exit_code)
 
 
-def _look(option: str, local: Path, names: Sequence[str], advance: Advance | None) -> EngineFound:
-    if not _looks:
-        raise Refused("engines cannot be read here", remedy="install weightcast's subscriber")
-    return _looks[0](option, local, names, advance)
+def _look(engine: str, local: Path, names: Sequence[str], advance: Advance | None) -> EngineFound:
+    # by name, as commands are: it is of the side that speaks to engines
+    inspect_engine = import_module("weightcast.subscriber.engines.inspect")
+    found: EngineFound = inspect_engine.look(engine, local, names, advance)
+    return found
 
 
 def inspect_local(local: Path, threads: int, advance: Advance | None = None) -> Inspection:

@@ -1,8 +1,6 @@
-"""The `weightcast` command. Its verbs come from entry points, so that a side that cannot be imported on
-this machine (a rollout host has no torch) takes only its own verbs away.
-
-What is imported here is imported by every command: `publish` and `sync` bring a version in less time than
-typer takes to start (`plain`).
+"""The `weightcast` command. A command's module is imported when it is called, so that help needs none of
+them, `publish` and `sync`, which run for every version, import no more than they need, and a module that
+cannot be imported on this machine takes only its own commands away.
 """
 
 from __future__ import annotations
@@ -13,27 +11,71 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
-from weightcast.shared.base.errors import USAGE, NotInTime, WeightcastError
+import click
+from click.shell_completion import shell_complete
+
+import weightcast
+from weightcast.shared.base.errors import USAGE, NotInTime, Refused, WeightcastError
 from weightcast.shared.cli.output import Output, leave, steady_streams, unwritten
 from weightcast.shared.daemon.environment import unknown_variables
 from weightcast.shared.files.disk_errors import disk_error
-from weightcast.shared.files.paths import printable
+from weightcast.shared.files.paths import exists, printable
 
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
-    from weightcast.shared.cli.app import MissingSide
-    from weightcast.shared.cli.plain import Verb
-
-VERBS = "weightcast.verbs"
-_PLAIN = {"publish": "weightcast.publisher.commands_publish", "sync": "weightcast.subscriber.commands_sync"}
-"""whose verbs are called for every version, each with a module of its own"""
-_SHORT = [[verb] for verb in _PLAIN]
+_PUBLISHER, _SUBSCRIBER = "weightcast.publisher.commands", "weightcast.subscriber.commands"
+_CLI = "weightcast.shared.cli"
+COMMANDS: dict[str, tuple[str, str]] = {
+    "publish": (f"{_PUBLISHER}_publish:publish", "Publish one checkpoint as the channel's next version."),
+    "sync": (f"{_SUBSCRIBER}_sync:sync", "Bring a local checkpoint (and engines) to the target once."),
+    "publisher": ("", "The trainer's side."),
+    "publisher run": (f"{_PUBLISHER}:run", "Publish what the trainer writes, until stopped."),
+    "subscriber": ("", "The rollout hosts' side."),
+    "subscriber run": (f"{_SUBSCRIBER}:run", "Follow a channel and reload the engines, until stopped."),
+    "run-engine": (f"{_SUBSCRIBER}:start_engine", "Start an engine while no version is patched in."),
+    "status": (f"{_CLI}.status:status", "Show whether a daemon is ready, its version, and what is wrong."),
+    "wake": (f"{_CLI}.status:wake", "Make a daemon poll now."),
+    "fleet": (f"{_CLI}.fleet:fleet", "Show the hosts of a run: which are behind, which are gone, and why."),
+    "wait": (f"{_CLI}.fleet:wait", "Wait until hosts are ready with a version."),
+    "doctor": (f"{_SUBSCRIBER}:doctor", "Look whether machine, file systems and engines are fit."),
+    "channel": ("", "Make and inspect channels."),
+    "channel init": (f"{_PUBLISHER}:init", "Create a channel from the checkpoint that the run starts from."),
+    "channel log": (f"{_CLI}.channel:log", "List the versions of a channel."),
+    "channel show": (f"{_CLI}.channel:show", "Show the index of a version."),
+    "channel verify": (f"{_CLI}.channel:verify", "Check every file of every version, and who signed it."),
+    "channel repair": (f"{_PUBLISHER}:repair", "Repair a channel and move unreadable versions aside."),
+    "channel sign": (f"{_PUBLISHER}:sign", "Sign every version of a channel."),
+    "channel prune": (f"{_PUBLISHER}:prune", "Move versions that nobody needs to the trash, and empty it."),
+    "channel keep": (f"{_PUBLISHER}:keep", "Keep a version when older ones are pruned."),
+    "channel unkeep": (f"{_PUBLISHER}:unkeep", "Allow a kept version to be pruned."),
+    "channel tag": (f"{_PUBLISHER}:tag", "Point a tag at a version."),
+    "channel rollback": (f"{_PUBLISHER}:rollback", "Publish an older version's bytes again, and hold."),
+    "channel resume": (f"{_PUBLISHER}:resume", "Resume publishing after a rollback."),
+    "local": ("", "Inspect local checkpoints."),
+    "local verify": (f"{_CLI}.local:verify", "Compare every byte of a local checkpoint with its version."),
+    "keygen": (f"{_CLI}.channel:keygen", "Make a key that signs versions."),
+    "config": ("", "Settings of the daemons."),
+    "config show": ("", "Effective settings and their source."),
+    "config show publisher": (f"{_PUBLISHER}:show_settings", "Of `weightcast publisher run`."),
+    "config show subscriber": (f"{_SUBSCRIBER}:show_settings", "Of `weightcast subscriber run`."),
+}
+"""By name: where it is, and a line for the help of its group; a group is nowhere, and comes before what is in
+it."""
+_CHECKOUT = Path(__file__).parents[2]
+if exists(_CHECKOUT / "benchmarks" / "__main__.py"):  # they are not part of the wheel
+    weightcast.__path__.append(str(_CHECKOUT))
+    COMMANDS["bench"] = ("weightcast.benchmarks.__main__:bench", "Measure encodings, daemons and commands.")
+_NAME, _COMPLETE = "weightcast", "_WEIGHTCAST_COMPLETE"
+_COMPLETIONS = {
+    "bash": (".bashrc", f'eval "$({_COMPLETE}=bash_source {_NAME})"'),
+    "zsh": (".zshrc", f'eval "$({_COMPLETE}=zsh_source {_NAME})"'),
+    "fish": (".config/fish/completions/weightcast.fish", f"{_COMPLETE}=fish_source {_NAME} | source"),
+}
+"""by shell: the file of the home directory that it reads, and a line of it"""
+_FOR_EVERY_VERSION = (["publish"], ["sync"])
 _COLLECTED = (50_000, 20, 100)
 """objects made before the collector looks for cycles, and how often it looks further: several 100,000 tensors
 are millions of tuples, no cycles, and would be gone through many times per version"""
@@ -57,18 +99,91 @@ def _raise_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+class BadUsage(Refused):
+    exit_code = USAGE
+
+
+class LazyCommand(click.Command):
+    """The command at `place`, `module:name`, which is imported when it is called."""
+
+    def __init__(self, name: str, place: str, short_help: str) -> None:
+        super().__init__(name, short_help=short_help)
+        self._place = place
+
+    def load(self) -> click.Command:
+        module, _, name = self._place.partition(":")
+        try:
+            command: click.Command = getattr(import_module(module), name)
+        # missing modules, missing names, shared libraries that do not load
+        except (ImportError, AttributeError, OSError) as error:
+            raise click.UsageError(
+                f"{self.name} ({module}) cannot be imported on this machine: {printable(str(error))}"
+            ) from error
+        return command
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        return self.load().make_context(info_name, args, parent, **extra)
+
+
+def program(commands: Mapping[str, tuple[str, str]] = COMMANDS) -> click.Group:
+    top = click.Group(
+        _NAME,
+        help="Keeps a rollout fleet on the trainer's newest weights.",
+        params=[
+            _completion_option("--install-completion", "Install completion for the current shell."),
+            _completion_option("--show-completion", "Print completion for the current shell."),
+        ],
+    )
+    click.version_option(package_name=_NAME, message="%(version)s", help="Print the version.")(top)
+    groups = {"": top}
+    for words, (place, text) in commands.items():
+        group, _, name = words.rpartition(" ")
+        if not place:
+            groups[words] = click.Group(name, help=text)
+        groups[group].add_command(LazyCommand(name, place, text) if place else groups[words])
+    return top
+
+
+def _completion_option(name: str, help: str) -> click.Option:
+    return click.Option(
+        [name], is_flag=True, is_eager=True, expose_value=False, callback=_complete, help=help
+    )
+
+
+def _complete(context: click.Context, option: click.Parameter, given: bool) -> None:
+    if not given or context.resilient_parsing:
+        return
+    shell = Path(os.environ.get("SHELL", "")).name
+    if shell not in _COMPLETIONS:
+        raise click.UsageError(f"no completion for the shell {shell!r}, only for {', '.join(_COMPLETIONS)}")
+    if option.name == "show_completion":
+        context.exit(shell_complete(context.command, {}, _NAME, _COMPLETE, f"{shell}_source"))
+    file, line = _COMPLETIONS[shell]
+    path = Path.home() / file
+    before = path.read_text() if exists(path) else ""
+    if line not in before:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{before}\n{line}\n")
+    print(f"{shell} completion installed in {path}; it takes effect in a new shell")
+    context.exit()
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Console entry point. Exit codes: docs of `weightcast.shared.base.errors`, and 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     gc.set_threshold(*_COLLECTED)
     _raise_limit()
     if os.getpid() == 1:
-        # the first process of a container gets no signal that it does not handle; some verbs will
-        signal.signal(signal.SIGTERM, _terminated)
+        # the first process of a container gets no signal that it does not handle; some commands will
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     steady_streams()
     _tell_unknown_variables()
+    if _COMPLETE in os.environ:
+        sys.exit(shell_complete(program(), {}, _NAME, _COMPLETE, os.environ[_COMPLETE]))
     code = _all_said(run(words))
-    if code == NotInTime.exit_code or words[:1] in _SHORT:
+    if code == NotInTime.exit_code or words[:1] in _FOR_EVERY_VERSION:
         # the first: threads that hang in a mount would be waited for
         _end_at_once(code)
     sys.exit(code)
@@ -85,10 +200,6 @@ def _all_said(code: int) -> int:
     error = disk_error(lost, "standard output")
     Output().error(error)
     return code or error.exit_code
-
-
-def _terminated(number: int, _: object) -> NoReturn:
-    os._exit(128 + number)
 
 
 def _tell_unknown_variables() -> None:
@@ -108,12 +219,22 @@ def _end_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def run(arguments: list[str], sides: Sequence[EntryPoint] | None = None) -> int:
-    missing: list[MissingSide] = []
-    output = Output(json=_wants_json(arguments))
+def run(arguments: list[str], commands: Mapping[str, tuple[str, str]] = COMMANDS) -> int:
+    """Returns the exit code."""
+    end_of_options = arguments.index("--") if "--" in arguments else None
+    output = Output(json="--json" in arguments[:end_of_options])
     try:
-        # a part of a second goes by before a verb is imported
-        _command(arguments, sides, missing, output)()
+        # a part of a second goes by before a command is imported
+        with program(commands).make_context(_NAME, arguments) as context:
+            context.command.invoke(context)
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.UsageError as error:
+        if output.json:
+            output.error(BadUsage(error.format_message(), remedy="see --help"))
+        else:
+            error.show()
+        return USAGE
     except WeightcastError as error:
         output.error(error)
         return error.exit_code
@@ -122,72 +243,9 @@ def run(arguments: list[str], sides: Sequence[EntryPoint] | None = None) -> int:
         output.error(failure)
         return failure.exit_code
     except KeyboardInterrupt:
-        return _interrupted(output)
-    except SystemExit as end:
-        # typer takes the interrupt of a verb itself
-        code = _end(end, arguments, missing)
-        return _interrupted(output) if code == Interrupted.exit_code else code
+        output.error(Interrupted("interrupted"))
+        return Interrupted.exit_code
     return 0
-
-
-def _interrupted(output: Output) -> int:
-    output.error(Interrupted("interrupted"))
-    return Interrupted.exit_code
-
-
-def _command(
-    arguments: list[str], sides: Sequence[EntryPoint] | None, missing: list[MissingSide], output: Output
-) -> Callable[[], None]:
-    """Adds sides that cannot be imported to `missing`."""
-    verb = _plain_verb(arguments) if sides is None else None
-    given = None if verb is None else verb.read(arguments[1:], os.environ)
-    if verb is not None and given is not None:
-        return partial(verb.body, **given)
-    return _by_typer(arguments, verb, sides, missing, output)
-
-
-def _plain_verb(arguments: Sequence[str]) -> Verb | None:
-    module = _PLAIN.get(arguments[0]) if arguments else None
-    if module is None:
-        return None
-    try:
-        verb: Verb = import_module(module).VERB
-    except (ImportError, AttributeError, OSError):  # typer's path reports a missing side
-        return None
-    return verb
-
-
-def _by_typer(
-    arguments: list[str],
-    verb: Verb | None,
-    sides: Sequence[EntryPoint] | None,
-    missing: list[MissingSide],
-    output: Output,
-) -> Callable[[], None]:
-    """`verb`: all that is asked for. Adds sides that cannot be imported to `missing`."""
-    from importlib.metadata import entry_points
-
-    from weightcast.shared.cli.app import call, new_app, register_sides
-
-    app = new_app()
-    if verb is not None:
-        verb.register(app)
-    else:
-        missing += register_sides(app, entry_points(group=VERBS) if sides is None else sides)
-    return partial(call, app, arguments, output)
-
-
-def _end(end: SystemExit, arguments: Sequence[str], missing: Sequence[MissingSide]) -> int:
-    code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    if code == USAGE and arguments:
-        for side in missing:
-            print(f"note: no verbs of {side.name} on this machine: {printable(side.reason)}", file=sys.stderr)
-    return code
-
-
-def _wants_json(arguments: Sequence[str]) -> bool:
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    return "--json" in arguments[:end]
 
 
 if __name__ == "__main__":

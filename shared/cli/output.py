@@ -7,16 +7,10 @@ work either; a failed write, to a full disk for example, is an error.
 from __future__ import annotations
 
 import io
+import json
 import os
 import select
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
-
-
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
@@ -27,9 +21,9 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.files.paths import printable
 
-# typer, pydantic and rich cost a third of a second that verbs without them need not pay
+# pydantic and rich cost a part of a second that commands without them need not pay
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    from _typeshed import DataclassInstance, ReadableBuffer
     from pydantic import BaseModel
     from rich.console import Console
 
@@ -101,31 +95,22 @@ def steady_streams() -> None:
     """Errors of stderr are nobody's errors from here on, nor is a missing reader of stdout. A standard stream
     that is closed becomes the null device: its number would be given to the next file that is opened, and be
     written to."""
-    _fill_closed()
-    if sys.stdout is None:
-        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    else:
-        sys.stdout = io.TextIOWrapper(
-            io.BufferedWriter(_MayBeLeft(_STDOUT, "w", closefd=False)),
-            encoding=sys.stdout.encoding,
-            errors=sys.stdout.errors,
-            line_buffering=sys.stdout.isatty(),
-        )
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    else:
-        sys.stderr = io.TextIOWrapper(
-            io.BufferedWriter(_MayFail(_STDERR, "w", closefd=False)),
-            encoding=sys.stderr.encoding,
-            errors="backslashreplace",
-            line_buffering=True,
-        )
-
-
-def _fill_closed() -> None:
     while (number := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(number, True)
     os.close(number)
+    out = sys.stdout
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(_MayBeLeft(_STDOUT, "w", closefd=False)),
+        encoding=None if out is None else out.encoding,
+        errors=None if out is None else out.errors,
+        line_buffering=os.isatty(_STDOUT),
+    )
+    sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(_MayFail(_STDERR, "w", closefd=False)),
+        encoding=None if sys.stderr is None else sys.stderr.encoding,
+        errors="backslashreplace",
+        line_buffering=True,
+    )
 
 
 _PIPE_COLUMNS = 200
@@ -148,7 +133,8 @@ class Output:
 
     def error(self, error: WeightcastError) -> None:
         if self.json:
-            print(json.dumps(error_fields(error)), flush=True)
+            said = {"error": type(error).__name__, "message": error.message, "remedy": error.remedy}
+            print(json.dumps(said | {"exit_code": error.exit_code}), flush=True)
             if unwritten() is None:
                 return
         print(f"error: {printable(error.message)}", file=sys.stderr)
@@ -190,15 +176,6 @@ def console(is_terminal: bool) -> Console:
 
     width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS
     return Console(width=width, markup=False, highlight=False, emoji=False)
-
-
-def error_fields(error: WeightcastError) -> dict[str, str | int]:
-    return {
-        "error": type(error).__name__,
-        "message": error.message,
-        "remedy": error.remedy,
-        "exit_code": error.exit_code,
-    }
 
 
 def time_text(unix: float) -> str:

@@ -1,4 +1,4 @@
-"""Commands of both sides: `status`, `wake`, and those of channel, local and fleet."""
+"""Commands `status` and `wake`."""
 
 from __future__ import annotations
 
@@ -6,74 +6,55 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from weightcast.shared.base.errors import FIX_ENGINE
-from weightcast.shared.cli.app import JsonOption, TokenOption
-from weightcast.shared.cli.channel import register_channel
-from weightcast.shared.cli.fleet import register_fleet
-from weightcast.shared.cli.local import register_local
+from weightcast.shared.cli.options import Number, json_option, option, token_option
 from weightcast.shared.cli.output import Output, time_text
 from weightcast.shared.daemon.client import Daemon, parsed
 from weightcast.shared.daemon.fleet import age
 from weightcast.shared.files.paths import printable
 
-STATUS_PATH, WAKE_PATH = "/v1/status", "/v1/wake"
 _TIMES = ("at", "since", "created", "last_full_hash", "full_pass", "last_fault_at", "step_began")
 
-UrlArgument = Annotated[
-    str,
-    typer.Argument(
-        help="Address of a daemon: 127.0.0.1:8341, http[s]://HOST:PORT, or a port of this machine."
-    ),
-]
-TimeoutOption = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds to wait for the answer.")]
+url_argument = click.argument(
+    "url", help="Address of a daemon: 127.0.0.1:8341, http[s]://HOST:PORT, or a port of this machine."
+)
+timeout_option = option(
+    "--timeout", type=Number(0.1, 3600), default=10.0, help="Seconds to wait for the answer."
+)
 
 
-def register(app: typer.Typer) -> None:
-    app.command("status")(status)
-    app.command("wake")(wake)
-    register_channel(app)
-    register_local(app)
-    register_fleet(app)
-
-
-def status(
-    url: UrlArgument,
-    token: TokenOption = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every field of the status.")] = False,
-    timeout: TimeoutOption = 10.0,
-    as_json: JsonOption = False,
-) -> None:
+@click.command
+@url_argument
+@token_option
+@option("--verbose", "-v", is_flag=True, help="Show every field of the status.")
+@timeout_option
+@json_option
+def status(url: str, token: str | None, verbose: bool, timeout: float, as_json: bool) -> None:
     """Show whether a publisher or subscriber is ready, its version, and what is wrong."""
-    answer = fetch_status(url, token, timeout)
+    with Daemon(url, token, timeout) as daemon:
+        answer = parsed(daemon.get("/v1/status"), daemon.url)
     show = _show_all if verbose else _show
     Output(json=as_json).result(answer, lambda console: show(console, answer))
 
 
-def wake(
-    url: UrlArgument,
-    token: TokenOption = None,
-    timeout: TimeoutOption = 10.0,
-    as_json: JsonOption = False,
-) -> None:
+@click.command
+@url_argument
+@token_option
+@timeout_option
+@json_option
+def wake(url: str, token: str | None, timeout: float, as_json: bool) -> None:
     """Make a daemon poll now. A subscriber also retries failed engines."""
     with Daemon(url, token, timeout) as daemon:
-        daemon.post_json(WAKE_PATH, b"")
+        daemon.post_json("/v1/wake", b"")
         facts = {"url": daemon.url, "woken": True}
     Output(json=as_json).result(facts, lambda console: console.print(f"{facts['url']} is polling now"))
-
-
-def fetch_status(url: str, token: str | None, timeout_seconds: float) -> dict[str, Any]:
-    """The status of the daemon at `url` (host:port or http[s]://…). Raises NotInTime if it does not answer,
-    RetryLater if it is too busy, Refused if it requires another token or is not a daemon."""
-    with Daemon(url, token, timeout_seconds) as daemon:
-        return parsed(daemon.get(STATUS_PATH), daemon.url)
 
 
 def _show(console: Console, answer: dict[str, Any]) -> None:

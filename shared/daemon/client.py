@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 
 from weightcast.shared.base.errors import USAGE, NotInTime, Refused, RetryLater
-from weightcast.shared.daemon.deadline import Deadline
 from weightcast.shared.daemon.environment import http_parts, is_token
+from weightcast.shared.daemon.timing import Deadline
 
 ANSWER_LIMIT = 16 << 20
 
@@ -34,7 +34,11 @@ class Daemon:
     ) -> None:
         """Connects to nothing yet. Raises BadAddress."""
         self.url, self._token_from = base_url(url), token_from
-        headers = {"Accept-Encoding": "identity"} | _authorization(token)
+        headers = {"Accept-Encoding": "identity"}
+        if token:
+            if not is_token(token):
+                raise BadAddress("the token must be printable ASCII without spaces")
+            headers["Authorization"] = f"Bearer {token}"
         self._seconds = timeout_seconds
         # trust_env off: neither a proxy nor a .netrc comes between two machines of one cluster.
         self._client = httpx.Client(
@@ -121,14 +125,6 @@ def base_url(url: str) -> str:
             f"{url} is not an http address", remedy="give PORT, HOST:PORT, or http[s]://HOST:PORT"
         )
     return text
-
-
-def _authorization(token: str | None) -> dict[str, str]:
-    if token is None or token == "":
-        return {}
-    if not is_token(token):
-        raise BadAddress("the token must be printable ASCII without spaces")
-    return {"Authorization": f"Bearer {token}"}
 
 
 def _capped(response: httpx.Response, address: str) -> bytes:

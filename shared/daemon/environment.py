@@ -1,18 +1,18 @@
-"""Variables of the environment that weightcast reads: one of another name is mostly misspelt, and what it was
-to set is not set.
-
-All names at one place, of both sides: one settings file may serve both. Tests hold them to the settings and
-to the options of all verbs, which take too long to import for the commands of every version.
+"""What surrounds this process: variables of the environment, addresses, cores and memory for threads. Light
+to import: `publish` and `sync` are called for every version.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Mapping
 from urllib.parse import SplitResult, urlsplit
 
 PREFIX = "WEIGHTCAST_"
+# All names that are read, of both sides: one settings file may serve both. Tests hold them to the settings
+# and to the options of all commands, which take too long to import.
 _SETTINGS = (
     "ALIAS", "ALLOW", "ANCHOR_EVERY", "ANCHOR_SECONDS", "ANCHOR_SHARE", "BASE", "CARRY_CONFIG", "CAST",
     "CHANNEL", "CONSUME", "DROP", "ENCODING", "ENGINE", "ENGINE_ATTEMPTS", "ENGINE_CHECK_SECONDS",
@@ -35,7 +35,7 @@ SETTINGS = frozenset(PREFIX + name for name in _SETTINGS)
 KNOWN = SETTINGS | {PREFIX + name for name in _OTHERS}
 _OF_TESTS = PREFIX + "TEST_"
 # what Kubernetes sets for a service whose name begins with "weightcast"
-_OF_SERVICES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)|_PORT(_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)?")
+_OF_SERVICES = re.compile(r".*(_SERVICE_(HOST|PORT(_\w+)?)|_PORT(_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)?)")
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -47,10 +47,7 @@ def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_foreign(name: str) -> bool:
-    rest = name.removeprefix(PREFIX[:-1])
-    return name.startswith(_OF_TESTS) or any(
-        found.end() == len(rest) for found in _OF_SERVICES.finditer(rest)
-    )
+    return name.startswith(_OF_TESTS) or bool(_OF_SERVICES.fullmatch(name.removeprefix(PREFIX[:-1])))
 
 
 def _nearest(name: str) -> str:
@@ -99,9 +96,8 @@ _NAME_LIMIT = 253
 
 def is_host(text: str) -> bool:
     """Whether it is an address or a name in ASCII (`xn--...` for others)."""
-    return _is_address(text) or (
-        len(text) <= _NAME_LIMIT and _NAME.fullmatch(text) is not None and _is_encoded(text)
-    )
+    is_name = len(text) <= _NAME_LIMIT and _NAME.fullmatch(text) is not None and _is_encoded(text)
+    return is_name or address_of(text) is not None
 
 
 def http_parts(url: str) -> SplitResult | None:
@@ -111,7 +107,7 @@ def http_parts(url: str) -> SplitResult | None:
         host, port = parts.hostname or "", parts.port
     except ValueError:
         return None
-    is_fit = _is_address(host) if "[" in parts.netloc else is_host(host)
+    is_fit = address_of(host) is not None if "[" in parts.netloc else is_host(host)
     is_plain = len(url) <= URL_LIMIT and url.isprintable() and not re.search(r"\s", url)
     return parts if parts.scheme in ("http", "https") and is_fit and is_plain and port != 0 else None
 
@@ -121,11 +117,12 @@ def port_of(parts: SplitResult) -> int:
     return parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def _is_address(text: str) -> bool:
+def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None: a name."""
     try:
-        return bool(ipaddress.ip_address(text))
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
+        return None
 
 
 def _is_encoded(name: str) -> bool:
@@ -133,3 +130,25 @@ def _is_encoded(name: str) -> bool:
         return bool(name.encode("ascii").decode("idna"))
     except UnicodeError:
         return False
+
+
+MEMORY_BUDGET = 256 << 20
+SCRATCH_BYTES = 128 << 20
+"""of working buffers per thread: a chunk of 4 Mi words as old and new words, changes and code"""
+
+DAEMON_BYTES = 512 << 20
+"""that a daemon's own memory grows by at most (tests/publisher/test_core_memory.py)"""
+
+
+def working_threads(
+    threads: int | None, memory_budget: int = MEMORY_BUDGET, *, default: int | None = None
+) -> int:
+    """Threads asked for (else `default`, else every core), as many as the budget has buffers for."""
+    cores = usable_cores()
+    wanted = threads if threads is not None else cores if default is None else min(cores, default)
+    return max(1, min(wanted, memory_budget // SCRATCH_BYTES))
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,8 +8,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Literal
+
+from pydantic import BaseModel
 
 from weightcast.shared.base.errors import Refused, RetryLater, counted
 from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
@@ -25,10 +28,10 @@ from weightcast.shared.channel.reports import (
     Silence,
     StoredReport,
     TimeSource,
+    Update,
 )
-from weightcast.shared.channel.run_files import CHANNEL_FILE_LIMIT, ChannelFile, parse_channel_file
+from weightcast.shared.channel.run_files import CHANNEL_FILE_LIMIT, parse_channel_file
 from weightcast.shared.channel.store import Store, read_if_there
-from weightcast.shared.daemon.frozen import Frozen
 
 REPORTS_PATH = "/v1/reports"
 """of the publisher, where hosts post what they cannot write into the channel"""
@@ -55,7 +58,7 @@ Level = Literal["good", "warning", "bad"]
 OwnerState = Literal["alive", "silent", "dead", "stopped", "unknown"]
 
 
-class EngineLine(Frozen):
+class EngineLine(BaseModel, frozen=True):
     name: str
     kind: str
     state: str
@@ -64,20 +67,7 @@ class EngineLine(Frozen):
     confirmed_by: str
 
 
-class UpdateLine(Frozen):
-    version: int
-    kind: str
-    """seed, patch, relabel, reload, undo or repair"""
-    began: float
-    """unix time, on the host's clock"""
-    seconds: Mapping[str, float]
-    """by phase"""
-    bytes: int
-    outcome: str
-    """done, or refused by the engines"""
-
-
-class Host(Frozen):
+class Host(BaseModel, frozen=True):
     key: str
     """name of its report"""
     host: str
@@ -109,7 +99,7 @@ class Host(Frozen):
     software: str
     clock_offset_seconds: float | None
     """by which its clock is ahead"""
-    updates: tuple[UpdateLine, ...]
+    updates: tuple[Update, ...]
     """newest first"""
 
     @property
@@ -132,20 +122,14 @@ class Host(Frozen):
         at = len(WORST_FIRST) if self.is_ghost else WORST_FIRST.index(self.standing)
         return at, -(self.lag or 0), self.key
 
-    def in_brief(self) -> Host:
-        return self._cut(TEXT_SHOWN, ENGINES_SHOWN)
-
-    def bare(self) -> Host:
-        """Only standing and versions, with texts cut short."""
-        return self._cut(_BARE_TEXT, 0)
-
-    def _cut(self, text: int, engines: int) -> Host:
+    def cut(self, text: int, engines: int) -> Host:
+        """With so many characters of each text and so many engines, without updates."""
         texts = ("host", "local", "run_id", "target", "last_error", "remedy", "software")
         cut: dict[str, object] = {name: getattr(self, name)[:text] for name in texts}
         return self.model_copy(update={**cut, "engines": self.engines[:engines], "updates": ()})
 
 
-class Counts(Frozen):
+class Counts(BaseModel, frozen=True):
     """Every host counts once."""
 
     ready: int = 0
@@ -159,19 +143,19 @@ class Counts(Frozen):
     """ended on request"""
 
 
-class LagCount(Frozen):
+class LagCount(BaseModel, frozen=True):
     lag: int
     hosts: int
 
 
-class Bounds(Frozen):
+class Bounds(BaseModel, frozen=True):
     """A report that does not change for this long is stale, then lost."""
 
     stale_seconds: float = STALE_SECONDS
     lost_seconds: float = LOST_SECONDS
 
 
-class Owner(Frozen):
+class Owner(BaseModel, frozen=True):
     """The publisher that owns the channel, by its claim."""
 
     name: str
@@ -179,7 +163,7 @@ class Owner(Frozen):
     heard_seconds_ago: float | None
 
 
-class RefusedCheckpoint(Frozen):
+class RefusedCheckpoint(BaseModel, frozen=True):
     source: str
     message: str
     remedy: str
@@ -187,7 +171,7 @@ class RefusedCheckpoint(Frozen):
     """null where this process did not refuse it itself"""
 
 
-class PublisherLine(Frozen):
+class PublisherLine(BaseModel, frozen=True):
     """What the publisher's daemon says of itself."""
 
     ready: bool
@@ -206,14 +190,14 @@ class PublisherLine(Frozen):
     """no version was published after the last refusal"""
 
 
-class Verdict(Frozen):
+class Verdict(BaseModel, frozen=True):
     """The answer to "is all well?"."""
 
     level: Level = "good"
     text: str = ""
 
 
-class Fleet(Frozen):
+class Fleet(BaseModel, frozen=True):
     now: float
     """unix time, of who looked"""
     channel: str
@@ -237,12 +221,14 @@ class Fleet(Frozen):
     def page(self) -> bytes:
         """As JSON: all of it in small fleets, bounded in any."""
         few = len(self.hosts) <= MOST_WITH_UPDATES
-        body = self._with(self.hosts if few else (host.in_brief() for host in self.hosts))
+        briefs = [host.cut(TEXT_SHOWN, ENGINES_SHOWN) for host in self.hosts]
+        body = self._with(self.hosts if few else briefs)
         if len(body) <= PAGE_BYTES:
             return body
         share = PAGE_BYTES // len(self.hosts)
-        briefs = (host.in_brief() for host in self.hosts)
-        return self._with(host if len(host.model_dump_json()) <= share else host.bare() for host in briefs)
+        return self._with(
+            host if len(host.model_dump_json()) <= share else host.cut(_BARE_TEXT, 0) for host in briefs
+        )
 
     def _with(self, hosts: Iterable[Host]) -> bytes:
         return self.model_copy(update={"hosts": tuple(hosts)}).model_dump_json().encode()
@@ -281,20 +267,23 @@ class FleetReader:
         """Raises RetryLater when there is no channel, DamagedFile when its pointer cannot be read."""
         run = _run_of(self._store)
         reports = self._reports.read()
-        claim = _claim(self._store)
+        claim = None
+        with suppress(OSError):
+            claim = owner_of(self._store)
         dates = [each.written for each in reports] + ([] if claim is None else [claim.written])
         clock = self._channel_clock.read(max(dates, default=0.0))
         silences = self._heard.silences(reports, clock.now)
         hosts = tuple(self._host(each, silences[each.key], run) for each in reports)
         self._shown = {each.key: self._shown[each.key] for each in reports}
+        lags = Counter(host.lag for host in hosts if host.takes_part and host.lag is not None)
         fleet = Fleet(
             now=self._now(),
             channel=self._store.place(),
             run_id=run.run_id,
             latest=run.latest,
             hosts=hosts,
-            counts=count(hosts),
-            lag=distribution(hosts),
+            counts=Counts(**Counter(str(host.standing) for host in hosts)),
+            lag=tuple(LagCount(lag=lag, hosts=count) for lag, count in sorted(lags.items())),
             bounds=self._bounds,
             latest_age_seconds=_version_age(self._store, run.latest, clock.now),
             time_source=clock.source,
@@ -320,13 +309,6 @@ class FleetReader:
         return shown
 
 
-def _claim(store: Store) -> ClaimOwner | None:
-    try:
-        return owner_of(store)
-    except OSError:
-        return None
-
-
 def _owner(claim: ClaimOwner, now: float | None) -> Owner:
     silent = None if now is None else round(max(0.0, now - claim.written), 3)
     state: OwnerState = "stopped" if claim.released else "dead" if claim.dead else "unknown"
@@ -338,32 +320,24 @@ def _owner(claim: ClaimOwner, now: float | None) -> Owner:
 def _version_age(store: Store, version: int | None, now: float | None) -> float | None:
     if now is None or version is None:
         return None
-    try:
+    with suppress(OSError):
         found = store.stat(index_key(version) if version else CHANNEL_JSON)
-    except OSError:
-        return None
-    return None if found is None else round(max(0.0, now - found.written), 3)
+        return None if found is None else round(max(0.0, now - found.written), 3)
+    return None
 
 
 def _run_of(store: Store) -> RunHead:
     if not store.present():
         raise RetryLater(f"{store.place()} is not a directory", remedy="mount it, or correct --channel")
-    pointer, file = read_pointer(store), _channel_file(store)
-    if pointer is None:
-        return RunHead(None if file is None else file.run_id, None if file is None else 0)
-    return RunHead(pointer.run if file is None else file.run_id, pointer.version)
-
-
-def _channel_file(store: Store) -> ChannelFile | None:
+    pointer = read_pointer(store)
     data = read_if_there(store, CHANNEL_JSON, CHANNEL_FILE_LIMIT)
-    return None if data is None else parse_channel_file(data)
+    if data is not None:
+        return RunHead(parse_channel_file(data).run_id, 0 if pointer is None else pointer.version)
+    return RunHead(None, None) if pointer is None else RunHead(pointer.run, pointer.version)
 
 
-_REPORTED = {each.name for each in fields(Report)} & Host.model_fields.keys() - {
-    "bytes",
-    "engines",
-    "updates",
-}
+_MADE_HERE = {"bytes", "engines"}
+_REPORTED = {each.name for each in fields(Report)} & Host.model_fields.keys() - _MADE_HERE
 """members of a host that are those of its report"""
 
 
@@ -381,23 +355,14 @@ def as_host(stored: StoredReport) -> Host:
         bytes={cause: report.bytes.get(cause, 0) for cause in CAUSES},
         engines=tuple(map(_engine, report.engines)),
         clock_offset_seconds=report.clock_offset,
-        updates=tuple(UpdateLine(**vars(update)) for update in report.updates),
     )
 
 
 def _engine(engine: Mapping[str, object]) -> EngineLine:
-    def text(member: str) -> str:
-        value = engine.get(member)
-        return value[:256] if isinstance(value, str) else ""
-
     version = engine.get("version")
-    return EngineLine(
-        name=text("name"),
-        kind=text("kind"),
-        state=text("state"),
-        version=version if type(version) is int else None,
-        confirmed_by=text("confirmed_by"),
-    )
+    given = {name: engine.get(name) for name in ("name", "kind", "state", "confirmed_by")}
+    texts = {name: value[:256] if isinstance(value, str) else "" for name, value in given.items()}
+    return EngineLine(version=version if type(version) is int else None, **texts)
 
 
 def presence_of(silence: Silence, bounds: Bounds) -> Presence:
@@ -449,16 +414,6 @@ def trouble_of(host: Host, run_id: str | None) -> tuple[str, str]:
         remedy = "give it this run's channel, or a local directory of its own"
         return f"follows another run, {host.run_id}", remedy
     return host.last_error, host.remedy
-
-
-def count(hosts: Iterable[Host]) -> Counts:
-    found = Counter(str(host.standing) for host in hosts)
-    return Counts(**found)
-
-
-def distribution(hosts: Iterable[Host]) -> tuple[LagCount, ...]:
-    found = Counter(host.lag for host in hosts if host.takes_part and host.lag is not None)
-    return tuple(LagCount(lag=lag, hosts=hosts) for lag, hosts in sorted(found.items()))
 
 
 def names_of(hosts: Iterable[Host]) -> dict[str, str]:

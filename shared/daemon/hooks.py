@@ -42,10 +42,14 @@ def run_hook(
     take, and the variables `more`; standard input is empty. Exit 0 is success. Raises RetryLater for exit 75,
     NotInTime if it had to be killed (with all processes of its group), Refused for the rest, with the end of
     its output. RetryLater also where `end_hooks` ended it."""
-    arguments = _split(command)
+    try:
+        arguments = shlex.split(command)
+    except ValueError as error:
+        raise Refused(f"hook {command!r} cannot be read: {error}", remedy="check its quotes") from error
+    if not arguments:
+        raise Refused("a hook is an empty command", remedy="leave the setting out")
     name = f"{phase} hook {arguments[0]}"
-    environment = _environment(version, directory, phase, deadline_seconds) | dict(more or {})
-    process = _start(arguments, environment)
+    process = _start(arguments, _environment(version, directory, phase, deadline_seconds) | dict(more or {}))
     tail = _Tail(process)
     failpoint("hook.begun", directory)
     code, was_told_to_end = _wait(process, deadline_seconds)
@@ -57,8 +61,12 @@ def run_hook(
             f"{name} did not end within {deadline_seconds:g} s{tail.text()}",
             remedy="make it faster or raise hook_seconds",
         )
+    if code == RETRY:
+        raise RetryLater(f"{name} asks for a later try{tail.text()}", remedy="exit code 75 means: retry")
     if code != 0:
-        _raise_for(code, name, tail.text())
+        how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
+        remedy = "run it by hand with the same WEIGHTCAST_ variables"
+        raise Refused(f"{name} {how}{tail.text()}", remedy=remedy)
 
 
 def end_hooks(seconds: float) -> None:
@@ -98,16 +106,6 @@ def _wait(process: subprocess.Popen[bytes], deadline_seconds: float) -> tuple[in
     return code, was_told_to_end
 
 
-def _split(command: str) -> list[str]:
-    try:
-        arguments = shlex.split(command)
-    except ValueError as error:
-        raise Refused(f"hook {command!r} cannot be read: {error}", remedy="check its quotes") from error
-    if not arguments:
-        raise Refused("a hook is an empty command", remedy="leave the setting out")
-    return arguments
-
-
 def _environment(version: int, directory: Path, phase: str, deadline_seconds: float) -> dict[str, str]:
     return without_secrets(os.environ) | {
         "WEIGHTCAST_VERSION": str(version),
@@ -131,13 +129,6 @@ def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Pope
         raise Refused(
             f"hook {arguments[0]} cannot be started: {error_text(error)}", remedy="check its path and mode"
         ) from error
-
-
-def _raise_for(code: int, name: str, tail: str) -> None:
-    if code == RETRY:
-        raise RetryLater(f"{name} asks for a later try{tail}", remedy="exit code 75 means: retry")
-    how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
-    raise Refused(f"{name} {how}{tail}", remedy="run it by hand with the same WEIGHTCAST_ variables")
 
 
 class _Tail:

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import resource
 import socket
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
-from functools import cache
 from html import escape
 from http import HTTPStatus
 from typing import Any
@@ -29,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError
+from weightcast.shared.daemon.environment import address_of
 from weightcast.shared.daemon.status import Facts, Failure, Readiness
 from weightcast.shared.files.strict_json import parse_object
 
@@ -42,6 +41,7 @@ OPEN_PATH = "/healthz"
 _ONE_OBJECT = "send one JSON object, each key once: see /docs"
 _NO_ROUTE = "see /docs for the routes and their parameters"
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_CLOSE = {"Connection": "close"}
 
 
 class StrictRoute(APIRoute):
@@ -70,7 +70,7 @@ def make_app(
     metrics: CollectorRegistry,
     token: str | None,
     wake: Callable[[], None],
-    status_model: type[BaseModel | Facts] = BaseModel,
+    status_model: type[BaseModel | Facts],
     open_paths: Collection[str] = (),
     path_tokens: Mapping[str, str] | None = None,
 ) -> FastAPI:
@@ -92,49 +92,18 @@ def make_app(
     )
     app.state.dead = lambda: ""
     app.state.stopping = lambda: False
-    _add_probes(app, ready)
-    _add_docs(app)
-    _add_verbs(app, status, metrics, wake, status_model)
+    as_json = TypeAdapter[Any](status_model).dump_json
+    _add_probes(app, ready, metrics)
     _add_error_answers(app)
-    app.add_middleware(
-        _Gate, token=token, open_paths=frozenset(open_paths), path_tokens=dict(path_tokens or {})
-    )
-    return app
 
-
-def _add_probes(app: FastAPI, ready: Callable[[], Readiness]) -> None:
-    @app.get("/healthz", tags=["probes"], responses={503: {"model": Readiness}})
-    def healthz() -> Response:
-        """200 while the daemon can do its work, 503 when only a restart helps."""
-        reason = app.state.dead()
-        return _readiness(Readiness(ready=not reason, reasons=(reason,) if reason else ()))
-
-    @app.get("/readyz", tags=["probes"], responses={200: {"model": Readiness}, 503: {"model": Readiness}})
-    def readyz() -> Response:
-        """200 when the daemon is ready, 503 with reasons when it is not."""
-        reason = "stopping" if app.state.stopping() else app.state.dead()
-        if reason:
-            return _readiness(Readiness(ready=False, reasons=(reason,)))
-        return _readiness(ready())
-
-
-def _add_docs(app: FastAPI) -> None:
     @app.get("/docs", include_in_schema=False)
     def show_docs() -> Response:
         return HTMLResponse(docs_page(app.openapi()), headers=HEADERS)
 
-
-def _add_verbs(
-    app: FastAPI,
-    status: Callable[[], BaseModel | Facts],
-    metrics: CollectorRegistry,
-    wake: Callable[[], None],
-    status_model: type[BaseModel | Facts],
-) -> None:
     @app.get("/v1/status", responses={200: {"model": status_model}})
     def show_status() -> Response:
         """What the daemon is doing, and what it did last."""
-        return Response(_json(status()), media_type="application/json")
+        return Response(as_json(status()), media_type="application/json")
 
     @app.post("/v1/wake", status_code=202)
     def wake_loop() -> Response:
@@ -142,24 +111,34 @@ def _add_verbs(
         wake()
         return Response(status_code=202)
 
+    app.add_middleware(
+        _Gate, token=token, open_paths=frozenset(open_paths), path_tokens=dict(path_tokens or {})
+    )
+    return app
+
+
+def _add_probes(app: FastAPI, ready: Callable[[], Readiness], metrics: CollectorRegistry) -> None:
+    @app.get("/healthz", tags=["probes"], responses={503: {"model": Readiness}})
+    def healthz() -> Response:
+        """200 while the daemon can do its work, 503 when only a restart helps."""
+        return _readiness(app.state.dead())
+
+    @app.get("/readyz", tags=["probes"], responses={200: {"model": Readiness}, 503: {"model": Readiness}})
+    def readyz() -> Response:
+        """200 when the daemon is ready, 503 with reasons when it is not."""
+        reason = "stopping" if app.state.stopping() else app.state.dead()
+        return _readiness(reason, None if reason else ready())
+
     @app.get("/metrics", tags=["probes"])
     def show_metrics() -> Response:
         """For Prometheus."""
         return Response(generate_latest(metrics), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def _json(facts: BaseModel | Facts) -> bytes:
-    form: Any = type(facts)
-    return _adapter(form).dump_json(facts)
-
-
-@cache
-def _adapter(form: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(form)
-
-
-def _readiness(readiness: Readiness) -> Response:
-    return JSONResponse(readiness.by_name(), status_code=200 if readiness.ready else 503)
+def _readiness(reason: str, found: Readiness | None = None) -> Response:
+    """`reason`: why it is not ready, whatever was found."""
+    shown = found or Readiness(ready=not reason, reasons=(reason,) if reason else ())
+    return JSONResponse(shown.by_name(), status_code=200 if shown.ready else 503)
 
 
 def _add_error_answers(app: FastAPI) -> None:
@@ -221,35 +200,21 @@ class _Gate:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if _header_bytes(scope) > HEADER_LIMIT:
-            answer = _failure(
-                431,
-                _phrase(431),
-                f"headers above {HEADER_LIMIT} bytes",
-                "send shorter headers, or a shorter query",
-                {"Connection": "close"},
-            )
-            await answer(scope, receive, send)
-            return
         headers = Headers(scope=scope)
-        refusal = self._refusal(scope, headers)
-        if refusal is not None:
-            await refusal(scope, receive, send)
+        refusal, body = self._refusal(scope, headers), None
+        if refusal is None:
+            body = await _read_body(headers, receive)
+        if body is not None:
+            await self._app(scope, _replay(body, receive), send)
             return
-        body = await _read_body(headers, receive)
-        if body is None:
-            answer = _failure(
-                413,
-                _phrase(413),
-                f"the body exceeds the {BODY_LIMIT}-byte limit",
-                "send less: see /docs",
-                {"Connection": "close"},
-            )
-            await answer(scope, receive, send)
-            return
-        await self._app(scope, _replay(body, receive), send)
+        too_long = f"the body exceeds the {BODY_LIMIT}-byte limit"
+        answer = refusal or _failure(413, _phrase(413), too_long, "send less: see /docs", _CLOSE)
+        await answer(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        if _header_bytes(scope) > HEADER_LIMIT:
+            too_long = f"headers above {HEADER_LIMIT} bytes"
+            return _failure(431, _phrase(431), too_long, "send shorter headers, or a shorter query", _CLOSE)
         if scope["path"] == OPEN_PATH:
             return None
         if self._expected is None:
@@ -260,10 +225,8 @@ class _Gate:
         # The scheme's name is case-insensitive (RFC 9110, 11.1), the token is not.
         scheme, _, rest = given.partition(b" ")
         said = scheme.title() + b" " + rest.strip()
-        narrow = self._path_tokens.get(scope["path"])
-        if hmac.compare_digest(said, self._expected):
-            return None
-        if narrow is not None and hmac.compare_digest(said, narrow):
+        narrow = self._path_tokens.get(scope["path"], self._expected)
+        if hmac.compare_digest(said, self._expected) or hmac.compare_digest(said, narrow):
             return None
         return _failure(
             401,
@@ -307,9 +270,9 @@ def _is_of(host: str, origin: str) -> bool:
 def _is_plain_host(host: str) -> bool:
     try:
         name = urlsplit(f"//{host}").hostname
-        return name in (None, "localhost") or bool(ipaddress.ip_address(str(name)))
     except ValueError:
         return False
+    return name in (None, "localhost") or address_of(str(name)) is not None
 
 
 async def _read_body(headers: Headers, receive: Receive) -> bytes | None:
@@ -373,20 +336,16 @@ def docs_page(openapi: Schema) -> str:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style>'
         f'<h1>{title}</h1><p>The same for programs: <a href="/openapi.json">openapi.json</a>.</p>'
-        f"<table>{_head('Route', 'What it does', 'Takes', 'Answers')}{''.join(_routes(openapi))}</table>"
-        f"{shown}</html>\n"
+        f"<table>{''.join(_routes(openapi))}</table>{shown}</html>\n"
     )
 
 
-def _head(*titles: str) -> str:
-    return f"<tr>{''.join(f'<th>{title}</th>' for title in titles)}</tr>"
-
-
-def _row(*cells: str) -> str:
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+def _row(*texts: str, cell: str = "td") -> str:
+    return f"<tr>{''.join(f'<{cell}>{text}</{cell}>' for text in texts)}</tr>"
 
 
 def _routes(openapi: Schema) -> Iterator[str]:
+    yield _row("Route", "What it does", "Takes", "Answers", cell="th")
     for path, methods in sorted(openapi["paths"].items()):
         for method, route in methods.items():
             yield _row(

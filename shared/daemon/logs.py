@@ -34,7 +34,7 @@ def setup_logs(
 ) -> None:
     """Configures structlog for this process and sends the standard library's records (uvicorn's, from level
     warning) the same way. `stream`: None for the stderr at the time of each event."""
-    _structlog.configure = lambda: _configure(form, level, stream)
+    _Log.configure = partial(_configure, form, level, stream)
     _adopt_standard_logging(max(_LEVELS[level], logging.WARNING))
 
 
@@ -57,32 +57,24 @@ def _configure(form: Literal["console", "json"], level: str, stream: TextIO | No
     )
 
 
-class _Structlog:
-    """Imported and configured when the first event comes: commands that say nothing start without it."""
-
-    def __init__(self) -> None:
-        self.configure: Callable[[], None] | None = None
-        self._lock = threading.Lock()
-
-    def logger(self, room: str) -> Any:
-        import structlog
-
-        with self._lock:
-            configure, self.configure = self.configure, None
-            if configure is not None:
-                configure()
-        return structlog.get_logger(room=room)
-
-
-_structlog = _Structlog()
-
-
 class _Log:
+    """structlog is imported and configured when the first event comes: commands that say nothing start
+    without it."""
+
+    _lock = threading.Lock()
+    configure: Callable[[], None] | None = None
+
     def __init__(self, room: str) -> None:
         self._room = room
 
     def __getattr__(self, method: str) -> Any:
-        return getattr(_structlog.logger(self._room), method)
+        import structlog
+
+        with _Log._lock:
+            configure, _Log.configure = _Log.configure, None
+            if configure is not None:
+                configure()
+        return getattr(structlog.get_logger(room=self._room), method)
 
 
 def get_log(room: str) -> Any:
@@ -93,7 +85,7 @@ def get_log(room: str) -> Any:
 def forget_setup() -> None:
     """Undoes `setup_logs`."""
     _remove_handler()
-    _structlog.configure = None
+    _Log.configure = None
     if "structlog" in sys.modules:
         sys.modules["structlog"].reset_defaults()
 
@@ -112,14 +104,13 @@ def _renderers(form: Literal["console", "json"], colors: bool) -> list[Any]:
     return [_mask, _one_line, partial(_for_people, console)]
 
 
-def size_text(nbytes: int) -> str:
-    """For people, in decimal units: 577 kB, 1.2 GB."""
-    size, unit = float(nbytes), "bytes"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 999.5:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.1f} {unit}" if size < 9.95 and unit != "bytes" else f"{size:.0f} {unit}"
+def size_text(amount: float, unit: str = "B") -> str:
+    """For people: three digits and a decimal prefix, 1.23 GB."""
+    for prefix in ("", "k", "M", "G"):
+        if amount < 999.5:
+            return f"{amount:.3g} {prefix}{unit}"
+        amount /= 1000
+    return f"{amount:.3g} T{unit}" if amount < 999.5 else f"{amount:,.0f} T{unit}"
 
 
 def _drop_sentence(logger: Any, method: str, event: Event) -> Event:
@@ -183,8 +174,7 @@ class _ToStructlog(logging.Handler):
         self._written[kind] = now
         left_out = self._left_out.pop(kind, 0)
         more = {"left_out": left_out} if left_out else {}
-        log = _structlog.logger(record.name)
-        log.log(record.levelno, record.getMessage(), exc_info=record.exc_info, **more)
+        get_log(record.name).log(record.levelno, record.getMessage(), exc_info=record.exc_info, **more)
 
 
 def _kind(record: logging.LogRecord) -> object:

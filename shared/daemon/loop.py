@@ -1,20 +1,24 @@
 """A daemon: HTTP in the main thread, one work thread that steps, waits and steps again.
 
-The loop knows nothing of the step. After any error the next step starts from the state on disk.
+The loop knows nothing of the step. After any error the next step starts from the state on disk. File events
+are a hint: they shorten a pause and decide nothing (inotify sees nothing of other hosts).
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 import uvicorn
 from fastapi import FastAPI
+from watchdog import events
+from watchdog.observers import Observer
 
 from weightcast.shared.base.errors import (
     EngineFailed,
@@ -25,15 +29,16 @@ from weightcast.shared.base.errors import (
     WeightcastError,
 )
 from weightcast.shared.channel.channel import NoChannel
-from weightcast.shared.daemon.backoff import Backoff, jittered
 from weightcast.shared.daemon.hooks import end_hooks
 from weightcast.shared.daemon.http import HEADER_LIMIT, Connection, backlog, drop_unread, most_connections
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.metrics import error_kind
 from weightcast.shared.daemon.settings import ServiceSettings
 from weightcast.shared.daemon.status import Failure, LoopStatus, Snapshot
+from weightcast.shared.daemon.timing import Backoff, jittered
 from weightcast.shared.files import durable
-from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.files.disk_errors import disk_error, disk_text
+from weightcast.shared.files.paths import is_directory
 
 MIN_PAUSE_SECONDS = 0.05
 """no storm of events makes the loop spin faster"""
@@ -47,37 +52,17 @@ CLOSE_SECONDS = 3
 log = get_log("daemon")
 
 
-class Stop:
-    """Asked by long steps at places where they may end early."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    @property
-    def requested(self) -> bool:
-        return self._event.is_set()
-
-    def request(self) -> None:
-        self._event.set()
-
-    def wait(self, seconds: float | None) -> bool:
-        """Waits, for ever when None; True as soon as the stop is requested."""
-        return self._event.wait(seconds)
+Stop = threading.Event
+"""Asked by long steps at places where they may end early."""
 
 
-class Wakeup:
+class Wakeup(threading.Event):
     """Cuts the pause between two steps short. What is set during a step counts for the pause after it."""
 
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Waits for a wakeup and takes it; False when `seconds` passed without one."""
-        woken = self._event.wait(seconds)
-        self._event.clear()
+    def take(self, seconds: float) -> bool:
+        """Waits for a wakeup and clears it; False when `seconds` passed without one."""
+        woken = self.wait(seconds)
+        self.clear()
         return woken
 
 
@@ -132,21 +117,59 @@ def failure_of(error: BaseException) -> Failure:
 
 
 class Loop:
-    """Runs `step` again and again in one thread until the stop is requested."""
+    """The work thread: on_start, then `step` again and again until the stop is requested, then on_stop; all
+    in one thread, since locks belong to threads."""
 
     def __init__(
-        self, step: LoopStep, wakeup: Wakeup, stop: Stop, poll_seconds: float, status: Snapshot[LoopStatus]
+        self,
+        step: LoopStep,
+        wakeup: Wakeup,
+        stop: Stop,
+        poll_seconds: float,
+        status: Snapshot[LoopStatus],
+        on_start: Callable[[], None] = lambda: None,
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        self._step = step
-        self._wakeup = wakeup
-        self._stop = stop
-        self._poll_seconds = poll_seconds
-        self._status = status
+        self._step, self._wakeup, self._stop = step, wakeup, stop
+        self._poll_seconds, self._status = poll_seconds, status
+        self._on_start, self._on_stop = on_start, on_stop
+        self.error: Exception | None = None
+        """of on_start or on_stop: ends the daemon"""
+        self.death = ""
+        """why the loop ended, while the HTTP side keeps reporting it"""
+        self.ended = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._work, name="work", daemon=True).start()
+
+    def give_up(self, error: Exception) -> None:
+        """Instead of `start`."""
+        self.error = error
+        self.ended.set()
+        self._stop.set()
+
+    def _work(self) -> None:
+        try:
+            self._on_start()
+            try:
+                self.run()
+            finally:
+                self._on_stop()
+        except Exception as error:
+            self.error = error
+        except BaseException as error:
+            self.death = f"the work thread died: {type(error).__name__}: {error}"
+            log.critical("work thread died", exc_info=True)
+        finally:
+            self.ended.set()
+        if not self.death:
+            self._stop.set()
 
     def run(self) -> None:
-        while not self._stop.requested:
+        while not self._stop.is_set():
             self.run_once()
-            self._pause(self._status.get().pause_seconds)
+            if not self._stop.wait(MIN_PAUSE_SECONDS):
+                self._wakeup.take(jittered(self._status.get().pause_seconds))
 
     def run_once(self) -> None:
         error: Exception | None = None
@@ -174,10 +197,6 @@ class Loop:
             # the usual order of a first start: the publisher makes the channel
             log.info("waiting for the channel", **failure.by_name())
 
-    def _pause(self, seconds: float) -> None:
-        if not self._stop.wait(MIN_PAUSE_SECONDS):
-            self._wakeup.wait(jittered(seconds))
-
 
 class _Server(uvicorn.Server):
     """Calls back once it listens, and when a signal asks for the end, without ending by that signal."""
@@ -203,52 +222,6 @@ class _Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
 
-class _Work:
-    """The work thread: on_start, loop, on_stop, all in the same thread, since locks belong to threads."""
-
-    def __init__(
-        self, loop: Loop, stop: Stop, on_start: Callable[[], None], on_stop: Callable[[], None]
-    ) -> None:
-        self._loop = loop
-        self._stop = stop
-        self._on_start = on_start
-        self._on_stop = on_stop
-        self.error: Exception | None = None
-        """of on_start or on_stop: ends the daemon"""
-        self.death = ""
-        """why the loop ended, while the HTTP side keeps reporting it"""
-        self.ended = threading.Event()
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="work", daemon=True).start()
-
-    def give_up(self, error: Exception) -> None:
-        """Instead of `start`."""
-        self.error = error
-        self.ended.set()
-        self._stop.request()
-
-    def _run(self) -> None:
-        try:
-            self._start_loop_stop()
-        except Exception as error:
-            self.error = error
-        except BaseException as error:
-            self.death = f"the work thread died: {type(error).__name__}: {error}"
-            log.critical("work thread died", exc_info=True)
-        finally:
-            self.ended.set()
-        if not self.death:
-            self._stop.request()
-
-    def _start_loop_stop(self) -> None:
-        self._on_start()
-        try:
-            self._loop.run()
-        finally:
-            self._on_stop()
-
-
 def run_daemon(
     app: FastAPI,
     step: LoopStep,
@@ -269,9 +242,11 @@ def run_daemon(
     outlives its time; WeightcastError if the work thread had died."""
     stop = Stop() if stop is None else stop
     status = Snapshot(LoopStatus()) if loop is None else loop
-    work = _Work(Loop(step, wakeup, stop, settings.poll_seconds, status), stop, on_start, on_stop)
+    work = Loop(step, wakeup, stop, settings.poll_seconds, status, on_start, on_stop)
+    # of the time for a stop: what a hook has to end, and its step after it
+    hook_seconds = min(HOOK_SECONDS, settings.stop_seconds / 4)
     app.state.dead = lambda: work.death
-    app.state.stopping = lambda: stop.requested
+    app.state.stopping = stop.is_set
     _forget_port(settings.port_file)
     with listen(settings.host, settings.port) as listener:
 
@@ -282,18 +257,27 @@ def run_daemon(
                 work.give_up(disk_error(error, "port_file"))
             else:
                 work.start()
-            ender = threading.Thread(
-                target=_end, args=(server, work, stop, wakeup, settings.stop_seconds, stop_time), daemon=True
-            )
-            ender.start()
+            threading.Thread(target=end, daemon=True).start()
 
-        server = _Server(_config(app), started, stop.request)
+        def end() -> None:
+            """HTTP goes on answering until the last step has ended or its time is up."""
+            stop.wait(None)
+            wakeup.set()
+            began = time.monotonic()
+            if not work.ended.wait(settings.stop_seconds - 2 * hook_seconds):
+                end_hooks(hook_seconds)
+                work.ended.wait(hook_seconds)
+            while not work.ended.is_set() and time.monotonic() - began < stop_time():
+                work.ended.wait(_ASK_SECONDS)
+            server.should_exit = True
+
+        server = _Server(_config(app), started, stop.set)
         try:
             server.run(sockets=[listener])
         finally:
-            stop.request()
+            stop.set()
             # of background threads
-            end_hooks(_hook_seconds(settings.stop_seconds))
+            end_hooks(hook_seconds)
             _forget_port(settings.port_file)
     _judge(work, settings.stop_seconds)
 
@@ -344,33 +328,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
     )
 
 
-def _end(
-    server: _Server,
-    work: _Work,
-    stop: Stop,
-    wakeup: Wakeup,
-    stop_seconds: float,
-    stop_time: Callable[[], float],
-) -> None:
-    """HTTP goes on answering until the last step has ended or its time is up."""
-    stop.wait(None)
-    wakeup.set()
-    began = time.monotonic()
-    last = _hook_seconds(stop_seconds)
-    if not work.ended.wait(stop_seconds - 2 * last):
-        end_hooks(last)
-        work.ended.wait(last)
-    while not work.ended.is_set() and time.monotonic() - began < stop_time():
-        work.ended.wait(_ASK_SECONDS)
-    server.should_exit = True
-
-
-def _hook_seconds(stop_seconds: float) -> float:
-    """Of the time for a stop: what a hook has to end, and its step after it."""
-    return min(HOOK_SECONDS, stop_seconds / 4)
-
-
-def _judge(work: _Work, stop_seconds: float) -> None:
+def _judge(work: Loop, stop_seconds: float) -> None:
     if work.error is not None:
         raise work.error
     if work.death:
@@ -381,3 +339,66 @@ def _judge(work: _Work, stop_seconds: float) -> None:
             remedy="the next start finishes or undoes what it left; raise stop_seconds if this repeats",
         )
     log.info("stopped")
+
+
+# Without the events of reading: a daemon that polls would wake itself.
+_WRITES: list[type[events.FileSystemEvent]] = [
+    events.FileCreatedEvent,
+    events.FileModifiedEvent,
+    events.FileMovedEvent,
+    events.FileDeletedEvent,
+    events.FileClosedEvent,
+    events.DirCreatedEvent,
+    events.DirMovedEvent,
+]
+_JOIN_SECONDS = 2.0
+_START_SECONDS = 1.0
+"""A mount that hangs is watched once it answers."""
+
+
+class Watcher(events.FileSystemEventHandler):
+    """Context manager: sets `wakeup` when something is written in the directory `path` (not below it).
+    `on_renamed` is called first, in a thread of its own, with the new name of what is renamed in it.
+    A directory that does not exist yet is watched once it does. Where watching is not possible it says so in
+    the log, once, and the poll goes on."""
+
+    def __init__(
+        self, path: Path, wakeup: Wakeup, on_renamed: Callable[[str], None] = lambda name: None
+    ) -> None:
+        self._path, self._wakeup, self._on_renamed = path, wakeup, on_renamed
+        self._observer = Observer()
+        self._ended = threading.Event()
+        self._starting = threading.Thread(target=self._start, name="watch", daemon=True)
+
+    def __enter__(self) -> Watcher:
+        self._starting.start()
+        self._starting.join(_START_SECONDS)
+        return self
+
+    def _start(self) -> None:
+        try:
+            while not is_directory(self._path):
+                if self._ended.wait(_START_SECONDS):
+                    return
+            self._observer.schedule(self, str(self._path), event_filter=_WRITES)
+            self._observer.start()
+        except OSError as error:
+            log = get_log("watch")
+            log.warning(
+                "directory cannot be watched: changes are seen at the next poll",
+                path=str(self._path),
+                reason=disk_text(error, self._path),
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._observer.is_alive():
+            self._observer.stop()
+            self._observer.join(_JOIN_SECONDS)
+
+    def on_any_event(self, event: events.FileSystemEvent) -> None:
+        if isinstance(event, events.FileMovedEvent | events.DirMovedEvent) and event.dest_path:
+            self._on_renamed(Path(os.fsdecode(event.dest_path)).name)
+        self._wakeup.set()

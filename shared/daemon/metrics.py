@@ -27,8 +27,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from weightcast.shared.base.errors import WeightcastError
-from weightcast.shared.daemon.backoff import Due
-from weightcast.shared.daemon.status import LoopStatus, Snapshot, VerifyStatus
+from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
+from weightcast.shared.daemon.status import LoopStatus, Snapshot
+from weightcast.shared.daemon.timing import Due
 from weightcast.shared.files.system import nearest_directory, space_of
 
 PREFIX = "weightcast"
@@ -57,11 +58,42 @@ class MetricDoc:
 
 
 class Metrics(CollectorRegistry):
-    """A registry that knows what is in it."""
+    """A registry that knows what is in it. `what` is a metric's name with its unit, without `weightcast_` and
+    the suffix of its kind."""
 
     def __init__(self) -> None:
         super().__init__()
         self.docs: list[MetricDoc] = []
+
+    def count(self, what: str, help: str, labels: Labels = NO_LABELS) -> Counter:
+        metric = Counter(f"{PREFIX}_{what}", help, tuple(labels), registry=self)
+        self._declare(metric, MetricDoc(f"{PREFIX}_{what}_total", "counter", help, labels))
+        return metric
+
+    def number(self, what: str, help: str, labels: Labels = NO_LABELS) -> Gauge:
+        """A version, a number of hosts, bytes, a share (`_ratio`), a unix time (`_timestamp_seconds`)."""
+        metric = Gauge(f"{PREFIX}_{what}", help, tuple(labels), registry=self)
+        self._declare(metric, MetricDoc(f"{PREFIX}_{what}", "gauge", help, labels))
+        return metric
+
+    def duration(self, what: str, help: str, labels: Labels = NO_LABELS) -> Histogram:
+        """`weightcast_<what>_seconds` with buckets from a millisecond to half an hour."""
+        name = f"{PREFIX}_{what}_seconds"
+        metric = Histogram(name, help, tuple(labels), buckets=_SECONDS, registry=self)
+        self._declare(metric, MetricDoc(name, "histogram", help, labels))
+        return metric
+
+    def facts(self, what: str, help: str, labels: Labels = NO_LABELS) -> Info:
+        """`weightcast_<what>_info` with labels for values."""
+        self.docs.append(MetricDoc(f"{PREFIX}_{what}_info", "gauge", help, labels))
+        return Info(f"{PREFIX}_{what}", help, registry=self)
+
+    def _declare(self, metric: Counter | Gauge | Histogram, doc: MetricDoc) -> None:
+        """Series that exist from the start: a rate over the first increment sees it."""
+        self.docs.append(doc)
+        if doc.labels and not any(isinstance(values, str) for values in doc.labels.values()):
+            for values in product(*doc.labels.values()):
+                metric.labels(*values)
 
 
 def new_registry() -> Metrics:
@@ -73,71 +105,9 @@ def new_registry() -> Metrics:
     return registry
 
 
-def count(registry: Metrics, what: str, help: str, labels: Labels = NO_LABELS) -> Counter:
-    """`weightcast_<what>_total`"""
-    metric = Counter(f"{PREFIX}_{what}", help, tuple(labels), registry=registry)
-    _declare(registry, metric, MetricDoc(f"{PREFIX}_{what}_total", "counter", help, labels))
-    return metric
-
-
-def byte_count(registry: Metrics, what: str, help: str, labels: Labels = NO_LABELS) -> Counter:
-    """`weightcast_<what>_bytes_total`"""
-    return count(registry, f"{what}_bytes", help, labels)
-
-
-def number(registry: Metrics, what: str, help: str, labels: Labels = NO_LABELS) -> Gauge:
-    """`weightcast_<what>`: a version, a number of hosts."""
-    metric = Gauge(f"{PREFIX}_{what}", help, tuple(labels), registry=registry)
-    _declare(registry, metric, MetricDoc(f"{PREFIX}_{what}", "gauge", help, labels))
-    return metric
-
-
-def byte_size(registry: Metrics, what: str, help: str, labels: Labels = NO_LABELS) -> Gauge:
-    """`weightcast_<what>_bytes`"""
-    return number(registry, f"{what}_bytes", help, labels)
-
-
-def share(registry: Metrics, what: str, help: str, labels: Labels = NO_LABELS) -> Gauge:
-    """`weightcast_<what>_ratio`"""
-    return number(registry, f"{what}_ratio", help, labels)
-
-
-def age(registry: Metrics, what: str, help: str, labels: Labels = NO_LABELS) -> Gauge:
-    """`weightcast_<what>_seconds`"""
-    return number(registry, f"{what}_seconds", help, labels)
-
-
-def moment(registry: Metrics, what: str, help: str, labels: Labels = NO_LABELS) -> Gauge:
-    """`weightcast_<what>_timestamp_seconds`: unix time"""
-    return number(registry, f"{what}_timestamp_seconds", help, labels)
-
-
-def duration(registry: Metrics, what: str, help: str, labels: Labels = NO_LABELS) -> Histogram:
-    """`weightcast_<what>_seconds` with buckets from a millisecond to half an hour."""
-    name = f"{PREFIX}_{what}_seconds"
-    metric = Histogram(name, help, tuple(labels), buckets=_SECONDS, registry=registry)
-    _declare(registry, metric, MetricDoc(name, "histogram", help, labels))
-    return metric
-
-
-def facts(registry: Metrics, what: str, help: str, labels: Labels = NO_LABELS) -> Info:
-    """`weightcast_<what>_info` with labels for values."""
-    registry.docs.append(MetricDoc(f"{PREFIX}_{what}_info", "gauge", help, labels))
-    return Info(f"{PREFIX}_{what}", help, registry=registry)
-
-
 def one_of(value: str, known: Sequence[str]) -> str:
     """`value` as a label: what is not in the closed set is `other`."""
     return value if value in known else OTHER
-
-
-def _declare(registry: Metrics, metric: Counter | Gauge | Histogram, doc: MetricDoc) -> None:
-    """Series that exist from the start: a rate over the first increment sees it."""
-    registry.docs.append(doc)
-    closed = [values for values in doc.labels.values() if not isinstance(values, str)]
-    if doc.labels and len(closed) == len(doc.labels):
-        for values in product(*closed):
-            metric.labels(*values)
 
 
 def error_kinds() -> tuple[str, ...]:
@@ -156,30 +126,18 @@ def error_kind(error: BaseException) -> str:
     return next((each.__name__ for each in type(error).__mro__ if each.__name__ in known), CRASH)
 
 
-_LOOP = (
-    MetricDoc(
-        f"{PREFIX}_steps_total",
-        "counter",
-        "Steps of the daemon's loop.",
-        {"outcome": ("ok", "failed", "crashed")},
-    ),
-    MetricDoc(
-        f"{PREFIX}_errors_total", "counter", "Errors that ended a step, by kind.", {"kind": error_kinds()}
-    ),
-    MetricDoc(f"{PREFIX}_retries_total", "counter", "Steps begun because the one before had failed."),
-    MetricDoc(f"{PREFIX}_failures_in_a_row", "gauge", "Steps failed since the last good one."),
-    MetricDoc(
-        f"{PREFIX}_step_began_timestamp_seconds",
-        "gauge",
-        "When the running step began; 0 between steps. One that lasts: a mount or an engine hangs.",
-    ),
-)
-
-
 def watch_loop(registry: Metrics, loop: Snapshot[LoopStatus]) -> None:
     """Shows the counts of a daemon's loop as metrics, read from its snapshot when asked."""
-    registry.docs += _LOOP
-    registry.register(_LoopCollector(loop))
+    collector = _LoopCollector(loop)
+    registry.docs += map(_doc_of, collector.collect())
+    registry.register(collector)
+
+
+def _doc_of(metric: Metric) -> MetricDoc:
+    labels: dict[str, tuple[str, ...]] = {}
+    for sample in metric.samples:
+        labels |= {name: (*labels.get(name, ()), value) for name, value in sample.labels.items()}
+    return MetricDoc(metric.samples[0].name, metric.type, metric.documentation, labels)
 
 
 class _LoopCollector(Collector):
@@ -188,23 +146,25 @@ class _LoopCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._loop.get()
-        steps, errors, retries, in_a_row, began = _LOOP
         outcomes = {
             "ok": status.steps - status.failures - status.crashes,
             "failed": status.failures,
             "crashed": status.crashes,
         }
-        yield _counted(steps, outcomes)
-        yield _counted(errors, {kind: status.errors.get(kind, 0) for kind in error_kinds()})
-        yield CounterMetricFamily(retries.name, retries.help, value=status.retries)
-        yield GaugeMetricFamily(in_a_row.name, in_a_row.help, value=status.failures_in_a_row)
-        yield GaugeMetricFamily(
-            began.name, began.help, value=0.0 if status.step_began is None else status.step_began
-        )
+        errors = {kind: status.errors.get(kind, 0) for kind in error_kinds()}
+        yield _counted("steps", "Steps of the daemon's loop.", "outcome", outcomes)
+        yield _counted("errors", "Errors that ended a step, by kind.", "kind", errors)
+        help = "Steps begun because the one before had failed."
+        yield CounterMetricFamily(f"{PREFIX}_retries", help, value=status.retries)
+        help = "Steps failed since the last good one."
+        yield GaugeMetricFamily(f"{PREFIX}_failures_in_a_row", help, value=status.failures_in_a_row)
+        help = "When the running step began; 0 between steps. One that lasts: a mount or an engine hangs."
+        began = f"{PREFIX}_step_began_timestamp_seconds"
+        yield GaugeMetricFamily(began, help, value=status.step_began or 0.0)
 
 
-def _counted(doc: MetricDoc, counts: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(doc.name, doc.help, labels=tuple(doc.labels))
+def _counted(what: str, help: str, label: str, counts: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(f"{PREFIX}_{what}", help, labels=(label,))
     for value, number in counts.items():
         family.add_metric((value,), number)
     return family
@@ -221,8 +181,8 @@ class DiskMetrics:
         self, registry: Metrics, places: Mapping[str, Path], clock: Callable[[], float] = time.monotonic
     ) -> None:
         place = {"place": PLACES}
-        self._free = byte_size(registry, "disk_free", "Free space on the file system.", place)
-        self._size = byte_size(registry, "disk_size", "Size of the file system.", place)
+        self._free = registry.number("disk_free_bytes", "Free space on the file system.", place)
+        self._size = registry.number("disk_size_bytes", "Size of the file system.", place)
         self._places = dict(places)
         self._due = Due(EVERY_SECONDS, clock)
 
@@ -242,14 +202,16 @@ _NEVER = -1
 
 class VerifyMetrics:
     def __init__(self, registry: Metrics) -> None:
-        self._progress = share(registry, "verify_progress", "Share of this pass of the verify that is done.")
-        self._faults = count(registry, "verify_faults", "Tensors that the verify found wrong.")
-        self._hashed = moment(
-            registry, "last_full_hash", "Unix time since which every byte was read; -1: never."
+        self._progress = registry.number(
+            "verify_progress_ratio", "Share of this pass of the verify that is done."
+        )
+        self._faults = registry.count("verify_faults", "Tensors that the verify found wrong.")
+        self._hashed = registry.number(
+            "last_full_hash_timestamp_seconds", "Unix time since which every byte was read; -1: never."
         )
         self._seen = 0
 
-    def show(self, status: VerifyStatus | None, last_full_hash: float | None) -> None:
+    def show(self, status: ScrubStatus | None, last_full_hash: float | None) -> None:
         self._hashed.set(_NEVER if last_full_hash is None else last_full_hash)
         if status is not None:
             self._progress.set(status.done_bytes / max(status.total_bytes, 1))

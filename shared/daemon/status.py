@@ -6,16 +6,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, dataclass_transform
+from typing import Any, Generic, Literal, Self, TypeVar, dataclass_transform
 
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.codec.warm_up import warm_up
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.kernels.load import kernels
-
-if TYPE_CHECKING:
-    from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
-
 
 T = TypeVar("T")
 
@@ -128,27 +124,6 @@ def kernel_status() -> KernelStatus:
         )
     lost = f"not all can be kept, so that every process compiles some: {STORE.problem}"
     return KernelStatus(kind="numba", cached_in=str(CACHE), problem=lost if STORE.problem else "")
-
-
-class VerifyStatus(Facts):
-    """Of the background verify, since the start."""
-
-    rate: int
-    """bytes per second, at most; 0: off"""
-    done_bytes: int
-    """of this pass"""
-    total_bytes: int
-    passes: int
-    full_pass: float | None
-    """unix time at which the last whole pass began: every byte was read since"""
-    faults: int
-    last_fault: str
-    last_fault_at: float | None
-    """unix time"""
-
-
-def verify_status(scrub: ScrubStatus | None) -> VerifyStatus | None:
-    return None if scrub is None else VerifyStatus(**vars(scrub))
 
 
 VERSION = "0.1.0"

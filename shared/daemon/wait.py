@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError, counted
@@ -24,9 +24,9 @@ class WaitResult:
     """Hosts that take part, in the order of their reports. `behind`: with what they say of themselves;
     `absent`: those that nobody waits for, with the reason."""
 
-    arrived: tuple[str, ...]
-    behind: tuple[str, ...]
-    absent: tuple[str, ...] = ()
+    arrived: list[str]
+    behind: list[str]
+    absent: list[str]
 
     def satisfies(self, min_hosts: int | None, fraction: float | None) -> bool:
         wanted = 1 if min_hosts is None else min_hosts
@@ -36,23 +36,20 @@ class WaitResult:
         return len(self.arrived) >= wanted
 
 
-def judge(version: int, hosts: Iterable[Host]) -> WaitResult:
-    """Only a host that is ready, and was heard from lately, has arrived."""
-    arrived, behind = [], []
-    shown = tuple(hosts)
-    names = names_of(shown)
-    for host in shown:
-        served = host.served_version
-        if host.ready and host.presence == "live" and served is not None and served >= version:
-            arrived.append(names[host.key])
-        else:
-            behind.append(f"{names[host.key]} ({_standing(host)})")
-    return WaitResult(tuple(arrived), tuple(behind))
+def _turnout(version: int, fleet: Fleet) -> WaitResult:
+    hosts = of_run(fleet)
+    names, all_names = names_of(hosts), names_of(fleet.hosts)
+    return WaitResult(
+        [names[h.key] for h in hosts if _has_arrived(h, version)],
+        [f"{names[h.key]} ({_standing(h)})" for h in hosts if not _has_arrived(h, version)],
+        [f"{all_names[h.key]} ({h.standing})" for h in fleet.hosts if not h.takes_part],
+    )
 
 
-def absent_of(fleet: Fleet) -> tuple[str, ...]:
-    names = names_of(fleet.hosts)
-    return tuple(f"{names[h.key]} ({h.standing})" for h in fleet.hosts if not h.takes_part)
+def _has_arrived(host: Host, version: int) -> bool:
+    """Only a host that is ready, and was heard from lately."""
+    served = host.served_version
+    return host.ready and host.presence == "live" and served is not None and served >= version
 
 
 def _standing(host: Host) -> str:
@@ -97,29 +94,26 @@ class VersionWait:
                 f"cannot wait for {fraction:g} of the hosts", remedy="give a fraction above 0 and up to 1"
             )
         deadline = self._clock() + timeout
+        trouble: WeightcastError
         while True:
-            found, trouble = self._situation(version)
-            if found is not None and found.satisfies(min_hosts, fraction):
-                return list(found.arrived)
+            # what cannot be read now may be read in a moment; what is permanently wrong is raised
+            try:
+                found = _turnout(version, self._look())
+                if found.satisfies(min_hosts, fraction):
+                    return found.arrived
+                trouble = _late(version, found, timeout)
+            except Refused:
+                raise
+            except WeightcastError as error:
+                trouble = error
+            except OSError as error:
+                where = error.filename or "the channel"
+                trouble = RetryLater(
+                    f"{where} cannot be read: {error.strerror or error}", remedy="check the channel's mount"
+                )
             if self._clock() >= deadline:
-                raise _late(version, found, timeout) if trouble is None else trouble
+                raise trouble
             self._pause(self._poll_seconds)
-
-    def _situation(self, version: int) -> tuple[WaitResult | None, WeightcastError | None]:
-        """What cannot be read now may be read in a moment; what is wrong for good is raised."""
-        try:
-            fleet = self._look()
-            turnout = judge(version, of_run(fleet))
-            return replace(turnout, absent=absent_of(fleet)), None
-        except Refused:
-            raise
-        except WeightcastError as trouble:
-            return None, trouble
-        except OSError as error:
-            where = error.filename or "the channel"
-            return None, RetryLater(
-                f"{where} cannot be read: {error.strerror or error}", remedy="check the channel's mount"
-            )
 
 
 def wait_for_hosts(
@@ -135,8 +129,7 @@ def wait_for_hosts(
     return VersionWait.in_channel(open_store(channel)).wait(version, min_hosts, fraction, timeout)
 
 
-def _late(version: int, found: WaitResult | None, timeout: float) -> NotInTime:
-    found = WaitResult((), ()) if found is None else found
+def _late(version: int, found: WaitResult, timeout: float) -> NotInTime:
     waited = len(found.arrived) + len(found.behind)
     absent = f"; not counted: {_some(found.absent)}" if found.absent else ""
     behind = _some(found.behind) or ("none" if absent else "nobody reports")
@@ -151,5 +144,5 @@ def _late(version: int, found: WaitResult | None, timeout: float) -> NotInTime:
     )
 
 
-def _some(names: tuple[str, ...]) -> str:
+def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

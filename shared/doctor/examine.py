@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,11 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightcast.shared.base.errors import NotInTime, Refused
-from weightcast.shared.doctor.findings import LEVELS, Finding, Level, Role, counts
 from weightcast.shared.doctor.observe import (
-    LocalFacts,
-    MachineFacts,
-    RunFacts,
     observe_channel,
     observe_contents,
     observe_local,
@@ -24,53 +19,45 @@ from weightcast.shared.doctor.observe import (
     observe_run,
     within_seconds,
 )
-from weightcast.shared.doctor.rules import CHANNEL, LOCAL, judge_channel, judge_local, judge_machine
+from weightcast.shared.doctor.rules import (
+    CHANNEL,
+    LEVELS,
+    LOCAL,
+    Finding,
+    Level,
+    Role,
+    counts,
+    judge_channel,
+    judge_local,
+    judge_machine,
+)
 from weightcast.shared.files.paths import printable, require_no_overlap
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Examined:
-    """`seconds`: how long each place may take to answer."""
-
-    channel: Path | None
-    local: Path | None
-    role: Role | None
-    seconds: float
-
-
-def examine(what: Examined) -> list[Finding]:
-    """Everything but engines. Places that are not given are not looked at; nothing of what is tried stays."""
+def examine(channel: Path | None, local: Path | None, role: Role | None, seconds: float) -> list[Finding]:
+    """Everything but engines. `seconds`: how long each place may take to answer. Places that are not given
+    are not looked at; nothing of what is tried stays."""
     findings: list[Finding] = []
-    machine = observe_machine()
-    run = None if what.channel is None else _channel(what.channel, what, findings)
-    inside = None if what.local is None else _local(what.local, what, run, machine, findings)
+    machine, run, inside = observe_machine(), None, None
+    if channel is not None:
+        found = _seen(CHANNEL, channel, seconds, lambda: (observe_channel(channel), observe_run(channel)))
+        if isinstance(found, Finding):
+            findings.append(found)
+        else:
+            facts, run = found
+            findings += judge_channel(facts, run, role)
+    if local is not None:
+        seen = _seen(LOCAL, local, seconds, lambda: (observe_local(local), observe_contents(local)))
+        if isinstance(seen, Finding):
+            findings.append(seen)
+        else:
+            facts, inside = seen
+            findings += judge_local(facts, inside, run, machine)
+            if run is not None and channel is not None:
+                findings += _apart(local, channel)
     return [*judge_machine(machine, run, inside), *findings]
-
-
-def _channel(channel: Path, what: Examined, findings: list[Finding]) -> RunFacts | None:
-    looked = _seen(CHANNEL, channel, what.seconds, lambda: (observe_channel(channel), observe_run(channel)))
-    if isinstance(looked, Finding):
-        findings.append(looked)
-        return None
-    facts, run = looked
-    findings += judge_channel(facts, run, what.role)
-    return run
-
-
-def _local(
-    local: Path, what: Examined, run: RunFacts | None, machine: MachineFacts, findings: list[Finding]
-) -> LocalFacts | None:
-    looked = _seen(LOCAL, local, what.seconds, lambda: (observe_local(local), observe_contents(local)))
-    if isinstance(looked, Finding):
-        findings.append(looked)
-        return None
-    facts, inside = looked
-    findings += judge_local(facts, inside, run, machine)
-    if run is not None and what.channel is not None:
-        findings += _apart(local, what.channel)
-    return inside
 
 
 def _apart(local: Path, channel: Path) -> Iterator[Finding]:
@@ -85,23 +72,16 @@ def _seen(place: str, path: Path, seconds: float, look: Callable[[], T]) -> T | 
     try:
         found = within_seconds(look, seconds)
     except OSError as error:
-        return Finding(
-            place,
-            "path",
-            "failure",
-            f"{path} cannot be looked at: {error.strerror or error}",
-            "check the mount, and that this user may enter every directory on the way",
-        )
+        says = f"{path} cannot be looked at: {error.strerror or error}"
+        remedy = "check the mount, and that this user may enter every directory on the way"
+        return Finding(place, "path", "failure", says, remedy)
     if found is not None:
         return found
-    return Finding(
-        place,
-        "answers",
-        "failure",
+    says, remedy = (
         f"{path} did not answer within {seconds:g} s",
         "the mount hangs: check its server and the network",
-        NotInTime.exit_code,
     )
+    return Finding(place, "answers", "failure", says, remedy, NotInTime.exit_code)
 
 
 _STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "failure": "bold red"}
@@ -112,12 +92,8 @@ def show_findings(console: Console, findings: Sequence[Finding]) -> None:
     for title in ("", "place", "check", "found"):
         table.add_column(title, overflow="fold")
     for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
-        table.add_row(
-            Text(finding.level, _STYLES[finding.level]),
-            printable(finding.place),
-            finding.check,
-            _found(finding),
-        )
+        level = Text(finding.level, _STYLES[finding.level])
+        table.add_row(level, printable(finding.place), finding.check, _found(finding))
     console.print(table)
     found = counts(findings)
     console.print(", ".join(f"{found[level]} {level}" for level in LEVELS if found[level]))

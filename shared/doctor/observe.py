@@ -14,7 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -27,8 +27,8 @@ from weightcast.shared.channel.layout import HOSTS
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, is_foreign
 from weightcast.shared.checkpoint.state.state import Boot
 from weightcast.shared.checkpoint.update.buffer_reuse import spare_bytes
+from weightcast.shared.daemon.environment import usable_cores
 from weightcast.shared.daemon.status import kernel_status
-from weightcast.shared.daemon.threads import usable_cores
 from weightcast.shared.files import probes
 from weightcast.shared.files.disk_errors import (
     DiskError,
@@ -61,23 +61,16 @@ class ProbeOutcome:
 Probe = Callable[[Path], float | None]
 
 
-@dataclass(frozen=True)
-class ProbeResults:
-    """`left`: why something of ours is still there; empty: nothing is."""
-
-    outcomes: Mapping[str, ProbeOutcome]
-    left: str = ""
-
-
-def run_probes(directory: Path) -> ProbeResults:
-    """Every probe by name, each in a directory of its own. Raises OSError when none can be made."""
+def run_probes(directory: Path) -> tuple[Mapping[str, ProbeOutcome], str]:
+    """Every probe by name, each in a directory of its own, and why something of ours is still there (empty:
+    nothing is). Raises OSError when none can be made."""
     found = {}
     with scratch_in(directory) as scratch:
         for name, probe in PROBES.items():
             own = scratch.directory / name
             own.mkdir()
             found[name] = _outcome(probe, own)
-    return ProbeResults(found, scratch.left)
+    return found, scratch.left
 
 
 def _outcome(probe: Probe, room: Path) -> ProbeOutcome:
@@ -198,6 +191,16 @@ class PlaceFacts:
     """why something of the probes is still there; empty: nothing is"""
     probes: Mapping[str, ProbeOutcome] = field(default_factory=dict)
 
+    @property
+    def kind(self) -> str:
+        """Of its file system; empty: unknown."""
+        return "" if self.mount is None else self.mount.kind
+
+    def measured(self, probe: str) -> float | None:
+        """None where the probe failed or was not made."""
+        outcome = self.probes.get(probe)
+        return None if outcome is None or outcome.problem else outcome.measured
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -227,29 +230,22 @@ class LocalFacts:
 def within_seconds(look: Callable[[], T], seconds: float) -> T | None:
     """None when `look` hangs, as calls into a dead network mount do. The thread is left behind: nothing can
     end it. Raises what `look` raises."""
-    results: list[T] = []
-    failures: list[Exception] = []
-    # not `join`: once it is interrupted, Python takes the thread for ended
-    ended = threading.Event()
+    found: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(look())
+            found.set_result(look())
         except Exception as error:  # for the thread that waits
-            failures.append(error)
-        finally:
-            ended.set()
+            found.set_exception(error)
 
+    threading.Thread(target=run, name="doctor", daemon=True).start()
     try:
-        threading.Thread(target=run, name="doctor", daemon=True).start()
-        ended.wait(seconds)
+        wait([found], seconds)
     except KeyboardInterrupt:
         # what it made it removes by itself, unless the place hangs
-        ended.wait(min(seconds, _END_SECONDS))
+        wait([found], min(seconds, _END_SECONDS))
         raise
-    if failures:
-        raise failures[0]
-    return results[0] if results else None
+    return found.result() if found.done() else None
 
 
 def observe_channel(channel: Path) -> PlaceFacts:
@@ -267,30 +263,30 @@ def observe_local(local: Path) -> PlaceFacts:
 
 def _facts(path: Path, places: Sequence[Path]) -> PlaceFacts:
     nearest = nearest_directory(path)
-    place, refused, probed = _tried(places)
+    probed: Path | None = None
+    refused: DiskError | None = None
+    outcomes: Mapping[str, ProbeOutcome] = {}
+    left = ""
+    for place in places:
+        try:
+            outcomes, left = run_probes(place)
+            probed, refused = place, None
+            break
+        except OSError as error:
+            refused = refused or disk_error(error, place)
     return PlaceFacts(
         path=path,
         there=os.path.lexists(path),
         is_link=is_link(path),
         is_directory=is_directory(path),
-        probed=place,
+        probed=probed,
         refused=refused,
         mount=mount_of(nearest),
         space=space_of(nearest),
         world_writable=exists(path) and _world_writable(path),
-        left=probed.left,
-        probes=probed.outcomes,
+        left=left,
+        probes=outcomes,
     )
-
-
-def _tried(places: Sequence[Path]) -> tuple[Path | None, DiskError | None, ProbeResults]:
-    refused: DiskError | None = None
-    for place in places:
-        try:
-            return place, None, run_probes(place)
-        except OSError as error:
-            refused = refused or disk_error(error, place)
-    return None, refused, ProbeResults({})
 
 
 def _world_writable(path: Path) -> bool:
@@ -301,20 +297,17 @@ def _world_writable(path: Path) -> bool:
 def observe_run(channel: Path) -> RunFacts:
     """Reads channel.json, base.json, pointer and the newest index."""
     try:
-        return _run_facts(Channel.open(open_store(channel)))
+        opened = Channel.open(open_store(channel))
+        pointer = opened.pointer()
+        version = None if pointer is None else pointer.version
+        if opened.base is None:
+            return RunFacts(foreign=True, version=version)
+        table = opened.base.table
+        index = None if pointer is None else opened.index(pointer, pointer.version, table)
     except WeightcastError as error:
         return RunFacts(problem=error.message, remedy=error.remedy)
     except OSError as error:
         return RunFacts(problem=disk_text(error, channel), remedy=disk_remedy(error))
-
-
-def _run_facts(channel: Channel) -> RunFacts:
-    pointer = channel.pointer()
-    version = None if pointer is None else pointer.version
-    if channel.base is None:
-        return RunFacts(foreign=True, version=version)
-    table = channel.base.table
-    index = None if pointer is None else channel.index(pointer, pointer.version, table)
     ours = index if isinstance(index, Index) else None
     return RunFacts(
         version=version,
@@ -339,11 +332,8 @@ def observe_contents(local: Path) -> LocalFacts:
     )
 
 
-_MEMINFO = Path("/proc/meminfo")
 _CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUP = Path("/proc/self/cgroup")
 _SHM = Path("/dev/shm")
-_VM = Path("/proc/sys/vm")
 _NONE = 1 << 62
 
 
@@ -389,13 +379,13 @@ def observe_machine() -> MachineFacts:
         limit_bytes=min(memory, limit),
         available_bytes=min(available, max(0, limit - used)),
         dirty_bytes=_unthrottled(rows, limit),
-        shm_bytes=_size_of(_SHM),
+        shm_bytes=space_of(_SHM).total_bytes if is_directory(_SHM) else 0,
         open_files=open_files,
         open_files_most=open_files_most,
         file_bytes=_limit(resource.RLIMIT_FSIZE),
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
         boot_id=bool(host.boot_id),
-        machine_id=_text(Path("/etc/machine-id")) != "",
+        machine_id=_text("/etc/machine-id") != "",
         kernels=kernels.kind,
         kernel_problem=kernels.problem,
     )
@@ -403,7 +393,7 @@ def observe_machine() -> MachineFacts:
 
 def _meminfo() -> dict[str, int]:
     """Of proc(5), in bytes."""
-    rows = dict(line.split(":", 1) for line in _text(_MEMINFO).splitlines() if ":" in line)
+    rows = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines() if ":" in line)
     numbers = {name: row.split()[:1] for name, row in rows.items()}
     return {name: int(one[0]) << 10 for name, one in numbers.items() if one and one[0].isdigit()}
 
@@ -418,14 +408,14 @@ def _unthrottled(meminfo: dict[str, int], limit: int) -> int:
 
 def _amount(name: str, memory: int) -> int:
     """Of the pair vm.NAME_bytes and vm.NAME_ratio: one is always 0."""
-    nbytes, percent = (_number(_text(_VM / f"{name}_{unit}")) or 0 for unit in ("bytes", "ratio"))
+    nbytes, percent = (_number(_text(f"/proc/sys/vm/{name}_{unit}")) or 0 for unit in ("bytes", "ratio"))
     return nbytes or memory * percent // 100
 
 
 def _control_group() -> tuple[int, int]:
     """Limit and use of the tightest control group (version 2) that this process is in. What the page cache
     of files holds can be taken back and is not counted; files in a tmpfs cannot, and are."""
-    own = next((line[3:] for line in _text(_OWN_CGROUP).splitlines() if line.startswith("0::")), "/")
+    own = next((line[3:] for line in _text("/proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
     found = [(_NONE, 0)]
     directory = _CGROUPS / own.lstrip("/")
     for place in (directory, *directory.parents):
@@ -451,15 +441,8 @@ def _limit(which: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _size_of(mount: Path) -> int:
+def _text(path: str | Path) -> str:
     try:
-        return space_of(mount).total_bytes
-    except OSError:
-        return 0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
+        return Path(path).read_text(errors="replace").strip()
     except OSError:
         return ""

@@ -1,16 +1,49 @@
-"""What observations mean: tables of checks, each with the rule that judges it and names the remedy. No IO."""
+"""What observations mean: findings, each with its remedy, and what they mean for the exit code. No IO."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal
 
+from weightcast.shared.base.errors import OK, EngineFailed, NotInTime, Refused
 from weightcast.shared.checkpoint.update.fetch import JOURNAL_BYTES, ROOM_BYTES
-from weightcast.shared.daemon.threads import DAEMON_BYTES
-from weightcast.shared.doctor.findings import Finding, Level, Role, size_text
+from weightcast.shared.daemon.environment import DAEMON_BYTES
+from weightcast.shared.daemon.logs import size_text
 from weightcast.shared.doctor.observe import LocalFacts, MachineFacts, PlaceFacts, RunFacts
 from weightcast.shared.files.probes import EXCLUSIVE, LOCAL_NEEDS, RENAME, RENAME_DIRECTORY, VISIBLE, Need
+from weightcast.shared.files.system import Space
+
+Level = Literal["ok", "note", "warning", "failure"]
+"""`note`: nothing is wrong, but it is good to know; `failure`: something of weightcast will not work here."""
+LEVELS: Sequence[Level] = ("ok", "note", "warning", "failure")
+Role = Literal["publisher", "subscriber"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    place: str
+    """`channel`, `local`, `machine` or an engine's name"""
+    check: str
+    level: Level
+    says: str
+    remedy: str = ""
+    exit_code: int = Refused.exit_code
+    """of a failure"""
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0 without failures. What hangs (4) hides the rest, and a wrong place (3) matters before an engine (5),
+    which may only not have been started yet."""
+    codes = {finding.exit_code for finding in findings if finding.level == "failure"}
+    order = (NotInTime.exit_code, Refused.exit_code, EngineFailed.exit_code)
+    return next((code for code in order if code in codes), OK)
+
+
+def counts(findings: Iterable[Finding]) -> dict[Level, int]:
+    found = [finding.level for finding in findings]
+    return {level: found.count(level) for level in LEVELS}
+
 
 CHANNEL, LOCAL, MACHINE = "channel", "local", "machine"
 
@@ -32,81 +65,43 @@ _FILES_OF_A_PIECE = 2
 _SMALL_SHM = 1 << 30
 
 
-@dataclass(frozen=True)
-class Verdict:
-    level: Level
-    says: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
-class ChannelSeen:
-    """`role`: what runs here; None: not given, and missing write access is a warning."""
-
-    place: PlaceFacts
-    run: RunFacts
-    role: Role | None
-
-
-@dataclass(frozen=True)
-class LocalSeen:
-    """`run`: of the channel to follow; None: not given."""
-
-    place: PlaceFacts
-    inside: LocalFacts
-    run: RunFacts | None
-    machine: MachineFacts
-
-    @property
-    def missing_bytes(self) -> int:
-        """Weights that a seed has yet to write."""
-        return 0 if self.inside.seeded or self.run is None else self.run.full_bytes or 0
-
-
-@dataclass(frozen=True)
-class MachineSeen:
-    """`run`, `inside`: of channel and local directory, where they were given."""
-
-    facts: MachineFacts
-    run: RunFacts | None
-    inside: LocalFacts | None
-
-
-Seen = TypeVar("Seen")
-Rules = Sequence[tuple[str, Callable[[Seen], Verdict | None]]]
-"""Check and rule; None: nothing to report."""
-
-
 def judge_channel(facts: PlaceFacts, run: RunFacts, role: Role | None) -> Iterator[Finding]:
-    seen = ChannelSeen(facts, run, role)
-    yield from _judge(CHANNEL, _PLACE, facts)
-    yield from _judge(CHANNEL, _RUN, seen)
+    """`role`: what runs here; None: not given, and missing write access is a warning."""
+    yield from _place(CHANNEL, facts)
+    yield from _run(run, role)
     if facts.is_directory:
-        yield from _judge(CHANNEL, _CHANNEL, seen)
+        yield _channel_kind(facts)
+        yield _channel_rights(facts, role)
         yield from _judge_probes(CHANNEL, facts, _CHANNEL_PROBES)
-        yield from _judge(CHANNEL, _CHANNEL_PACE, facts)
-        yield from _judge(CHANNEL, (("space", _channel_space),), seen)
+        yield from _pace(facts)
+        yield from _clock(CHANNEL, facts)
+        yield _channel_space(facts.space, run, role)
 
 
 def judge_local(
     facts: PlaceFacts, inside: LocalFacts, run: RunFacts | None, machine: MachineFacts
 ) -> Iterator[Finding]:
-    seen = LocalSeen(facts, inside, run, machine)
-    yield from _judge(LOCAL, _PLACE, facts)
-    yield from _judge(LOCAL, _LOCAL, seen)
+    """`run`: of the channel to follow; None: not given."""
+    yield from _place(LOCAL, facts)
+    if inside.foreign:
+        says = f"{facts.path} is not empty and is not a weightcast local checkpoint"
+        yield Finding(LOCAL, "path", "failure", says, "choose an empty or new directory for --local")
+    yield _local_kind(facts)
+    if facts.probed is None:
+        yield Finding(LOCAL, "permissions", "failure", *_not_tried(facts))
+    else:
+        says = "this user may write" if facts.there else "not there yet; can be made"
+        yield Finding(LOCAL, "permissions", "ok", says)
     yield from _judge_probes(LOCAL, facts, _LOCAL_PROBES)
-    yield from _judge(LOCAL, (("clock", _clock),), facts)
-    yield from _judge(LOCAL, _LOCAL_SIZES, seen)
-
-
-def judge_machine(facts: MachineFacts, run: RunFacts | None, inside: LocalFacts | None) -> Iterator[Finding]:
-    yield from _judge(MACHINE, _MACHINE, MachineSeen(facts, run, inside))
-
-
-def _judge(place: str, rules: Rules[Seen], seen: Seen) -> Iterator[Finding]:
-    for check, rule in rules:
-        if (verdict := rule(seen)) is not None:
-            yield Finding(place, check, verdict.level, verdict.says, verdict.remedy)
+    yield from _clock(LOCAL, facts)
+    # weights that a seed has yet to write
+    missing = 0 if inside.seeded or run is None else run.full_bytes or 0
+    step = step_bytes(run)
+    yield _local_space(facts, inside.spare_bytes, missing, step)
+    if facts.kind in _IN_MEMORY:
+        yield from _tmpfs_memory(facts.space.total_bytes, missing + step, machine)
+    elif run is not None and run.full_bytes is not None:
+        yield _dirty_pages(run.full_bytes, machine.dirty_bytes)
 
 
 # probes: check, probe, level of a failed one, what a good one shows, remedy
@@ -163,84 +158,43 @@ def _judge_probes(place: str, facts: PlaceFacts, rules: Sequence[ProbeRule]) -> 
 # any directory
 
 
-def _path(facts: PlaceFacts) -> Verdict | None:
+def _place(place: str, facts: PlaceFacts) -> Iterator[Finding]:
     if facts.is_link and facts.is_directory:
-        return Verdict("note", f"{facts.path} is a symbolic link: its target is examined")
+        yield Finding(place, "path", "note", f"{facts.path} is a symbolic link: its target is examined")
     if facts.there and not facts.is_directory:
-        return Verdict("failure", f"{facts.path} is not a directory", "give another directory, or move it")
-    return None
-
-
-def _removal(facts: PlaceFacts) -> Verdict | None:
-    remedy = "remove it by hand; weightcast cannot use a file system that shows removed files"
-    return Verdict("failure", facts.left, remedy) if facts.left else None
-
-
-def _writers(facts: PlaceFacts) -> Verdict | None:
-    if not facts.world_writable:
-        return None
-    remedy = f"chmod o-w {facts.path}: who may write decides what engines run"
-    return Verdict("warning", "every user of the machine may replace files here", remedy)
-
-
-def _inodes(facts: PlaceFacts) -> Verdict | None:
+        says, remedy = f"{facts.path} is not a directory", "give another directory, or move it"
+        yield Finding(place, "path", "failure", says, remedy)
+    if facts.left:
+        remedy = "remove it by hand; weightcast cannot use a file system that shows removed files"
+        yield Finding(place, "removal", "failure", facts.left, remedy)
+    if facts.world_writable:
+        remedy = f"chmod o-w {facts.path}: who may write decides what engines run"
+        yield Finding(place, "writers", "warning", "every user of the machine may replace files here", remedy)
     left = facts.space.free_files
-    if left is None or left >= _FEW_FILES:
-        return None
-    return Verdict("failure", f"{left} more files can be made", "free inodes")
+    if left is not None and left < _FEW_FILES:
+        yield Finding(place, "files", "failure", f"{left} more files can be made", "free inodes")
 
 
-_PLACE: Rules[PlaceFacts] = (
-    ("path", _path),
-    ("removal", _removal),
-    ("writers", _writers),
-    ("files", _inodes),
-)
-
-
-def _pace(facts: PlaceFacts) -> Verdict | None:
-    """A version's commit is about seven durable steps."""
-    rename = facts.probes.get("rename")
-    if rename is None or rename.problem:
-        return None
-    says = f"a small file is durable after {rename.measured * 1000:.0f} ms"
-    if rename.measured <= _SLOW_COMMIT_SECONDS:
-        return Verdict("ok", says)
-    remedy = "each version takes several of these: find what makes this file system slow"
-    return Verdict("warning", says, remedy)
-
-
-def _delay(facts: PlaceFacts) -> Verdict | None:
-    visible = facts.probes.get("visible")
-    if visible is None or visible.problem or visible.measured <= _LATE_SECONDS:
-        return None
-    remedy = "hosts wait --visible-deadline (120 s) for a new version's files"
-    return Verdict("note", f"a new file is seen after {visible.measured:.1f} s", remedy)
-
-
-def _clock(facts: PlaceFacts) -> Verdict | None:
+def _clock(place: str, facts: PlaceFacts) -> Iterator[Finding]:
     """Ages, retention and lag in seconds come from times that others wrote; they alone decide nothing."""
-    outcome = facts.probes.get("clock")
-    if outcome is None or outcome.problem:
-        return None
-    ahead = outcome.measured
+    ahead = facts.measured("clock")
+    if ahead is None:
+        return
     if abs(ahead) <= _CLOCK_SECONDS:
-        return Verdict("ok", "new files bear this machine's time")
-    direction = "ahead of" if ahead > 0 else "behind"
-    remedy = "run an NTP client on both machines: ages and lag in seconds are wrong by that much"
-    return Verdict("warning", f"new files are {abs(ahead):.1f} s {direction} this machine's clock", remedy)
-
-
-_CHANNEL_PACE: Rules[PlaceFacts] = (("pace", _pace), ("delay", _delay), ("clock", _clock))
-
-
-def _kind(facts: PlaceFacts) -> str:
-    return "" if facts.mount is None else facts.mount.kind
+        yield Finding(place, "clock", "ok", "new files bear this machine's time")
+    else:
+        direction = "ahead of" if ahead > 0 else "behind"
+        says = f"new files are {abs(ahead):.1f} s {direction} this machine's clock"
+        remedy = "run an NTP client on both machines: ages and lag in seconds are wrong by that much"
+        yield Finding(place, "clock", "warning", says, remedy)
 
 
 def _kind_text(facts: PlaceFacts) -> str:
-    kind = _kind(facts)
-    return f"{kind}, mounted at {facts.mount.point}" if facts.mount and kind else "of an unknown kind"
+    return (
+        f"{facts.kind}, mounted at {facts.mount.point}"
+        if facts.mount and facts.kind
+        else "of an unknown kind"
+    )
 
 
 def _not_tried(facts: PlaceFacts) -> tuple[str, str]:
@@ -253,104 +207,100 @@ def _not_tried(facts: PlaceFacts) -> tuple[str, str]:
 # the channel
 
 
-def _run(seen: ChannelSeen) -> Verdict:
-    run = seen.run
+def _run(run: RunFacts, role: Role | None) -> Iterator[Finding]:
     if run.problem:
-        return Verdict("failure", run.problem, run.remedy)
-    if run.foreign and run.version is None:
+        yield Finding(CHANNEL, "run", "failure", run.problem, run.remedy)
+    elif run.foreign and run.version is None:
         # as an empty mount point looks
         remedy = "mount the channel, or: `weightcast channel init` or the publisher makes it"
-        return Verdict("warning", "neither channel.json nor a pointer", remedy)
-    if run.foreign:
-        return Verdict("note", f"the plain slime format, version {run.version}; not all can be checked")
-    weights = "" if run.full_bytes is None else f", weights of {size_text(run.full_bytes)}"
-    return Verdict("ok", f"version {run.version or 0}{weights}")
-
-
-def _foreign(seen: ChannelSeen) -> Verdict | None:
-    if seen.run.foreign and seen.role == "publisher" and seen.run.version is not None:
-        return Verdict("failure", "another tool's channel", "publish into a directory of its own")
-    return None
-
-
-_RUN: Rules[ChannelSeen] = (("run", _run), ("run", _foreign))
-
-
-def _channel_kind(seen: ChannelSeen) -> Verdict:
-    kind, text = _kind(seen.place), _kind_text(seen.place)
-    if kind in (*_IN_MEMORY, "overlay"):
-        remedy = "fine for a trial; a fleet needs a directory that all machines mount"
-        return Verdict("warning", f"{text}: only this machine sees it, and not for long", remedy)
-    if kind in ("nfs", "nfs4") and seen.place.mount and "soft" in seen.place.mount.options:
-        remedy = "mount it hard: a soft mount gives errors for a slow server (daemons try again)"
-        return Verdict("warning", f"{text}, soft", remedy)
-    return Verdict("ok", text)
-
-
-def _channel_rights(seen: ChannelSeen) -> Verdict:
-    """Hosts read; they write nothing but their reports."""
-    place, role = seen.place, seen.role
-    if place.probed == place.path:
-        return Verdict("ok", "this user may write")
-    if place.probed is not None:
-        says, remedy = f"this user may write in {place.probed.name}/ alone", "give its user the directory"
-        if role == "subscriber":
-            return Verdict("ok", f"{says}: enough for a host")
+        yield Finding(CHANNEL, "run", "warning", "neither channel.json nor a pointer", remedy)
+    elif run.foreign:
+        says = f"the plain slime format, version {run.version}; not all can be checked"
+        yield Finding(CHANNEL, "run", "note", says)
+        if role == "publisher":
+            remedy = "publish into a directory of its own"
+            yield Finding(CHANNEL, "run", "failure", "another tool's channel", remedy)
     else:
-        says, remedy = _not_tried(place)
+        weights = "" if run.full_bytes is None else f", weights of {size_text(run.full_bytes)}"
+        yield Finding(CHANNEL, "run", "ok", f"version {run.version or 0}{weights}")
+
+
+def _channel_kind(facts: PlaceFacts) -> Finding:
+    text = _kind_text(facts)
+    if facts.kind in (*_IN_MEMORY, "overlay"):
+        says = f"{text}: only this machine sees it, and not for long"
+        remedy = "fine for a trial; a fleet needs a directory that all machines mount"
+        return Finding(CHANNEL, "file system", "warning", says, remedy)
+    if facts.kind in ("nfs", "nfs4") and facts.mount and "soft" in facts.mount.options:
+        remedy = "mount it hard: a soft mount gives errors for a slow server (daemons try again)"
+        return Finding(CHANNEL, "file system", "warning", f"{text}, soft", remedy)
+    return Finding(CHANNEL, "file system", "ok", text)
+
+
+def _channel_rights(facts: PlaceFacts, role: Role | None) -> Finding:
+    """Hosts read; they write nothing but their reports."""
+    if facts.probed == facts.path:
+        return Finding(CHANNEL, "permissions", "ok", "this user may write")
+    if facts.probed is not None:
+        says, remedy = f"this user may write in {facts.probed.name}/ alone", "give its user the directory"
+        if role == "subscriber":
+            return Finding(CHANNEL, "permissions", "ok", f"{says}: enough for a host")
+    else:
+        says, remedy = _not_tried(facts)
         if role == "subscriber":
             remedy = "fine for a host; for its reports: let it write to hosts/, or --report-to the publisher"
-            return Verdict("note", says, remedy)
+            return Finding(CHANNEL, "permissions", "note", says, remedy)
     remedy = f"a publisher must write here: {remedy}"
     if role is None:
-        return Verdict("warning", says, f"{remedy}; a host need not (--role subscriber)")
-    return Verdict("failure", says, remedy)
+        remedy = f"{remedy}; a host need not (--role subscriber)"
+        return Finding(CHANNEL, "permissions", "warning", says, remedy)
+    return Finding(CHANNEL, "permissions", "failure", says, remedy)
 
 
-def _channel_space(seen: ChannelSeen) -> Verdict:
-    run, free = seen.run, seen.place.space.free_bytes
-    says = f"{size_text(free)} of {size_text(seen.place.space.total_bytes)} free"
-    if seen.role == "subscriber":
-        return Verdict("ok", says)
+def _pace(facts: PlaceFacts) -> Iterator[Finding]:
+    """A version's commit is about seven durable steps."""
+    seconds, delay = facts.measured("rename"), facts.measured("visible")
+    if seconds is not None:
+        slow = seconds > _SLOW_COMMIT_SECONDS
+        remedy = "each version takes several of these: find what makes this file system slow" if slow else ""
+        says = f"a small file is durable after {seconds * 1000:.0f} ms"
+        yield Finding(CHANNEL, "pace", "warning" if slow else "ok", says, remedy)
+    if delay is not None and delay > _LATE_SECONDS:
+        remedy = "hosts wait --visible-deadline (120 s) for a new version's files"
+        yield Finding(CHANNEL, "delay", "note", f"a new file is seen after {delay:.1f} s", remedy)
+
+
+def _channel_space(space: Space, run: RunFacts, role: Role | None) -> Finding:
+    free, says = space.free_bytes, f"{size_text(space.free_bytes)} of {size_text(space.total_bytes)} free"
     remedy = "free space, or let versions go: --keep-versions, `weightcast channel prune`"
     least = max(_LEAST_FREE, run.delta_bytes or 0)
-    if free < least:
-        return Verdict("failure", f"{says}: a version needs {size_text(least)}", remedy)
-    if run.delta_bytes is not None and free < _DELTAS * run.delta_bytes:
-        left = free // max(run.delta_bytes, 1)
-        return Verdict("warning", f"{says}: {left} versions like the newest", remedy)
-    if run.full_bytes is not None and free < run.full_bytes:
-        return Verdict("warning", f"{says}: an anchor ({size_text(run.full_bytes)}) does not fit", remedy)
-    return Verdict("ok", says)
+    level: Level = "warning"
+    if role == "subscriber":
+        level, remedy = "ok", ""
+    elif free < least:
+        level, says = "failure", f"{says}: a version needs {size_text(least)}"
+    elif run.delta_bytes is not None and free < _DELTAS * run.delta_bytes:
+        says += f": {free // max(run.delta_bytes, 1)} versions like the newest"
+    elif run.full_bytes is not None and free < run.full_bytes:
+        says += f": an anchor ({size_text(run.full_bytes)}) does not fit"
+    else:
+        level, remedy = "ok", ""
+    return Finding(CHANNEL, "space", level, says, remedy)
 
-
-_CHANNEL: Rules[ChannelSeen] = (("file system", _channel_kind), ("permissions", _channel_rights))
 
 # the local checkpoint
 
 
-def _not_a_checkpoint(seen: LocalSeen) -> Verdict | None:
-    if not seen.inside.foreign:
-        return None
-    says = f"{seen.place.path} is not empty and is not a weightcast local checkpoint"
-    return Verdict("failure", says, "choose an empty or new directory for --local")
-
-
-def _local_kind(seen: LocalSeen) -> Verdict:
-    kind, text = _kind(seen.place), _kind_text(seen.place)
-    if kind in _NETWORK or kind.startswith("fuse."):
+def _local_kind(facts: PlaceFacts) -> Finding:
+    text = _kind_text(facts)
+    if facts.kind in _NETWORK or facts.kind.startswith("fuse."):
+        says = f"{text}: every patch and every load crosses the network"
         remedy = "put --local on a local disk (ext4, xfs) or in /dev/shm"
-        return Verdict("warning", f"{text}: every patch and every load crosses the network", remedy)
-    if kind == "overlay":
+        return Finding(LOCAL, "file system", "warning", says, remedy)
+    if facts.kind == "overlay":
         says = f"{text}: the container's own layer, gone with it"
-        return Verdict("warning", says, "mount a volume for --local")
-    return Verdict("ok", text)
-
-
-def _local_rights(seen: LocalSeen) -> Verdict:
-    if seen.place.probed is None:
-        return Verdict("failure", *_not_tried(seen.place))
-    return Verdict("ok", "this user may write" if seen.place.there else "not there yet; can be made")
+        return Finding(LOCAL, "file system", "warning", says, "mount a volume for --local")
+    return Finding(LOCAL, "file system", "ok", text)
 
 
 def step_bytes(run: RunFacts | None) -> int:
@@ -363,147 +313,111 @@ def step_bytes(run: RunFacts | None) -> int:
     return ROOM_BYTES + guessed * (JOURNAL_BYTES + _BYTES_PER_GUESSED_CHANGE)
 
 
-def _local_space(seen: LocalSeen) -> Verdict:
-    space, full, step = seen.place.space, seen.missing_bytes, step_bytes(seen.run)
-    free = space.free_bytes + seen.inside.spare_bytes
-    says = f"{size_text(free)} of {size_text(space.total_bytes)} free"
-    if free >= full + step:
-        return Verdict("ok", says)
-    what = f"{size_text(full)} of weights and " if full else ""
+def _local_space(facts: PlaceFacts, spare_bytes: int, missing: int, step: int) -> Finding:
+    free = facts.space.free_bytes + spare_bytes
+    says = f"{size_text(free)} of {size_text(facts.space.total_bytes)} free"
+    if free >= missing + step:
+        return Finding(LOCAL, "space", "ok", says)
+    what = f"{size_text(missing)} of weights and " if missing else ""
     remedy = "free space or give another disk"
-    if _kind(seen.place) in _IN_MEMORY:
+    if facts.kind in _IN_MEMORY:
         remedy = "make it larger: `mount -o remount,size=`, --shm-size, or an emptyDir's sizeLimit"
-    return Verdict("failure", f"{says}: {what}{size_text(step)} for a step are needed", remedy)
+    says = f"{says}: {what}{size_text(step)} for a step are needed"
+    return Finding(LOCAL, "space", "failure", says, remedy)
 
 
-def _dirty_pages(seen: LocalSeen) -> Verdict | None:
+def _tmpfs_memory(size: int, wanted: int, machine: MachineFacts) -> Iterator[Finding]:
+    """Files in a tmpfs are memory: of the machine, and of the container's limit."""
+    if wanted > machine.available_bytes:
+        says = f"{size_text(wanted)} are needed in memory, {size_text(machine.available_bytes)} available"
+        remedy = "raise the container's memory limit, or put --local on a disk"
+        yield Finding(LOCAL, "memory", "failure", says, remedy)
+    elif size > machine.limit_bytes:
+        says = f"a tmpfs of {size_text(size)} is larger than the memory"
+        remedy = "nothing if the weights fit; a full memory kills processes before the tmpfs is full"
+        yield Finding(LOCAL, "memory", "warning", says, remedy)
+
+
+def _dirty_pages(weights: int, dirty_bytes: int) -> Finding:
     """A patch of half a percent changes a word in nearly every page."""
-    weights = None if seen.run is None else seen.run.full_bytes
-    if weights is None or _kind(seen.place) in _IN_MEMORY:
-        return None
-    may_wait = size_text(seen.machine.dirty_bytes)
-    if weights <= seen.machine.dirty_bytes:
-        return Verdict("ok", f"{may_wait} may wait for the disk")
-    return Verdict(
+    may_wait = size_text(dirty_bytes)
+    if weights <= dirty_bytes:
+        return Finding(LOCAL, "dirty pages", "ok", f"{may_wait} may wait for the disk")
+    return Finding(
+        LOCAL,
+        "dirty pages",
         "note",
         f"a patch changes most pages of {size_text(weights)}; beyond {may_wait} it goes at the disk's speed",
         "--local in /dev/shm, more memory, or larger vm.dirty_background_bytes and vm.dirty_bytes",
     )
 
 
-def _tmpfs_memory(seen: LocalSeen) -> Verdict | None:
-    """Files in a tmpfs are memory: of the machine, and of the container's limit."""
-    if _kind(seen.place) not in _IN_MEMORY:
-        return None
-    wanted, machine = step_bytes(seen.run) + seen.missing_bytes, seen.machine
-    if wanted > machine.available_bytes:
-        available = size_text(machine.available_bytes)
-        remedy = "raise the container's memory limit, or put --local on a disk"
-        return Verdict("failure", f"{size_text(wanted)} are needed in memory, {available} available", remedy)
-    total = seen.place.space.total_bytes
-    if total > machine.limit_bytes:
-        remedy = "nothing if the weights fit; a full memory kills processes before the tmpfs is full"
-        return Verdict("warning", f"a tmpfs of {size_text(total)} is larger than the memory", remedy)
-    return None
-
-
-_LOCAL: Rules[LocalSeen] = (
-    ("path", _not_a_checkpoint),
-    ("file system", _local_kind),
-    ("permissions", _local_rights),
-)
-_LOCAL_SIZES: Rules[LocalSeen] = (
-    ("space", _local_space),
-    ("memory", _tmpfs_memory),
-    ("dirty pages", _dirty_pages),
-)
-
 # the machine
 
 
-def _kernels(seen: MachineSeen) -> Verdict:
-    problem = seen.facts.kernel_problem
-    if seen.facts.kernels != "numba":
+def judge_machine(facts: MachineFacts, run: RunFacts | None, inside: LocalFacts | None) -> Iterator[Finding]:
+    """`run`, `inside`: of channel and local directory, where they were given."""
+    yield _kernels(facts)
+    yield _memory(facts)
+    yield _shm(facts)
+    yield _open_files(facts, 0 if inside is None else inside.files)
+    limit, most = facts.file_bytes, None if run is None else run.full_bytes
+    if limit is not None and (most is None or limit < most):
+        remedy = "ulimit -f unlimited, or LimitFSIZE=infinity in the unit"
+        yield Finding(MACHINE, "file size", "warning", f"no file may grow beyond {size_text(limit)}", remedy)
+    locked = "no limit" if facts.locked_bytes is None else size_text(facts.locked_bytes)
+    yield Finding(MACHINE, "locked memory", "ok", f"{locked}; weightcast locks none")
+    yield _identity(facts)
+
+
+def _kernels(facts: MachineFacts) -> Finding:
+    if facts.kernels != "numba":
+        says = f"not usable: {facts.kernel_problem}"
         remedy = "install the numba and llvmlite releases that weightcast requires"
-        return Verdict("failure", f"not usable: {problem}", remedy)
-    if problem:
+        return Finding(MACHINE, "kernels", "failure", says, remedy)
+    if facts.kernel_problem:
         remedy = "set WEIGHTCAST_CACHE to a private directory with room, or free space in the named one"
-        return Verdict("warning", problem, remedy)
-    return Verdict("ok", f"compiled; {seen.facts.cores} cores")
+        return Finding(MACHINE, "kernels", "warning", facts.kernel_problem, remedy)
+    return Finding(MACHINE, "kernels", "ok", f"compiled; {facts.cores} cores")
 
 
-def _memory(seen: MachineSeen) -> Verdict:
-    facts = seen.facts
+def _memory(facts: MachineFacts) -> Finding:
     says = f"{size_text(facts.available_bytes)} available of {size_text(facts.limit_bytes)}"
     if facts.limit_bytes < facts.memory_bytes:
         says += f", the control group's limit (the machine has {size_text(facts.memory_bytes)})"
     if facts.available_bytes >= DAEMON_BYTES:
-        return Verdict("ok", says)
-    remedy = "more memory, or a smaller --memory-budget"
-    return Verdict("failure", f"{says}: a daemon takes up to {size_text(DAEMON_BYTES)}", remedy)
+        return Finding(MACHINE, "memory", "ok", says)
+    says += f": a daemon takes up to {size_text(DAEMON_BYTES)}"
+    return Finding(MACHINE, "memory", "failure", says, "more memory, or a smaller --memory-budget")
 
 
-def _shm(seen: MachineSeen) -> Verdict:
-    nbytes = seen.facts.shm_bytes
-    if nbytes == 0:
-        return Verdict("note", "there is none", "give --hand-over and --local other directories")
-    says = f"a tmpfs of {size_text(nbytes)}"
-    if nbytes >= min(_SMALL_SHM, seen.facts.limit_bytes // 4):
-        return Verdict("ok", says)
+def _shm(facts: MachineFacts) -> Finding:
+    if facts.shm_bytes == 0:
+        remedy = "give --hand-over and --local other directories"
+        return Finding(MACHINE, "/dev/shm", "note", "there is none", remedy)
+    says = f"a tmpfs of {size_text(facts.shm_bytes)}"
+    if facts.shm_bytes >= min(_SMALL_SHM, facts.limit_bytes // 4):
+        return Finding(MACHINE, "/dev/shm", "ok", says)
     remedy = "too small for weights: --shm-size, or an emptyDir of medium Memory with a sizeLimit"
-    return Verdict("note", says, remedy)
+    return Finding(MACHINE, "/dev/shm", "note", says, remedy)
 
 
-def _open_files(seen: MachineSeen) -> Verdict:
-    facts = seen.facts
-    wanted = _OTHER_FILES + _FILES_OF_A_PIECE * (0 if seen.inside is None else seen.inside.files)
+def _open_files(facts: MachineFacts, weight_files: int) -> Finding:
+    wanted = _OTHER_FILES + _FILES_OF_A_PIECE * weight_files
     if facts.open_files >= wanted:
-        return Verdict("ok", f"{facts.open_files} may be open")
+        return Finding(MACHINE, "open files", "ok", f"{facts.open_files} may be open")
     says = f"{facts.open_files} files may be open (hard limit {facts.open_files_most}), {wanted} are needed"
-    return Verdict("failure", says, f"ulimit -n {wanted}, or LimitNOFILE= in the unit")
+    remedy = f"ulimit -n {wanted}, or LimitNOFILE= in the unit"
+    return Finding(MACHINE, "open files", "failure", says, remedy)
 
 
-def _file_size(seen: MachineSeen) -> Verdict | None:
-    limit, most = seen.facts.file_bytes, None if seen.run is None else seen.run.full_bytes
-    if limit is None or (most is not None and limit >= most):
-        return None
-    remedy = "ulimit -f unlimited, or LimitFSIZE=infinity in the unit"
-    return Verdict("warning", f"no file may grow beyond {size_text(limit)}", remedy)
-
-
-def _locked_memory(seen: MachineSeen) -> Verdict:
-    limit = seen.facts.locked_bytes
-    return Verdict("ok", f"{'no limit' if limit is None else size_text(limit)}; weightcast locks none")
-
-
-def _boot_id(seen: MachineSeen) -> Verdict | None:
+def _identity(facts: MachineFacts) -> Finding:
     """How a restart is recognized: shared/checkpoint/state/state.py."""
-    if seen.facts.boot_id:
-        return None
-    says = "the kernel gives none: after every start all weights are read again"
-    return Verdict("warning", says, "make /proc/sys/kernel/random/boot_id readable")
-
-
-def _machine_id(seen: MachineSeen) -> Verdict | None:
-    if not seen.facts.boot_id or seen.facts.machine_id:
-        return None
-    says = "there is no /etc/machine-id: the container's host name is used instead"
-    return Verdict("note", says, "give the container a stable host name, or mount /etc/machine-id")
-
-
-def _identity(seen: MachineSeen) -> Verdict | None:
-    known = seen.facts.boot_id and seen.facts.machine_id
-    return Verdict("ok", "machine restarts and process restarts can be distinguished") if known else None
-
-
-_MACHINE: Rules[MachineSeen] = (
-    ("kernels", _kernels),
-    ("memory", _memory),
-    ("/dev/shm", _shm),
-    ("open files", _open_files),
-    ("file size", _file_size),
-    ("locked memory", _locked_memory),
-    ("boot id", _boot_id),
-    ("machine id", _machine_id),
-    ("identity", _identity),
-)
+    if not facts.boot_id:
+        says = "the kernel gives none: after every start all weights are read again"
+        return Finding(MACHINE, "boot id", "warning", says, "make /proc/sys/kernel/random/boot_id readable")
+    if not facts.machine_id:
+        says = "there is no /etc/machine-id: the container's host name is used instead"
+        remedy = "give the container a stable host name, or mount /etc/machine-id"
+        return Finding(MACHINE, "machine id", "note", says, remedy)
+    return Finding(MACHINE, "identity", "ok", "machine restarts and process restarts can be distinguished")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -16,8 +16,8 @@ from rich.table import Table
 
 from weightcast.shared.base.elements import CHUNK_WORDS, TensorTable
 from weightcast.shared.base.errors import counted
-from weightcast.shared.daemon.threads import DAEMON_BYTES, MEMORY_BUDGET, SCRATCH_BYTES
-from weightcast.shared.doctor.findings import size_text
+from weightcast.shared.daemon.environment import DAEMON_BYTES, MEMORY_BUDGET, SCRATCH_BYTES
+from weightcast.shared.daemon.logs import size_text
 
 Encoding = Literal["fast", "small"]
 
@@ -197,12 +197,10 @@ def change_bits(density: float, width: int = 2, encoding: Encoding = "fast") -> 
 
 
 def per_version(weights: Weights, density: float, encoding: Encoding = "fast") -> PerVersion:
-    changed = sum(_changed(weights, density).values())
-    if not changed:
+    changed = {width: round(words * density) for width, words in weights.words.items()}
+    if not any(changed.values()):
         return PerVersion(0, _INDEX_FIXED_BYTES, _INDEX_FIXED_BYTES, _RECORD_BYTES)
-    bits = sum(
-        count * change_bits(density, width, encoding) for width, count in _changed(weights, density).items()
-    )
+    bits = sum(count * change_bits(density, width, encoding) for width, count in changed.items())
     # as if every tensor changed
     index = (
         _INDEX_FIXED_BYTES
@@ -210,11 +208,7 @@ def per_version(weights: Weights, density: float, encoding: Encoding = "fast") -
         + weights.tensors * _INDEX_TENSOR_BYTES
         + weights.chunks * _INDEX_CHUNK_BYTES
     )
-    return PerVersion(changed, int(bits / 8) + index, index, journal_bytes(weights, density))
-
-
-def _changed(weights: Weights, density: float) -> Mapping[int, int]:
-    return {width: round(words * density) for width, words in weights.words.items()}
+    return PerVersion(sum(changed.values()), int(bits / 8) + index, index, journal_bytes(weights, density))
 
 
 def journal_bytes(weights: Weights, density: float) -> int:
@@ -281,12 +275,7 @@ def apply_seconds(one: PerVersion, nbytes: int, threads: int) -> float:
 def roles(weights: Weights, one: PerVersion) -> tuple[RoleBytes, ...]:
     full, step = weights.nbytes, one.delta_bytes + one.journal_bytes
     return tuple(
-        RoleBytes(
-            role.name,
-            role.memory.nbytes(full, step),
-            role.cache.nbytes(full, step),
-            role.disk.nbytes(full, step),
-        )
+        RoleBytes(role.name, *(each.nbytes(full, step) for each in (role.memory, role.cache, role.disk)))
         for role in ROLES
     )
 
@@ -312,18 +301,12 @@ def sizing(weights: Weights, asked: Workload) -> Sizing:
     )
 
 
-def journals(weights: Weights, densities: Iterable[float]) -> Mapping[float, int]:
-    """Bytes of one step's journal by density."""
-    return {density: journal_bytes(weights, density) for density in densities}
-
-
 DENSITIES = (0.01, 0.05, 0.2)
-Row = tuple[str, str]
 
 
 def plan_facts(weights: Weights, asked: Workload, found: Sizing) -> dict[str, Any]:
     """All of it for JSON."""
-    by_density = {f"{density:g}": size for density, size in journals(weights, DENSITIES).items()}
+    by_density = {f"{density:g}": journal_bytes(weights, density) for density in DENSITIES}
     return {"asked": asdict(asked), **asdict(found), "journals": by_density}
 
 
@@ -350,24 +333,27 @@ def show_plan(console: Console, weights: Weights, asked: Workload, found: Sizing
     )
 
 
-def plan_rows(weights: Weights, asked: Workload, found: Sizing) -> Iterator[Row]:
+def plan_rows(weights: Weights, asked: Workload, found: Sizing) -> Iterator[tuple[str, str]]:
     one, late = found.per_version, found.catch_up
     less = f"{found.ratio:,.0f} times less than" if found.ratio >= 1.5 else "no less than"
     yield "a version", f"{size_text(one.delta_bytes)}, {less} the weights"
-    sizes = (f"{size} at {density:.0%}" for density, size in _journal_texts(weights))
+    sizes = (f"{size_text(journal_bytes(weights, density))} at {density:.0%}" for density in DENSITIES)
     yield "journal of a step", f"{size_text(one.journal_bytes)} ({', '.join(sizes)})"
     yield (
         "channel, per hour",
         f"{size_text(found.channel_bytes_per_hour)}; an anchor {size_text(found.full_bytes)}",
     )
-    yield "publisher writes", rate_text(found.publisher_link)
-    fresh = rate_text(found.host_link_fresh)
-    yield "a host reads", f"{rate_text(found.host_link)}; {fresh} to have it in a tenth of the interval"
-    yield "all hosts read", rate_text(found.server_link)
+    yield "publisher writes", size_text(found.publisher_link, "bit/s")
+    fresh = size_text(found.host_link_fresh, "bit/s")
+    yield (
+        "a host reads",
+        f"{size_text(found.host_link, 'bit/s')}; {fresh} to have it in a tenth of the interval",
+    )
+    yield "all hosts read", size_text(found.server_link, "bit/s")
     yield (
         f"after {asked.away:g} s away",
         f"{counted(late.versions, 'version')}, {size_text(late.bytes)}, about {late.seconds:.2g} s"
-        f" on a link of {rate_text(asked.link)}",
+        f" on a link of {size_text(asked.link, 'bit/s')}",
     )
     yield "a new host", f"{size_text(late.new_host_bytes)}, about {late.new_host_seconds:.2g} s"
     if found.behind:
@@ -376,16 +362,3 @@ def plan_rows(weights: Weights, asked: Workload, found: Sizing) -> Iterator[Row]
             "too much",
             f"a host takes longer than the interval for a version: publish less often, or {more}",
         )
-
-
-def _journal_texts(weights: Weights) -> Iterator[tuple[float, str]]:
-    for density, size in journals(weights, DENSITIES).items():
-        yield density, size_text(size)
-
-
-def rate_text(bits_per_second: float) -> str:
-    for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
-        if bits_per_second < 999.5:
-            return f"{bits_per_second:.3g} {unit}"
-        bits_per_second /= 1000
-    return f"{bits_per_second:.3g} Tbit/s"

@@ -26,7 +26,7 @@ from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.verify.hashing import Scrub
 from weightcast.shared.daemon.http import StrictRoute, make_app
 from weightcast.shared.daemon.logs import get_log, setup_logs
-from weightcast.shared.daemon.loop import Stop, Wakeup, begun, run_daemon
+from weightcast.shared.daemon.loop import Stop, Wakeup, Watcher, begun, run_daemon
 from weightcast.shared.daemon.metrics import DiskMetrics, new_registry, watch_loop
 from weightcast.shared.daemon.status import (
     STATUS,
@@ -35,7 +35,6 @@ from weightcast.shared.daemon.status import (
     Snapshot,
     warm_up_in_background,
 )
-from weightcast.shared.daemon.watch import Watcher
 from weightcast.shared.files.disk_errors import DiskError
 from weightcast.shared.files.paths import exists, require_directory
 from weightcast.subscriber.daemon.announce import Announcer, FailedEngines
@@ -70,15 +69,15 @@ class Subscriber:
         self._has_moved = False
         """the local checkpoint, in the running step"""
         self.announcer = Announcer()
-        self.failed = FailedEngines(settings.on_engine_failed, settings.hook_seconds, self.stop.request)
-        self.scrub = Scrub(int(settings.verify_rate), stop=lambda: self.stop.requested)
+        self.failed = FailedEngines(settings.on_engine_failed, settings.hook_seconds, self.stop.set)
+        self.scrub = Scrub(int(settings.verify_rate), stop=self.stop.is_set)
         self.engine_verify = EngineVerify(
-            int(settings.verify_rate), settings.verify_engine_every, stop=lambda: self.stop.requested
+            int(settings.verify_rate), settings.verify_engine_every, stop=self.stop.is_set
         )
         lead = open_lead(settings)
         self.sync = Sync(
             replace(options_of(settings), fetch_ahead=True),
-            open_engines(settings, lead, stopping=lambda: self.stop.requested),
+            open_engines(settings, lead, stopping=self.stop.is_set),
             lead,
             Callbacks(self._show, self._moved, stop=self.stop.wait),
         )
@@ -105,7 +104,7 @@ class Subscriber:
         except WeightcastError as error:
             if self.start.is_final(error):
                 self.refused = error
-                self.stop.request()
+                self.stop.set()
             raise
         self.start.ended_well()
 

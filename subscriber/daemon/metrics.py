@@ -12,12 +12,6 @@ from weightcast.shared.daemon.metrics import (
     OTHER,
     Metrics,
     VerifyMetrics,
-    age,
-    byte_count,
-    count,
-    duration,
-    facts,
-    number,
     one_of,
 )
 from weightcast.subscriber.engines.live import Why
@@ -49,50 +43,46 @@ class SubscriberMetrics:
     """`show` is called with every status, `count` with every update."""
 
     def __init__(self, registry: Metrics) -> None:
-        self._run = facts(
-            registry,
+        self._run = registry.facts(
             "run",
             "The run that is followed here; always 1.",
             {"run_id": "the channel's", "role": ("subscriber",), "software": "this daemon's"},
         )
-        self._local = number(registry, "local_version", "Version on disk; -1: none.")
-        self._target = number(registry, "target_version", "Version to be reached; -1: not known.")
-        self._served = number(registry, "served_version", "Lowest version an engine confirmed; -1: none.")
-        self._lag = number(
-            registry, "lag_versions", "Target less served version; NaN while either is not known."
+        self._local = registry.number("local_version", "Version on disk; -1: none.")
+        self._target = registry.number("target_version", "Version to be reached; -1: not known.")
+        self._served = registry.number("served_version", "Lowest version an engine confirmed; -1: none.")
+        self._lag = registry.number(
+            "lag_versions", "Target less served version; NaN while either is not known."
         )
-        self._follows = number(
-            registry, "follows_latest", "1 when the target is latest, 0 for a version or a tag."
+        self._follows = registry.number(
+            "follows_latest", "1 when the target is latest, 0 for a version or a tag."
         )
-        self._ready = number(registry, "ready", "1 when every engine serves the local version.")
-        self._degraded = number(registry, "degraded", "1 when the host is not where it should be.")
-        self._blocked = number(registry, "blocked_versions", "Versions that the engines refused.")
-        self._bytes = byte_count(
-            registry,
-            "channel",
+        self._ready = registry.number("ready", "1 when every engine serves the local version.")
+        self._degraded = registry.number("degraded", "1 when the host is not where it should be.")
+        self._blocked = registry.number("blocked_versions", "Versions that the engines refused.")
+        self._bytes = registry.count(
+            "channel_bytes",
             "Bytes of versions, by direction and by what they were for.",
             {"direction": ("read",), "cause": CAUSES},
         )
-        self._changes = count(registry, "changed_words", "Words changed on disk by updates.")
-        self._updates = count(
-            registry, "updates", "Moves of the local checkpoint and reloads.", {"kind": get_args(MoveKind)}
+        self._changes = registry.count("changed_words", "Words changed on disk by updates.")
+        self._updates = registry.count(
+            "updates", "Moves of the local checkpoint and reloads.", {"kind": get_args(MoveKind)}
         )
-        self._seconds = duration(registry, "update", "A whole update.", {"kind": get_args(MoveKind)})
-        self._phases = duration(registry, "update_phase", "Time of an update by phase.", {"phase": PHASES})
-        self._paused = duration(registry, "engine_pause", "Longest pause of an engine in an update.")
-        self._damage = count(
-            registry,
+        self._seconds = registry.duration("update", "A whole update.", {"kind": get_args(MoveKind)})
+        self._phases = registry.duration("update_phase", "Time of an update by phase.", {"phase": PHASES})
+        self._paused = registry.duration("engine_pause", "Longest pause of an engine in an update.")
+        self._damage = registry.count(
             "digest_mismatches",
             "Files of the channel and tensors on disk that were not what their digests say.",
             {"place": ("channel", "local")},
         )
-        self._proof_age = age(
-            registry,
-            "reload_proof_age",
+        self._proof_age = registry.number(
+            "reload_proof_age_seconds",
             "Age of the oldest hash of the local weights when engines were last reloaded; NaN: never.",
         )
-        self._proof_bound = age(
-            registry, "reload_proof_bound", "Age from which weights are hashed again before a reload."
+        self._proof_bound = registry.number(
+            "reload_proof_bound_seconds", "Age from which weights are hashed again before a reload."
         )
         self._engines = _EngineMetrics(registry)
         self._verify = VerifyMetrics(registry)
@@ -136,29 +126,26 @@ class SubscriberMetrics:
 class _EngineMetrics:
     def __init__(self, registry: Metrics) -> None:
         engine = {"engine": _ENGINE}
-        self._state = number(
-            registry,
+        self._state = registry.number(
             "engine_state",
             "1 for the state that the engine is in.",
             {**engine, "state": CONDITIONS},
         )
-        self._version = number(registry, "engine_version", "Version it confirmed last; -1: none.", engine)
-        self._failures = number(registry, "engine_failures", "Rounds of failed reloads in a row.", engine)
+        self._version = registry.number("engine_version", "Version it confirmed last; -1: none.", engine)
+        self._failures = registry.number("engine_failures", "Rounds of failed reloads in a row.", engine)
 
-        self._ways = count(
-            registry,
+        self._ways = registry.count(
             "engine_updates",
             "How engines with via=live came to versions: by a patch of their memory, or from disk.",
             {**engine, "way": get_args(Way)},
         )
-        self._because = count(
-            registry,
+        self._because = registry.count(
             "engine_disk_reloads",
             "Reloads from disk of engines with via=live, by their cause.",
             {**engine, "because": WHYS},
         )
-        self._faults = count(
-            registry, "engine_verify_faults", "Times that an engine's memory was found wrong.", engine
+        self._faults = registry.count(
+            "engine_verify_faults", "Times that an engine's memory was found wrong.", engine
         )
         self._totals = _Totals()
 

@@ -16,10 +16,10 @@ from weightcast.shared.base.errors import FIX_ENGINE, WeightcastError
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import CHANNEL_JSON, LATEST
 from weightcast.shared.channel.reports import UPDATES_LIMIT, Report, Update, pack_report, write_report
-from weightcast.shared.daemon.backoff import Backoff, jittered
 from weightcast.shared.daemon.client import Daemon, parsed
 from weightcast.shared.daemon.fleet import REPORTS_PATH
 from weightcast.shared.daemon.logs import get_log
+from weightcast.shared.daemon.timing import Backoff, jittered
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.status import HostStatus, UpdateStatus
 

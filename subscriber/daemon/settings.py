@@ -32,7 +32,7 @@ from weightcast.subscriber.sync.options import BadTarget, parse_target
 
 MOST_MEMBERS = 256
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
-Deadline = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
+Deadline = Annotated[float, Field(gt=0, le=86400)]
 
 
 class SubscriberSettings(ServiceSettings):

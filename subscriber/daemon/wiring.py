@@ -13,8 +13,8 @@ from weightcast.shared.channel.signing import Trust
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import read_state
 from weightcast.shared.checkpoint.update.fetch import PreRead
+from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.hooks import run_hook
-from weightcast.shared.daemon.threads import working_threads
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.engines.adapter import Adapter
 from weightcast.subscriber.engines.base import (

@@ -17,7 +17,7 @@ from weightcast.shared.base.errors import EngineFailed, WeightcastError
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers
 from weightcast.shared.checkpoint.state.state import LocalState, Mark, Phase, Step
 from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
-from weightcast.shared.daemon.backoff import Backoff
+from weightcast.shared.daemon.timing import Backoff
 from weightcast.subscriber.engines.adapter import Adapter, LiveAdapter, guarded
 from weightcast.subscriber.engines.base import (
     Confirmation,

@@ -16,7 +16,7 @@ from weightcast.shared.checkpoint.state.state import Phase, Position, read_state
 from weightcast.shared.cli.local import EngineFound
 from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.digest.root import root
-from weightcast.shared.doctor.findings import Finding, Level
+from weightcast.shared.doctor.rules import Finding, Level
 from weightcast.shared.files import durable
 from weightcast.subscriber.engines.adapter import NONE, UNKNOWN, Adapter, EngineLanes, guarded
 from weightcast.subscriber.engines.base import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from weightcast.shared.checkpoint.state.state import Blocked, EngineState, LocalState, Mark, Position
-from weightcast.shared.daemon.backoff import Backoff
+from weightcast.shared.daemon.timing import Backoff
 from weightcast.subscriber.engines.base import Confirmation, EngineFacts, HeldWeights
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from weightcast.shared.base.errors import DamagedFile, EngineFailed
-from weightcast.shared.daemon.deadline import Deadline
 from weightcast.shared.daemon.environment import port_of
+from weightcast.shared.daemon.timing import Deadline
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.subscriber.engines.base import (
     QUOTED,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from weightcast.shared.base.errors import NeedsReseed, Refused, Stopped, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.checkpoint.verify.hashing import Damaged, Scrub
-from weightcast.shared.daemon.status import verify_status
 from weightcast.subscriber.engines.host import Engines
 from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.groups.lead import Lead
@@ -107,7 +106,7 @@ class Sync:
             self.updater.release()
             raise self.host.failed(error) from error
         finally:
-            self.host.note(verify=verify_status(scrub.status))
+            self.host.note(verify=scrub.status)
             self.host.tell()
 
     def verify_engines(self, verify: EngineVerify) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +28,8 @@ from benchmarks.files import (
 from benchmarks.results import load
 from benchmarks.run import Plan, check, full, measure, quick
 from weightcast.shared.base.errors import Refused, RetryLater
-from weightcast.shared.cli.main import VERBS, run
+from weightcast.shared.cli.main import run
 
-VERB = EntryPoint("bench", "benchmarks.__main__:register", VERBS)
 SMALLEST = 4_000_000
 
 
@@ -161,12 +159,12 @@ def test_missing_torch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_line_refuses_unknown_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "--part", "nothing"], [VERB]) == 2
+    assert run(["bench", "--part", "nothing"]) == 2
     assert "codec, files, first-use" in capsys.readouterr().err
 
 
 def test_the_command_line_reports_errors_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "--quick", "--dir", str(tmp_path / "no"), "--json"], [VERB]) == 3
+    assert run(["bench", "--quick", "--dir", str(tmp_path / "no"), "--json"]) == 3
     assert "no directory" in json.loads(capsys.readouterr().out)["message"]
 
 

@@ -195,6 +195,7 @@ def _app(double: Double, token: str | None) -> FastAPI:
         CollectorRegistry(),
         token,
         lambda: None,
+        PublisherStatus,
         open_paths=PAGE_PATHS,
     )
     app.include_router(page_routes())

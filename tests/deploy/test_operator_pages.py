@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
+from command_tree import commands_of, find
 from pydantic import BaseModel
 
 from weightcast.publisher.daemon import status as publisher_status
 from weightcast.publisher.publish.report import Publication
 from weightcast.shared.base import errors
-from weightcast.shared.cli.app import new_app, register_sides
-from weightcast.shared.cli.main import VERBS
 from weightcast.shared.daemon.status import Facts, Failure, LoopStatus
 from weightcast.subscriber import status as host_status
 from weightcast.subscriber.engines.base import KINDS, OPTIONS, POLICIES
@@ -77,33 +72,13 @@ def commands() -> list[list[str]]:
 
 
 def test_command_lines_are_understood() -> None:
-    app = new_app()
-    assert register_sides(app, entry_points(group=VERBS)) == []
     assert len(commands()) > 5
     for words in commands():
-        verb, rest = found(typer.main.get_command(app), words)
-        # Parses and judges the options; the verb itself is not run.
-        verb.make_context(verb.name, rest)
-
-
-def verbs(command: Any, name: str = "") -> Iterator[str]:
-    inner = getattr(command, "commands", None)
-    if inner is None:
-        yield name.strip()
-        return
-    for word, verb in inner.items():
-        yield from verbs(verb, f"{name} {word}")
+        command, rest = find(words)
+        # Parses and judges the options; the command itself is not run.
+        command.make_context(command.name, rest)
 
 
 def test_every_command_has_a_row() -> None:
-    app = new_app()
-    register_sides(app, entry_points(group=VERBS))
     table = OPERATIONS.split("\n## Commands\n")[1].split("\n# ")[0]
-    assert [verb for verb in verbs(typer.main.get_command(app)) if f"`{verb}`" not in table] == []
-
-
-def found(command: Any, words: list[str]) -> tuple[Any, list[str]]:
-    """The verb that `words` begin with, and the words after its name."""
-    while (verbs := getattr(command, "commands", None)) is not None:
-        command, words = verbs[words[0]], words[1:]
-    return command, words
+    assert [name for name, _ in commands_of() if f"`{name}`" not in table] == []

@@ -98,7 +98,13 @@ class Doors:
 
     def _publisher(self, token: str | None) -> FastAPI:
         app = make_app(
-            "publisher", LoopStatus, lambda: Readiness(ready=True), new_registry(), token, lambda: None
+            "publisher",
+            LoopStatus,
+            lambda: Readiness(ready=True),
+            new_registry(),
+            token,
+            lambda: None,
+            LoopStatus,
         )
         app.include_router(publication_routes(lambda: self._queue, lambda: None))
         self.forget()

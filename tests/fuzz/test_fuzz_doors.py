@@ -131,7 +131,7 @@ def port(doors: Doors, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int
     try:
         yield _read_port(file)
     finally:
-        stop.request()
+        stop.set()
         run.join(20)
 
 

@@ -708,7 +708,7 @@ def test_a_publisher_that_lost_the_channel_says_so_and_keeps_what_it_did_not_pub
         with watched(take_over), pytest.raises((Refused, RetryLater)):
             office.settle()
     assert places.latest() == "000001" and office.published() == []
-    assert office.publish_loop.superseded is not None and office.stop.requested
+    assert office.publish_loop.superseded is not None and office.stop.is_set()
     assert left.is_dir()
     memory = (places.local / ".weightcast" / "inbox.json").read_text()
     assert '"published"' not in memory
@@ -724,7 +724,7 @@ def test_an_idle_publisher_that_lost_the_channel_ends(places: Places, opened: Op
     office.publish_loop._owner_due.at_once()
     with pytest.raises(Refused, match="now belongs to"):
         office.step()
-    assert office.publish_loop.superseded is not None and office.stop.requested
+    assert office.publish_loop.superseded is not None and office.stop.is_set()
 
 
 def test_an_order_that_comes_while_a_checkpoint_begins_costs_no_checkpoint(
@@ -856,7 +856,7 @@ def test_a_publisher_whose_channel_was_taken_stops(places: Places, opened: Openi
     rename_in(places.watch / "step_1", weights(1))
     with pytest.raises(Refused, match="belongs to"):
         office.step()
-    assert office.stop.requested and office.publish_loop.superseded is not None and places.latest() == ""
+    assert office.stop.is_set() and office.publish_loop.superseded is not None and places.latest() == ""
     memory = (places.local / ".weightcast" / "inbox.json").read_bytes()
     assert b'"refused"' not in memory
 

@@ -39,7 +39,13 @@ class Door:
 
     def _run(self) -> None:
         app = make_app(
-            "test", LoopStatus, lambda: Readiness(ready=True), CollectorRegistry(), None, lambda: None
+            "test",
+            LoopStatus,
+            lambda: Readiness(ready=True),
+            CollectorRegistry(),
+            None,
+            lambda: None,
+            LoopStatus,
         )
         app.include_router(publication_routes(lambda: self.queue, self._wake))
         settings = ServiceSettings(port_file=self.root / "port", poll_seconds=0.05)
@@ -54,7 +60,7 @@ class Door:
 
     def close(self) -> None:
         self.client.close()
-        self._stop.request()
+        self._stop.set()
         self._thread.join(20)
 
     def post(self, body: Any, **headers: str) -> httpx.Response:

@@ -106,6 +106,6 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
     yield start
     for served in running:
-        served.stop.request()
+        served.stop.set()
         if served.thread is not None:
             served.thread.join(20)

@@ -23,7 +23,6 @@ from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import init_channel
 from weightcast.shared.checkpoint.update.fetch import JOURNAL_BYTES
 from weightcast.shared.cli.main import run
-from weightcast.shared.doctor.findings import Finding, Level, exit_code, size_text
 from weightcast.shared.doctor.observe import (
     PROBES,
     LocalFacts,
@@ -36,7 +35,15 @@ from weightcast.shared.doctor.observe import (
     run_probes,
     within_seconds,
 )
-from weightcast.shared.doctor.rules import judge_channel, judge_local, judge_machine, step_bytes
+from weightcast.shared.doctor.rules import (
+    Finding,
+    Level,
+    exit_code,
+    judge_channel,
+    judge_local,
+    judge_machine,
+    step_bytes,
+)
 from weightcast.shared.files.disk_errors import DiskError
 from weightcast.shared.files.system import Mount, Space
 
@@ -200,9 +207,8 @@ def test_who_may_replace_files(doctor: Doctor, tmp_path: Path) -> None:
 
 
 def test_every_trial_passes_here(tmp_path: Path) -> None:
-    probed = run_probes(tmp_path)
-    found = probed.outcomes
-    assert probed.left == ""
+    found, left = run_probes(tmp_path)
+    assert left == ""
     assert {name: outcome.problem for name, outcome in found.items()} == dict.fromkeys(PROBES, "")
     assert found["readers"].measured > 0 and abs(found["clock"].measured) < 1
     assert list(tmp_path.iterdir()) == []
@@ -420,15 +426,3 @@ def test_exit_codes() -> None:
     assert exit_code([failure(5)]) == 5
     assert exit_code([failure(5), failure(3)]) == 3
     assert exit_code([failure(3), failure(4), failure(5)]) == 4
-
-
-def test_sizes_as_text() -> None:
-    assert [size_text(n) for n in (0, 999, 1000, 1_234_567, 20 * GB, 1.5e12, 2e15)] == [
-        "0 B",
-        "999 B",
-        "1 kB",
-        "1.23 MB",
-        "20 GB",
-        "1.5 TB",
-        "2,000 TB",
-    ]

@@ -22,8 +22,8 @@ from weightcast.subscriber.daemon.wiring import options_of
 
 HEAVY = (
     "asyncio", "cryptography", "email", "fastapi", "httpx", "importlib.metadata", "numba",
-    "prometheus_client", "pydantic", "pydantic_settings", "rich", "ssl", "starlette", "structlog", "torch",
-    "typer", "uvicorn",
+    "prometheus_client", "pydantic", "rich", "ssl", "starlette", "structlog", "torch",
+    "uvicorn",
 )  # fmt: skip
 COMMAND = """
 import json, sys

@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from errno import EACCES, EIO, ENOSPC, EROFS
-from importlib.metadata import EntryPoint, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-import typer
 from fastapi import FastAPI
 from fastapi.responses import Response, StreamingResponse
 from forked import run_weightcast, weightcast
@@ -30,20 +30,21 @@ from weightcast.shared.base.errors import (
     WeightcastError,
 )
 from weightcast.shared.cli import main
-from weightcast.shared.cli.app import JsonOption, group
-from weightcast.shared.cli.main import VERBS
-from weightcast.shared.cli.options import settings_command
+from weightcast.shared.cli.options import json_option
 from weightcast.shared.cli.output import Output
+from weightcast.shared.cli.settings_options import settings_command
 from weightcast.shared.cli.status import _show
 from weightcast.shared.daemon.loop import listen
 from weightcast.shared.daemon.settings import ServiceSettings
 
 Serve = Callable[..., Any]
-SHARED = EntryPoint("shared", "weightcast.shared.cli.status:register", VERBS)
-HERE = EntryPoint("here", f"{__name__}:register_here", VERBS)
-ALSO = EntryPoint("also", f"{__name__}:register_also", VERBS)
-TORCHLESS = EntryPoint("publisher", "no_such_torch.verbs:register", VERBS)
-UNFINISHED = EntryPoint("subscriber", "weightcast.shared.base.errors:no_such_name", VERBS)
+COMMANDS = main.COMMANDS | {
+    "channel fail": (f"{__name__}:fail", "Fails."),
+    "channel facts": (f"{__name__}:facts", "Shows facts."),
+    "subscriber run": (f"{__name__}:run_host", "Runs."),
+    "publish": ("no_such_torch.commands:publish", "Publishes."),
+    "sync": ("weightcast.shared.base.errors:no_such_name", "Syncs."),
+}
 
 ERRORS: dict[str, type[BaseException]] = {
     "refused": Refused,
@@ -75,35 +76,33 @@ class Facts:
     names: frozenset[str]
 
 
-def register_here(app: typer.Typer) -> None:
-    channel = group(app, "channel", "The channel.")
-
-    @channel.command("fail")
-    def fail(kind: str, as_json: JsonOption = False) -> None:
-        error = ERRORS[kind]
-        if issubclass(error, WeightcastError):
-            raise error("latest\x1b[2J is torn", remedy="wait a little")
-        if kind == "full at":
-            raise OSError(ENOSPC, os.strerror(ENOSPC), "/data/policy")
-        number = {"full": ENOSPC, "read-only": EROFS, "disk": EIO, "denied": EACCES}.get(kind)
-        raise error("by design") if number is None else error(number, os.strerror(number))
-
-    @settings_command(group(app, "subscriber", "A host."), "run", DaemonSettings, "Runs.")
-    def run(settings: DaemonSettings) -> None:
-        print(settings.model_dump_json())
+@click.command
+@click.argument("kind")
+@json_option
+def fail(kind: str, as_json: bool) -> None:
+    error = ERRORS[kind]
+    if issubclass(error, WeightcastError):
+        raise error("latest\x1b[2J is torn", remedy="wait a little")
+    if kind == "full at":
+        raise OSError(ENOSPC, os.strerror(ENOSPC), "/data/policy")
+    number = {"full": ENOSPC, "read-only": EROFS, "disk": EIO, "denied": EACCES}.get(kind)
+    raise error("by design") if number is None else error(number, os.strerror(number))
 
 
-def register_also(app: typer.Typer) -> None:
-    @group(app, "channel", "The channel.").command("facts")
-    def facts(as_json: JsonOption = False) -> None:
-        data = Facts(Path("/x"), b"\x01\xff", frozenset("ba"))
-        Output(json=as_json).result(
-            data, lambda console: console.print(f"[bold]{data.path} :smile: {'w' * 150}")
-        )
+@settings_command(DaemonSettings, "Runs.")
+def run_host(settings: DaemonSettings) -> None:
+    print(settings.model_dump_json())
 
 
-def run(*arguments: str, sides: tuple[EntryPoint, ...] = (SHARED, HERE, ALSO)) -> int:
-    return main.run(list(arguments), sides)
+@click.command
+@json_option
+def facts(as_json: bool) -> None:
+    data = Facts(Path("/x"), b"\x01\xff", frozenset("ba"))
+    Output(json=as_json).result(data, lambda console: console.print(f"[bold]{data.path} :smile: {'w' * 150}"))
+
+
+def run(*arguments: str) -> int:
+    return main.run(list(arguments), COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +173,7 @@ def test_interrupts_disks_and_bugs(capsys: pytest.CaptureFixture[str]) -> None:
         run("channel", "fail", "odd")
 
 
-def test_two_sides_share_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_the_commands_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("channel", "--help") == 0
     text = capsys.readouterr().out
     assert "fail" in text and "facts" in text
@@ -187,19 +186,65 @@ def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"[bold]/x :smile: {'w' * 150}\n"
 
 
-def test_a_group_with_one_verb_stays_a_group() -> None:
-    assert run("subscriber", "run", "--local", "/x", sides=(HERE,)) == 0
-    assert run("run", "--local", "/x", sides=(HERE,)) == 2
+def test_a_group_with_one_command_stays_a_group() -> None:
+    assert run("subscriber", "run", "--local", "/x") == 0
+    assert run("run", "--local", "/x") == 2
 
 
-def test_sides_that_cannot_be_imported_take_only_their_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    sides = (TORCHLESS, UNFINISHED, HERE, ALSO)
-    assert run("channel", "facts", sides=sides) == 0
+def test_commands_that_cannot_be_imported_take_no_others_away(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("channel", "facts") == run("--help") == 0
     assert capsys.readouterr().err == ""
-    assert run("publish", sides=sides) == 2
-    text = capsys.readouterr().err
-    assert "publisher" in text and "no_such_torch" in text
-    assert "subscriber" in text
+    for command, missing in (("publish", "no_such_torch"), ("sync", "no_such_name")):
+        assert run(command) == 2
+        text = capsys.readouterr().err
+        assert f"{command} (" in text and missing in text and "cannot be imported on this machine" in text
+
+
+def test_misspelled_commands_are_corrected(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, meant in ((["chanel"], "channel"), (["channel", "lgo"], "log"), (["sync", "--jsn"], "--json")):
+        assert main.run(words) == 2
+        assert f"Did you mean '{meant}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shell", "file", "line"),
+    [
+        ("/bin/bash", ".bashrc", 'eval "$(_WEIGHTCAST_COMPLETE=bash_source weightcast)"'),
+        ("zsh", ".zshrc", 'eval "$(_WEIGHTCAST_COMPLETE=zsh_source weightcast)"'),
+        (
+            "/usr/bin/fish",
+            ".config/fish/completions/weightcast.fish",
+            "_WEIGHTCAST_COMPLETE=fish_source weightcast | source",
+        ),
+    ],
+)
+def test_completion_is_shown_and_installed_once(
+    shell: str, file: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHELL", shell)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "_WEIGHTCAST_COMPLETE=" in run_weightcast("--show-completion").stdout
+    for _ in range(2):
+        assert run_weightcast("--install-completion").returncode == 0
+    assert (tmp_path / file).read_text().splitlines().count(line) == 1
+    monkeypatch.setenv("SHELL", "/bin/dash")
+    refused = run_weightcast("--show-completion")
+    assert refused.returncode == 2 and "bash, zsh, fish" in refused.stderr
+
+
+def test_commands_and_options_are_completed() -> None:
+    def completed(*words: str) -> list[str]:
+        line = {
+            "_WEIGHTCAST_COMPLETE": "bash_complete",
+            "COMP_WORDS": " ".join(["weightcast", *words]),
+            "COMP_CWORD": str(len(words)),
+        }
+        done = run_weightcast(env=os.environ | line)
+        return [row.partition(",")[2] for row in done.stdout.splitlines()]
+
+    assert completed("chan") == ["channel"]
+    assert {"log", "init"} <= {*completed("channel", "")}
+    assert "--channel" in completed("channel", "log", "--ch")
 
 
 def test_settings_are_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -398,7 +443,7 @@ def test_status_is_short_and_has_dates(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("status",), "url"),
+        (("status",), "URL"),
         (("nope",), "nope"),
         (("wait", "--version", "soon", "--channel", "/c"), "--version"),
         (("fleet",), "--channel or --url"),

@@ -82,7 +82,8 @@ stop_pause = threading.Event()
 settings = ServiceSettings(
     port=0, port_file=folder / "port", poll_seconds=3600, stop_seconds=STOP.get(mode, 30)
 )
-app = make_app("test", loop.get, lambda: Readiness(ready=True), CollectorRegistry(), None, wakeup.set)
+ready = lambda: Readiness(ready=True)
+app = make_app("test", loop.get, ready, CollectorRegistry(), None, wakeup.set, LoopStatus)
 run_daemon(app, step, wakeup, settings, lambda: note("start"), lambda: note("stop"), loop)
 note("end")
 """
@@ -233,7 +234,7 @@ def test_a_dead_work_thread_is_unhealthy(serve: Serve) -> None:
         assert "no way on" in client.get("/healthz").json()["reasons"][0]
         assert client.get("/readyz").status_code == 503
         assert client.get("/v1/status").status_code == 200
-    served.stop.request()
+    served.stop.set()
     served.thread.join(20)
     assert isinstance(served.errors[0], WeightcastError)
 
@@ -245,9 +246,10 @@ def run_briefly(settings: ServiceSettings, **callbacks: Callable[[], None]) -> l
 
     def step(stop: Stop) -> None:
         threads.append(threading.current_thread().name)
-        stop.request()
+        stop.set()
 
-    app = make_app("t", LoopStatus, lambda: Readiness(ready=True), CollectorRegistry(), None, wakeup.set)
+    ready = Readiness(ready=True)
+    app = make_app("t", LoopStatus, lambda: ready, CollectorRegistry(), None, wakeup.set, LoopStatus)
     run_daemon(app, step, wakeup, settings, stop=stop, **callbacks)
     return threads
 
@@ -303,13 +305,13 @@ def test_the_port_of_an_earlier_run_is_forgotten(tmp_path: Path) -> None:
 def test_a_wakeup_during_a_step_counts_for_the_next_pause() -> None:
     wakeup = Wakeup()
     wakeup.set()
-    assert wakeup.wait(60)
-    assert not wakeup.wait(0)
+    assert wakeup.take(60)
+    assert not wakeup.take(0)
 
 
 def test_a_stop_before_the_first_step_runs_none() -> None:
     stop, status = Stop(), Snapshot(LoopStatus())
-    stop.request()
+    stop.set()
     Loop(lambda stop: pytest.fail("stepped"), Wakeup(), stop, 1.0, status).run()
     assert status.get().steps == 0
 

@@ -69,16 +69,18 @@ def test_the_console_shows_what_is_wrong_first_and_the_remedy_on_its_own_line() 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1000, "1.0 kB"),
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
         (577_123, "577 kB"),
-        (1.23e9, "1.2 GB"),
-        (5e15, "5000 TB"),
+        (1_234_567, "1.23 MB"),
+        (20e9, "20 GB"),
+        (1.5e12, "1.5 TB"),
+        (5e15, "5,000 TB"),
     ],
 )
 def test_sizes(nbytes: float, text: str) -> None:
-    assert size_text(int(nbytes)) == text
+    assert size_text(nbytes) == text
 
 
 def test_events_follow_a_stderr_that_was_replaced() -> None:

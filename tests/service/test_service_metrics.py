@@ -41,16 +41,16 @@ def series(registry: Metrics) -> dict[str, float]:
 
 def test_names_carry_units_and_registries_are_apart() -> None:
     one, two = Metrics(), metrics.new_registry()
-    metrics.count(one, "versions_applied", "h", {"kind": ("delta", "anchor")}).labels("delta").inc()
-    metrics.byte_count(one, "fetched", "h").inc(10)
-    metrics.number(one, "version", "h").set(8)
-    metrics.byte_size(one, "journal", "h").set(5)
-    metrics.age(one, "full_hash_age", "h").set(3)
-    metrics.moment(one, "created", "h").set(7)
-    metrics.share(one, "done", "h").set(0.5)
-    metrics.duration(one, "patch", "h").observe(0.2)
-    metrics.facts(one, "run", "h").info({"run_id": "r"})
-    metrics.count(two, "versions_applied", "h")
+    one.count("versions_applied", "h", {"kind": ("delta", "anchor")}).labels("delta").inc()
+    one.count("fetched_bytes", "h").inc(10)
+    one.number("version", "h").set(8)
+    one.number("journal_bytes", "h").set(5)
+    one.number("full_hash_age_seconds", "h").set(3)
+    one.number("created_timestamp_seconds", "h").set(7)
+    one.number("done_ratio", "h").set(0.5)
+    one.duration("patch", "h").observe(0.2)
+    one.facts("run", "h").info({"run_id": "r"})
+    two.count("versions_applied", "h")
     shown = lines(one)
     for line in [
         'weightcast_versions_applied_total{kind="delta"} 1.0',
@@ -70,7 +70,7 @@ def test_names_carry_units_and_registries_are_apart() -> None:
 
 def test_series_of_open_sets_come_with_their_first_value() -> None:
     registry = Metrics()
-    pauses = metrics.number(registry, "pauses", "h", {"engine": "as named", "state": ("a", "b")})
+    pauses = registry.number("pauses", "h", {"engine": "as named", "state": ("a", "b")})
     assert not [line for line in lines(registry) if line.startswith("weightcast_pauses{")]
     pauses.labels("e", "a").set(1)
     assert 'weightcast_pauses{engine="e",state="a"} 1.0' in lines(registry)

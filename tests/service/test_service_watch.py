@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from weightcast.shared.daemon.loop import Wakeup
-from weightcast.shared.daemon.watch import Watcher
+from weightcast.shared.daemon.loop import Wakeup, Watcher
 
 
 def settle(wakeup: Wakeup) -> None:
-    while wakeup.wait(0.3):
+    while wakeup.take(0.3):
         pass
 
 
@@ -19,10 +18,10 @@ def test_a_write_and_a_replacing_rename_wake(tmp_path: Path) -> None:
     wakeup = Wakeup()
     with Watcher(tmp_path, wakeup):
         (tmp_path / "latest.tmp").write_bytes(b"000001")
-        assert wakeup.wait(20)
+        assert wakeup.take(20)
         settle(wakeup)
         (tmp_path / "latest.tmp").replace(tmp_path / "latest")
-        assert wakeup.wait(20)
+        assert wakeup.take(20)
 
 
 def test_reading_does_not_wake(tmp_path: Path) -> None:
@@ -32,18 +31,18 @@ def test_reading_does_not_wake(tmp_path: Path) -> None:
         settle(wakeup)
         assert (tmp_path / "latest").read_bytes() == b"000001"
         assert [path.name for path in tmp_path.iterdir()] == ["latest"]
-        assert not wakeup.wait(0.5)
+        assert not wakeup.take(0.5)
 
 
 def test_a_directory_is_watched_once_it_is_made(tmp_path: Path, quiet: io.StringIO) -> None:
     wakeup, folder = Wakeup(), tmp_path / "missing"
     with Watcher(folder, wakeup):
-        assert not wakeup.wait(0)
+        assert not wakeup.take(0)
         folder.mkdir()
 
         def woken() -> bool:
             (folder / "latest").write_bytes(b"000001")
-            return wakeup.wait(0.1)
+            return wakeup.take(0.1)
 
         wait_until(woken)
     assert "cannot be watched" not in quiet.getvalue()
@@ -67,5 +66,5 @@ def test_a_directory_that_vanishes_does_no_harm(tmp_path: Path) -> None:
     folder.mkdir()
     with Watcher(folder, wakeup):
         folder.rmdir()
-        wakeup.wait(0.2)
+        wakeup.take(0.2)
     assert not folder.exists()

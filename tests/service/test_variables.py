@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib.metadata import entry_points
-from typing import Any
 
+import click
 import pytest
-import typer
+from command_tree import commands_of
 from forked import run_weightcast
 
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.shared.cli.app import new_app, register_sides
-from weightcast.shared.cli.main import VERBS
 from weightcast.shared.daemon.environment import SETTINGS, unknown_variables
 from weightcast.shared.daemon.settings import describe_settings
 from weightcast.shared.kernels.loader import CACHE_VARIABLE
@@ -25,19 +22,15 @@ def test_all_settings_are_known() -> None:
     assert {setting.env for side in sides for setting in describe_settings(side)} == SETTINGS
 
 
-def test_what_the_verbs_read_is_known() -> None:
-    app = new_app()
-    assert register_sides(app, list(entry_points(group=VERBS))) == []
-    read = {*variables(typer.main.get_command(app)), CACHE_VARIABLE}
+def test_what_the_commands_read_is_known() -> None:
+    read = {name for _, command in commands_of() for name in variables(command)} | {CACHE_VARIABLE}
     assert len(read) > 5 and unknown_variables(dict.fromkeys(read, "")) == {}
 
 
-def variables(command: Any) -> Iterator[str]:
+def variables(command: click.Command) -> Iterator[str]:
     for parameter in command.params:
         named = parameter.envvar or ()
         yield from [named] if isinstance(named, str) else named
-    for each in getattr(command, "commands", {}).values():
-        yield from variables(each)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +69,10 @@ def test_others_are_left_alone(name: str) -> None:
     assert unknown_variables({name: "x"}) == {}
 
 
-@pytest.mark.parametrize("verb", [("--version",), ("channel", "log", "--channel", "/nowhere", "--json")])
-def test_a_command_warns_once_on_stderr_and_does_its_work(verb: tuple[str, ...]) -> None:
-    bare = run_weightcast(*verb)
-    told = run_weightcast(*verb, env=os.environ | {"WEIGHTCAST_TOKENS": "s3cret"})
+@pytest.mark.parametrize("command", [("--version",), ("channel", "log", "--channel", "/nowhere", "--json")])
+def test_a_command_warns_once_on_stderr_and_does_its_work(command: tuple[str, ...]) -> None:
+    bare = run_weightcast(*command)
+    told = run_weightcast(*command, env=os.environ | {"WEIGHTCAST_TOKENS": "s3cret"})
     assert (told.returncode, told.stdout) == (bare.returncode, bare.stdout)
     warning = "warning: nothing reads the variable WEIGHTCAST_TOKENS; did you mean WEIGHTCAST_TOKEN?\n"
     assert told.stderr == warning + bare.stderr

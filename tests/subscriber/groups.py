@@ -146,7 +146,7 @@ class Host:
 
     def stop(self) -> None:
         if self._thread is not None:
-            self.daemon.stop.request()
+            self.daemon.stop.set()
             self.daemon.wakeup.set()
             self._thread.join(40)
             assert not self._thread.is_alive()

@@ -79,7 +79,7 @@ def test_a_member_that_ends_grants_nothing_once_others_may_write(site: Site) -> 
     run.publish()
     engine.await_reading()
     wait_until(lambda: member.status.group.state == "held", SECONDS)
-    member.daemon.stop.request()
+    member.daemon.stop.set()
     member.daemon.wakeup.set()
     writes = FileLock(member.local / ".weightcast" / "patch")
     with writes.holding(seconds=SECONDS), suppress(httpx.TransportError):

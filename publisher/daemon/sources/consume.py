@@ -14,8 +14,8 @@ from weightcast.publisher.daemon.sources.layouts import ROOT
 from weightcast.publisher.daemon.sources.observation import OURS, all_files
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.base.failpoints import failpoint
-from weightcast.shared.daemon.backoff import Backoff
 from weightcast.shared.daemon.logs import get_log
+from weightcast.shared.daemon.timing import Backoff
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.paths import is_link, is_own_directory, matching
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import BaseModel
+
 from weightcast.publisher.daemon.sources.source import Memory, SourceJob, new_request
 from weightcast.publisher.publish.report import Publication
 from weightcast.publisher.service_publisher import ServicePublisher
@@ -12,7 +14,6 @@ from weightcast.publisher.trainer.handover import Export, Handed
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
 from weightcast.shared.base.errors import Refused, RetryLater
-from weightcast.shared.daemon.frozen import Frozen
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.status import Failure
 
@@ -21,7 +22,7 @@ _LIMIT = 64 << 10
 log = get_log("publisher")
 
 
-class _Taken(Frozen):
+class _Taken(BaseModel, frozen=True):
     """`writer`, `sequence`: what was taken last. `before`: while it is being published, the channel's version
     before; None once that has ended."""
 

@@ -13,14 +13,20 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, PlainSerializer, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    PlainSerializer,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.layouts import ROOT, Fit, Layouts, Unpublished, pattern_of, save_of
 from weightcast.publisher.daemon.sources.source import NO_CONTENT, LastContent
 from weightcast.publisher.weights.side_configs import is_config
 from weightcast.shared.base.elements import TensorTable
-from weightcast.shared.daemon.frozen import Frozen
 from weightcast.shared.daemon.status import Failure
 from weightcast.shared.files.hf_checkpoint import is_other_format
 from weightcast.shared.files.paths import file_name, is_plain
@@ -155,7 +161,7 @@ def _no_name_twice(entries: tuple[InboxEntry, ...]) -> tuple[InboxEntry, ...]:
     return entries
 
 
-class InboxMemory(Frozen):
+class InboxMemory(BaseModel, frozen=True):
     format: Literal[1] = 1
     watch: str = ""
     """real path of the directory that the entries are of; older releases did not say"""

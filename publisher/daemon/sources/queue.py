@@ -12,6 +12,8 @@ from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM
 from pathlib import Path
 from typing import Literal
 
+from pydantic import BaseModel
+
 from weightcast.publisher.daemon.sources.source import (
     NO_CONTENT,
     LastContent,
@@ -26,7 +28,6 @@ from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater
-from weightcast.shared.daemon.frozen import Frozen
 from weightcast.shared.daemon.http import Answer
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import failure_of
@@ -45,7 +46,7 @@ _CLOSED = frozenset({EACCES, EPERM, ELOOP, ENAMETOOLONG, EISDIR, ENOTDIR})
 log = get_log("publisher")
 
 
-class Job(Frozen):
+class Job(BaseModel, frozen=True):
     id: str
     checkpoint: str
     """as it was asked for"""
@@ -69,7 +70,7 @@ class Job(Frozen):
         return self.state in ("done", "failed")
 
 
-class _Stored(Frozen):
+class _Stored(BaseModel, frozen=True):
     format: Literal[1] = 1
     jobs: tuple[Job, ...] = ()
 

@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 from typing import Annotated, Generic, Protocol, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from weightcast.publisher.publish.report import Publication, publication, report_of
 from weightcast.publisher.service_publisher import ServicePublisher
@@ -17,12 +17,11 @@ from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import index_key
-from weightcast.shared.daemon.frozen import Frozen
 from weightcast.shared.daemon.status import Facts, Failure
 from weightcast.shared.files import durable
 from weightcast.shared.files.strict_json import parse_object
 
-T = TypeVar("T", bound=Frozen)
+T = TypeVar("T", bound=BaseModel)
 
 
 class Memory(Generic[T]):

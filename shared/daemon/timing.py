@@ -1,17 +1,60 @@
-"""A deadline of a whole HTTP exchange, whatever the peer sends. Light to import: hand-overs need it."""
+"""Pauses after failures, things that are due, and the deadline of a whole HTTP exchange. Light to import:
+hand-overs need it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
+
+JITTER = 0.2
+_SOURCE = random.Random()
+"""of its own: a trainer may have seeded the global one, on every rank alike"""
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Pauses after failures in a row: `first` seconds, then `factor` times as long each, up to `longest`."""
+
+    first: float
+    longest: float
+    factor: float = 2.0
+
+    def pause(self, failures: int) -> float:
+        return min(self.first * self.factor ** min(failures - 1, 30), self.longest)
+
+
+def jittered(seconds: float) -> float:
+    """More or less of them, so that many who wait for the same do not come at once."""
+    return seconds * _SOURCE.uniform(1 - JITTER, 1 + JITTER)
+
+
+class Due:
+    """Due at first, and again `seconds` after it was taken. Used by one thread."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._taken: float | None = None
+
+    def take(self) -> bool:
+        now = self._clock()
+        if self._taken is not None and now - self._taken < self._seconds:
+            return False
+        self._taken = now
+        return True
+
+    def at_once(self) -> None:
+        self._taken = None
 
 
 class Deadline:
-    """For one exchange over a connection of its own; `with` begins its time."""
+    """For one HTTP exchange over a connection of its own, whatever the peer sends; `with` begins its time."""
 
     def __init__(self, seconds: float) -> None:
         self.passed = False
