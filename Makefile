@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
 
 install: $(STAMP) .typing/weightcast/subscriber
 
@@ -99,6 +99,10 @@ test-monitoring: $(VENV)/.browser
 # The job of deploy/slurm on a real Slurm (apt-get install slurm-wlm munge shellcheck), as root.
 test-slurm: install
 	$(BIN)/python -m pytest -q -m slurm tests/slurm
+
+# Channels on a real S3 server, Ceph's object gateway (apt-get install radosgw ceph-mon ceph-osd ceph-mgr ceph-common), as root.
+test-s3: install
+	$(BIN)/python -m pytest -q -m s3 tests
 
 # Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`.
 crash: install

@@ -13,6 +13,7 @@ if os.environ.get("WEIGHTCAST_TEST_ORACLE"):  # before anything imports the kern
     numpy_kernels.install()
 
 from in_process import Command, Done
+from s3_gateway import Gateway, gateway
 
 from weightcast.shared.cli.main import run
 from weightcast.shared.daemon import logs
@@ -51,3 +52,18 @@ def weightcast(capsys: pytest.CaptureFixture[str]) -> Command:
         return Done(code, said.out, said.err)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A real S3 server, for tests with the mark `s3`."""
+    with gateway(tmp_path_factory.mktemp("ceph")) as made:
+        yield made
+
+
+@pytest.fixture
+def bucket(s3: Gateway, monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of a new bucket, with its credentials in the environment."""
+    for name, value in s3.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{s3.make_bucket()}"

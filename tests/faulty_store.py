@@ -108,6 +108,10 @@ class FaultyStore:
             return bytes([data[0] ^ 1]) + data[1:]
         return data
 
+    @property
+    def renames(self) -> bool:
+        return self._inner.renames
+
     def place(self, key: str = "") -> str:
         return self._inner.place(key)
 

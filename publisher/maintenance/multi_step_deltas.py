@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from weightcast.publisher.maintenance.replay_log import ReplayLog
-from weightcast.publisher.publish.commit import begin_beside, commit_draft, verify_files
+from weightcast.publisher.publish.commit import Files, begin_beside, commit_draft, verify_files
 from weightcast.publisher.publish.diff import changed_elements
 from weightcast.shared.base.elements import Chunk, TensorTable, Words, grid
 from weightcast.shared.base.errors import DamagedFile
@@ -58,17 +58,17 @@ def write_multi_step(
     alone. Raises DamagedFile when kept journals do not add up to it; nothing is left then."""
     store, name = claim.store, multi_step_key(main.version, base.version)
     draft = begin_beside(claim, name)
-    failpoint("skip.begun", store.place(draft))
+    failpoint("skip.begun", store.place(draft.key))
     try:
-        data = _written(store.within(draft), log, main, base, encoding)
+        data = _written(draft, log, main, base, encoding)
         index = parse_index(data, log.table)
-        _prove(store.within(draft), log, index, base)
-        failpoint("skip.written", store.place(draft))
-        commit_draft(claim, draft, name, index, data, key)
+        _prove(draft.directory, log, index, base)
+        failpoint("skip.written", store.place(draft.key))
+        commit_draft(claim, draft.key, name, index, data, key)
     except AlreadyExists:
-        store.discard(draft)
+        draft.discard()
     except BaseException:
-        store.discard(draft)
+        draft.discard()
         raise
     failpoint("skip.committed", store.place(name))
 
@@ -132,10 +132,12 @@ def _chunks(log: ReplayLog, main: Index, base: Position) -> Iterator[tuple[Chunk
                 yield chunk, *log.step(chunk, main.version, base.version)
 
 
-def _written(files: Store, log: ReplayLog, main: Index, base: Position, encoding: StepEncoding) -> bytes:
+def _written(draft: Files, log: ReplayLog, main: Index, base: Position, encoding: StepEncoding) -> bytes:
     """The shard; returns the index."""
     count = sum(1 for part in main.parts for _ in grid(log.table, part))
-    writer, totals = begin_shard(encoding, files, _SHARD, log.table, count), _Accumulator(log.table)
+    name = draft.prefix + _SHARD
+    writer = begin_shard(encoding, draft.directory, name, log.table, count)
+    totals = _Accumulator(log.table)
     written = write_steps(writer, _chunks(log, main, base), totals.add)
     lanes = totals.check(base, main.root)
     return write_index(_index(main, base, encoding, written, totals, lanes), log.table)
@@ -164,7 +166,7 @@ def _index(
         encoding=encoding,
         step=main.step,
         created=time.time(),
-        weight_map=dict.fromkeys(tensors.names, _SHARD),
+        weight_map={name: file.name for file in files.files for name in tensors.names},
         files=files.files,
         tensors=tensors,
         parts=main.parts,

@@ -74,6 +74,9 @@ def prune(channel: Channel, verdict: Verdict, claim: Claim, local: Path | None =
     for removal in verdict.removals:
         claim.check()
         name = version_name(removal.version)
+        if not store.renames:
+            store.discard(name)
+            continue
         grave = f"{TRASH}/{name}-{int(time.time())}-{secrets.token_hex(4)}{PRUNED}"
         with contextlib.suppress(NotFound):
             # the last one makes all names durable

@@ -28,7 +28,7 @@ from weightcast.publisher.maintenance.prune import (
 from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
 from weightcast.publisher.maintenance.retention import Retention, cheapest
 from weightcast.publisher.publish.anchors import Full, write_anchor
-from weightcast.publisher.publish.commit import UNSIGNED, Signer
+from weightcast.publisher.publish.commit import UNSIGNED, Signer, drop_unfinished
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.chain import versions_in
@@ -290,7 +290,7 @@ class Upkeep:
                 beside = entry.kind == "directory" and (name == ANCHOR or base_of(name) is not None)
                 ours = epoch.startswith(f"{self._claim.epoch}-")
                 if beside and not ours and (epoch or files.stat(f"{name}/{INDEX_NAME}") is None):
-                    files.discard(entry.name)
+                    drop_unfinished(self._claim, f"{version_name(version)}/{entry.name}")
         self._swept = True
 
     def _make_skip(self, channel: Channel, pointer: Pointer, log: ReplayLog) -> str:

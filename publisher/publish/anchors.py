@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.publisher.publish.commit import begin_beside, commit_draft, put
+from weightcast.publisher.publish.commit import Files, begin_beside, commit_draft, put
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.failpoints import failpoint
@@ -49,17 +49,18 @@ def write_weights(
     words_in: WordsIn,
     beside: Mapping[str, Path],
     *,
+    prefix: str = "",
     shard_bytes: int = SHARD_BYTES,
     advance: Advance | None = None,
 ) -> tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]]:
-    """Shards and the files `beside` them, into a draft; the weight map; raw lanes of what was written, in
-    table order."""
+    """Shards, whose names begin with `prefix`, and the files `beside` them, into a draft; the weight map; raw
+    lanes of what was written, in table order."""
     lanes = [Lanes()] * len(table)
     weight_map: dict[str, str] = {}
     records: list[FileRecord] = []
     shards = list(_shards(table, shard_bytes))
     for number, tensors in enumerate(shards):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = f"{prefix}model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_shard(files, name, table, tensors, words_in, lanes, advance)
         weight_map.update((table[tensor].name, name) for tensor in tensors)
         records.append(object_record(files, name))
@@ -180,25 +181,26 @@ def write_anchor(full: Full, claim: Claim, key: PrivateKey | None = None) -> boo
     if store.stat(f"{name}/{INDEX_NAME}") is not None:
         return False
     made = begin_beside(claim, name)
-    failpoint("anchor.begun", store.place(made))
+    failpoint("anchor.begun", store.place(made.key))
     try:
-        index, data = _written(store.within(made), full, claim)
-        commit_draft(claim, made, name, index, data, key, main=full.position.digest)
+        index, data = _written(made, full, claim)
+        commit_draft(claim, made.key, name, index, data, key, main=full.position.digest)
     except AlreadyExists:
-        store.discard(made)
+        made.discard()
         return False
     except BaseException:
         # not to fill a disk that is full already
-        store.discard(made)
+        made.discard()
         raise
     failpoint("anchor.committed", store.place(name))
     return True
 
 
-def _written(files: Store, full: Full, claim: Claim) -> tuple[Index, bytes]:
+def _written(made: Files, full: Full, claim: Claim) -> tuple[Index, bytes]:
     """Its files are there; what remains to be written is its index."""
     position = full.position
-    written = write_weights(files, full.base.table, full.words_in, full.beside)
+    files = made.directory
+    written = write_weights(files, full.base.table, full.words_in, full.beside, prefix=made.prefix)
     if written[2] != lanes_list(position.lanes):
         raise DamagedFile(
             f"the publisher's local checkpoint does not hold version {position.version}; no anchor was "

@@ -1,9 +1,9 @@
 """From staged shards to a version that the fleet follows.
 
-The commit point is the rename of a directory that is complete, index and all, to a name that nobody has. What
-an owner writes lies under names of its own until then: who lost the channel can neither clear it away nor
-write into it. Killed before: parts, cleared away by the next attempt. Killed after, before the pointer:
-`recover` verifies the version and finishes.
+The commit point is the rename of a directory that is complete, index and all, to a name that nobody has;
+in an object store, the creation of the index. What an owner writes has names of its own until then: who lost
+the channel can neither clear it away nor write into it. Killed before: files that the next attempt clears
+away. Killed after, before the pointer: `recover` verifies the version and finishes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from weightcast.publisher.publish.report import InputFacts
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.errors import DamagedFile, Forked, Refused, RetryLater
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.chain import versions_in
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.index import CARRIED, INDEX_NAME, FileRecord, Index, object_record
+from weightcast.shared.channel.index import CARRIED, INDEX_LIMIT, INDEX_NAME, FileRecord, Index, object_record
 from weightcast.shared.channel.layout import (
     ATTEMPTS,
     BASE_JSON,
@@ -44,7 +45,15 @@ from weightcast.shared.channel.signing import (
     trusted_keys,
     write_signature,
 )
-from weightcast.shared.channel.store import TRASH, AlreadyExists, NotFound, Store, StoreError, pieces_of
+from weightcast.shared.channel.store import (
+    TRASH,
+    AlreadyExists,
+    NotFound,
+    Store,
+    StoreError,
+    pieces_of,
+    read_if_there,
+)
 from weightcast.shared.checkpoint.state.side_files import SideFiles
 from weightcast.shared.checkpoint.verify.hashing import proven
 from weightcast.shared.files import durable
@@ -107,11 +116,47 @@ def begin_attempt(claim: Claim, version: int) -> str:
     return key
 
 
-def begin_beside(claim: Claim, key: str) -> str:
+@dataclass(frozen=True)
+class Files:
+    """Where the files of an attempt are written. `key`: of the directory; `prefix`: of the names of weights.
+    In a store that does not rename they are written where they stay, with names of this attempt alone."""
+
+    store: Store
+    key: str
+    prefix: str = ""
+
+    @classmethod
+    def of(cls, store: Store, attempt: str) -> Files:
+        """`attempt`: as `begin_attempt` gave it."""
+        if store.renames:
+            return cls(store, attempt)
+        attempts, own = attempt.split("/")
+        return cls(store, attempts.removesuffix(ATTEMPTS), f"{own}.")
+
+    @property
+    def directory(self) -> Store:
+        return self.store.within(self.key)
+
+    def discard(self) -> None:
+        """Those of this attempt alone, unless they were committed and only the answer was lost."""
+        if not self.prefix:
+            self.store.discard(self.key)
+            return
+        index = read_if_there(self.directory, INDEX_NAME, INDEX_LIMIT)
+        if index is None or self.prefix.encode() not in index:
+            for name in self.directory.names():
+                if name.startswith(self.prefix):
+                    self.directory.delete(name)
+
+
+def begin_beside(claim: Claim, key: str) -> Files:
     """As `begin_attempt`, for what will be the directory `key` in that of a version."""
-    made = f"{key}.{_own_name(claim)}"
+    own = _own_name(claim)
+    if not claim.store.renames:
+        return Files(claim.store, key, f"{own}.")
+    made = f"{key}.{own}"
     claim.store.begin(made)
-    return made
+    return Files(claim.store, made)
 
 
 def _own_name(claim: Claim) -> str:
@@ -119,6 +164,7 @@ def _own_name(claim: Claim) -> str:
 
 
 def end_attempt(store: Store, key: str) -> None:
+    Files.of(store, key).discard()
     store.discard(key)
     with contextlib.suppress(StoreError):  # while there are others
         store.delete(key.rpartition("/")[0])
@@ -129,6 +175,8 @@ def drop_parts(claim: Claim) -> None:
     deleted: only the channel's owner may call this. Who is no longer that leaves alone what newer owners
     make."""
     store = claim.store
+    if not store.renames:
+        _drop_uncommitted(claim)
     for name in _directories(store, ""):
         if name.endswith(ATTEMPTS):
             for attempt in _directories(store, name):
@@ -139,6 +187,23 @@ def drop_parts(claim: Claim) -> None:
     for name in _directories(store, TRASH):
         if not name.endswith((PRUNED, PUT_AWAY)):
             store.discard(f"{TRASH}/{name}")
+
+
+def _drop_uncommitted(claim: Claim) -> None:
+    """Files of versions beyond the pointer that have no index."""
+    pointer = read_pointer(claim.store)
+    at = 0 if pointer is None else pointer.version
+    for version in versions_in(claim.store):
+        name = version_name(version)
+        if version > at and claim.store.stat(index_key(version)) is None:
+            drop_unfinished(claim, name)
+
+
+def drop_unfinished(claim: Claim, key: str) -> None:
+    """What is below `key`, which has no index, unless a newer owner writes there."""
+    claim.check()
+    if not any(_is_newer(name, claim.epoch) for name in claim.store.names(key)):
+        claim.store.discard(key)
 
 
 def _directories(store: Store, prefix: str) -> list[str]:
@@ -152,6 +217,8 @@ def _is_newer(attempt: str, epoch: int) -> bool:
 
 def move_shards(store: Store, attempt: str, sources: Mapping[str, str]) -> str:
     """Key of the version's directory as it will be, in that of its attempt: exactly the listed files."""
+    if not store.renames:
+        return Files.of(store, attempt).key
     whole = store.within(attempt).begin(_WHOLE)
     failpoint("version.begun", whole.place())
     for name, source in sources.items():
@@ -162,7 +229,12 @@ def move_shards(store: Store, attempt: str, sources: Mapping[str, str]) -> str:
 
 def put(files: Store, name: str, pieces: Iterable[bytes]) -> FileRecord:
     """Writes a file of a draft, durable with it."""
-    writer = files.write(name)
+    try:
+        writer = files.write(name)
+    except AlreadyExists:
+        if files.renames or object_record(files, name) != _record_of(name, pieces):
+            raise
+        return object_record(files, name)  # of another attempt
     try:
         for piece in pieces:
             writer.write(piece)
@@ -171,6 +243,14 @@ def put(files: Store, name: str, pieces: Iterable[bytes]) -> FileRecord:
         writer.discard()
         raise
     return object_record(files, name)
+
+
+def _record_of(name: str, pieces: Iterable[bytes]) -> FileRecord:
+    digest, size = blake3(), 0
+    for piece in pieces:
+        digest.update(piece)
+        size += len(piece)
+    return FileRecord(name, size, digest.hexdigest())
 
 
 def commit_version(claim: Claim, made: str, index: Index, data: bytes, key: PrivateKey | None = None) -> None:
@@ -192,6 +272,8 @@ def commit_draft(
     digest of the version's main index, for an anchor without it. Raises AlreadyExists, and Refused
     of `claim`; what is there by then is untouched."""
     store = claim.store
+    if not store.renames and store.stat(f"{name}/{INDEX_NAME}") is not None:
+        raise AlreadyExists.at(store.place(name))
 
     def allowed() -> None:
         claim.check()

@@ -43,13 +43,14 @@ class DeltaHeader:
 
 @dataclass(frozen=True)
 class PartWriter:
-    """Writes the part of rank `rank` into `files`, those of an attempt."""
+    """Writes the part of rank `rank` into `files`; `prefix`: of its name there."""
 
     local: LocalCheckpoint
     header: DeltaHeader
     files: Store
     rank: int
     options: PublishOptions
+    prefix: str = ""
     sync: bool = True
     """False for files that are copied on, and worth nothing after a loss of power"""
 
@@ -64,7 +65,7 @@ class PartWriter:
         nothing behind when it raises."""
         table = self.local.table
         chunks = sum(1 for _ in grid(table, part))
-        name, encoding = shard_name(self.rank), self.header.encoding
+        name, encoding = self.prefix + shard_name(self.rank), self.header.encoding
         writer = begin_shard(encoding, self.files, name, table, chunks, sync=self.sync)
         try:
             with self.local.reading():
@@ -122,15 +123,16 @@ def _totals(table: TensorTable, difference: Difference) -> VersionTotals:
 
 
 def assemble(
-    table: TensorTable, base: Position, parts: Sequence[RankPart]
+    table: TensorTable, base: Position, parts: Sequence[RankPart], *, rename: bool = True
 ) -> tuple[Index, Mapping[str, str]]:
     """Joins the ranks' parts: the version's index, and the name in the attempt of each of its files. Raises
     NeedsReseed when the bytes of a tensor that several ranks write are not the recorded ones with these
-    changes."""
+    changes. `rename`: whether files get other names than in the attempt."""
     drafts = [one.draft for one in parts]
     shards = [one.files[0] for one in drafts if one.files]
     renamed = {
-        shard.name: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, shard in enumerate(shards)
+        shard.name: f"model-{i:05d}-of-{len(shards):05d}.safetensors" if rename else shard.name
+        for i, shard in enumerate(shards)
     }
     recorded = unpack_lanes(base.lanes)
     lanes, changed, listed = recorded.copy(), np.zeros(len(table), np.int64), np.zeros(len(table), np.bool_)
@@ -162,6 +164,16 @@ def assemble(
         ),
     )
     return index, {new: old for old, new in renamed.items()}
+
+
+def prefixed(draft: Index, prefix: str) -> Index:
+    """With names of files that begin with `prefix`."""
+    return replace(
+        draft,
+        files=tuple(replace(file, name=prefix + file.name) for file in draft.files),
+        weight_map={name: prefix + file for name, file in draft.weight_map.items()},
+        chunks=tuple(chunk._replace(file=prefix + chunk.file) for chunk in draft.chunks),
+    )
 
 
 def _renamed(chunk: ChunkRecord, part: int, renamed: Mapping[str, str]) -> ChunkRecord:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightcast.publisher.publish.commit import put
-from weightcast.publisher.publish.draft import DeltaHeader, PartWriter
+from weightcast.publisher.publish.draft import DeltaHeader, PartWriter, prefixed
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
 from weightcast.publisher.publish.report import InputFacts
 from weightcast.publisher.ranks.compared_weights import ComparedWeights
@@ -72,15 +72,18 @@ class SpooledDelta:
     non_finite: Mapping[str, int]
     """elements by tensor that became NaN or infinite"""
 
-    def copy_to(self, parts: Store) -> None:
-        """Makes its shards durable in `parts`. Raises DamagedFile when they are not what was written."""
+    def copy_to(self, files: Store, prefix: str) -> Index:
+        """Makes its shards durable in `files`, with names that begin with `prefix`. Raises DamagedFile when
+        they are not what was written."""
         for record in self.draft.files:
-            if put(parts, record.name, pieces_of(self.outbox, record.name)) != record:
+            name = prefix + record.name
+            if put(files, name, pieces_of(self.outbox, record.name)) != replace(record, name=name):
                 raise DamagedFile(
-                    f"{parts.place(record.name)} differs from what was written to {self.outbox.place()}",
+                    f"{files.place(name)} differs from what was written to {self.outbox.place()}",
                     remedy="nothing was published; check memory and disks of this machine",
                 )
         self.drop()
+        return prefixed(self.draft, prefix)
 
     def drop(self) -> None:
         for record in self.draft.files:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from weightcast.publisher.publish.commit import Files
 from weightcast.publisher.publish.draft import DeltaHeader, PartWriter
 from weightcast.publisher.publish.early import EarlyInput, compare_early, compares_early
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
@@ -89,9 +90,10 @@ class MemberRank:
             given: Input | None = None
             while True:
                 with job.phase("ranks"), _preferring(early):
-                    files, attempt = rendezvous.find_attempt(
+                    key, attempt = rendezvous.find_attempt(
                         channel.store, job.step, self._rank, channel.pointed(), deadline, self._seen
                     )
+                    files = channel.store.within(key)
                 failpoint("part.begun", files.place())
                 # longer than rank 0 waits: rank 0 knows who is missing, and tells
                 until = time.monotonic() + _PATIENCE * self._options.deadline_seconds
@@ -101,7 +103,8 @@ class MemberRank:
                         if given is None or isinstance(early, EarlyInput):
                             given = self._given(channel, local, early, job)
                             opened.callback(given.weights.close)
-                        met = self._joined(files, attempt, local, given, job, until)
+                        shards = Files.of(channel.store, key)
+                        met = self._joined(files, shards, attempt, local, given, job, until)
                     break
                 except (RetryLater, OSError):
                     # rank 0 was killed and begins again: there will be another attempt
@@ -208,6 +211,7 @@ class MemberRank:
     def _joined(
         self,
         files: Store,
+        shards: Files,
         attempt: Attempt,
         local: LocalCheckpoint,
         given: Input,
@@ -224,12 +228,14 @@ class MemberRank:
             step=attempt.step,
             created=attempt.created,
         )
-        writer = PartWriter(local, header, files, self._rank.number, self._options)
+        writer = PartWriter(
+            local, header, shards.directory, self._rank.number, self._options, prefix=shards.prefix
+        )
         own = RankWeights.of(self._rank.number, local, given.weights, given.matched)
         rendezvous.leave_holds(files, self._rank.number, own.holds, local.table)
         with job.phase("ranks"):
             holds = rendezvous.await_plan(files, attempt, local.table, deadline)
-        return Meeting.of(attempt, writer, given, own, holds, deadline)
+        return Meeting.of(files, attempt, writer, given, own, holds, deadline)
 
     @contextlib.contextmanager
     def _told(self, files: Store) -> Iterator[None]:

@@ -15,11 +15,13 @@ from pathlib import Path
 
 from weightcast.publisher.publish.anchors import anchor_index, write_anchor_beside, write_weights
 from weightcast.publisher.publish.commit import (
+    Files,
     advance_pointer,
     begin_attempt,
     carry,
     commit_version,
     drop_parts,
+    end_attempt,
     move_shards,
     verify_files,
 )
@@ -234,8 +236,9 @@ class OwnerRank:
             )
         with job.phase("copy"):
             parts = begin_attempt(self._claim, header.version)
-            spooled.copy_to(channel.store.within(parts))
-        index, sources = assemble(local.table, header.base, [RankPart(spooled.draft)])
+            files = Files.of(channel.store, parts)
+            part = RankPart(spooled.copy_to(files.directory, files.prefix))
+        index, sources = assemble(local.table, header.base, [part], rename=channel.store.renames)
         return Draft(index, parts, sources, spooled.facts, spooled.non_finite, local)
 
     def _write_delta(self, channel: Channel, local: LocalCheckpoint, given: Input, job: PublishJob) -> Draft:
@@ -253,15 +256,18 @@ class OwnerRank:
             header.created,
         )
         rendezvous.open_attempt(files, attempt)
-        writer = PartWriter(local, header, files, self._rank.number, self._options)
+        shards = Files.of(channel.store, parts)
+        writer = PartWriter(
+            local, header, shards.directory, self._rank.number, self._options, prefix=shards.prefix
+        )
         try:
             if self._rank.alone:
                 with job.phase("diff"):
                     written = [writer.write(given, local.table.whole, job.advance)]
                 job.source.release_tensors()
             else:
-                written = self._all_parts(writer, attempt, given, job)
-            index, sources = assemble(local.table, header.base, written)
+                written = self._all_parts(files, writer, attempt, given, job)
+            index, sources = assemble(local.table, header.base, written, rename=channel.store.renames)
         except BaseException as error:
             # the error counts, not that the other ranks could not read it
             with contextlib.suppress(OSError):
@@ -270,15 +276,15 @@ class OwnerRank:
         return Draft(index, parts, sources, given.facts, written[0].non_finite, local)
 
     def _all_parts(
-        self, writer: PartWriter, attempt: Attempt, given: Input, job: PublishJob
+        self, parts: Store, writer: PartWriter, attempt: Attempt, given: Input, job: PublishJob
     ) -> list[RankPart]:
         """What all ranks hold, shared with all; this rank's part; the others' parts."""
-        table, parts = writer.local.table, writer.files
+        table = writer.local.table
         deadline = time.monotonic() + self._options.deadline_seconds
         own = RankWeights.of(self._rank.number, writer.local, given.weights, given.matched)
         with job.phase("ranks"):
             holds = [own.holds, *rendezvous.collect_holds(parts, attempt, table, deadline)]
-            meeting = Meeting.of(attempt, writer, given, own, holds, deadline)
+            meeting = Meeting.of(parts, attempt, writer, given, own, holds, deadline)
             rendezvous.leave_plan(parts, holds, table)
         written = [meeting.write_part(job)]
         job.source.release_tensors()
@@ -304,8 +310,14 @@ class OwnerRank:
         try:
             with job.phase("diff"):
                 base, beside = self._files_beside(base)
+                files = Files.of(channel.store, parts)
                 written = write_weights(
-                    channel.store.within(parts), base.table, given.words_in, beside, advance=job.advance
+                    files.directory,
+                    base.table,
+                    given.words_in,
+                    beside,
+                    prefix=files.prefix,
+                    advance=job.advance,
                 )
                 given.weights.finish()
             job.source.release_tensors()
@@ -314,7 +326,7 @@ class OwnerRank:
             refuse_moved(base.table, [tensor for tensor in sorted(given.matched.frozen) if moved[tensor]])
             job.check_root(index)
         except BaseException:
-            channel.store.discard(parts)
+            end_attempt(channel.store, parts)
             raise
         return Draft(index, parts, {file.name: file.name for file in index.all_files}, given.facts, {}, None)
 
@@ -371,7 +383,7 @@ class OwnerRank:
             # what fails is left for the next attempt to move away: after a takeover it may be another
             # owner's. Digests of our own files were just computed from them
             own = rendezvous.shard_name(self._rank.number)
-            verify_files(files, index, [new for new, old in sources.items() if old == own])
+            verify_files(files, index, [new for new, old in sources.items() if old.endswith(own)])
         fetched = [Delta(index, files)]
         wanted = ROOM_BYTES + journal_bytes(index)
         return self.recovery.with_room(lambda: stage(local, fetched), wanted)

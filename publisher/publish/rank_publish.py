@@ -17,6 +17,7 @@ from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import Part, TensorTable
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.index import STEP_ENCODINGS
+from weightcast.shared.channel.store import Store
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Meeting:
     """An attempt in which every rank knows what all hold. `deadline`: on the monotonic clock, for what other
     ranks send."""
 
+    files: Store
     attempt: Attempt
     writer: PartWriter
     given: Input
@@ -34,6 +36,7 @@ class Meeting:
     @classmethod
     def of(
         cls,
+        files: Store,
         attempt: Attempt,
         writer: PartWriter,
         given: Input,
@@ -41,11 +44,11 @@ class Meeting:
         holds: Sequence[Holds],
         deadline: float,
     ) -> Meeting:
-        """`holds`: of all ranks. Raises Refused where they do not make the model."""
+        """`files`: of the attempt; `holds`: of all ranks. Raises Refused where they do not make the model."""
         # slime's encodings have one payload per tensor: each tensor has one writer
         whole = attempt.encoding not in STEP_ENCODINGS
         assignment = assign_shards(own.local.table, holds, given.matched.frozen, whole=whole)
-        return cls(attempt, writer, given, own, assignment, deadline)
+        return cls(files, attempt, writer, given, own, assignment, deadline)
 
     def write_part(self, job: PublishJob) -> RankPart:
         """Sends, receives and writes."""
@@ -66,7 +69,7 @@ class Meeting:
         return replace(written, sent=sent)
 
     def _send(self) -> Sent:
-        own, files = self.own, self.writer.files
+        own, files = self.own, self.files
         shares = send(own, self.assignment, files, self.writer.options.threads)
         doubled = sorted(self.assignment.doubled(own.rank))
         sent = Sent(shares, {n: own.digest(n, own.weights.box(own.names[n])) for n in doubled})
@@ -74,7 +77,7 @@ class Meeting:
         return sent
 
     def _received(self) -> list[FromRank]:
-        table, files = self.own.local.table, self.writer.files
+        table, files = self.own.local.table, self.files
         ranks = senders(self.assignment, table, self.own.rank)
         sent = rendezvous.collect_sent(files, self.attempt, ranks, self.deadline)
         return [

@@ -229,7 +229,7 @@ def _checked(draft: Index, attempt: Attempt, rank: int, assignment: ShardAssignm
         attempt.step,
         attempt.encoding,
     )
-    if not same or any(file.name != shard_name(rank) for file in draft.files):
+    if not same or any(not file.name.endswith(shard_name(rank)) for file in draft.files):
         raise Refused(
             f"rank {rank} left a part of version {draft.version}, step {draft.step}; "
             f"rank 0 publishes version {attempt.version}, step {attempt.step}",
@@ -290,10 +290,10 @@ def find_attempt(
     above: int,
     deadline: float,
     seen: set[str],
-) -> tuple[Store, Attempt]:
-    """The newest open attempt at a version above `above` for this step, where the rank took no part yet.
-    Raises Refused when rank 0 gave up one that is not in `seen`, which is then added there; in the end for
-    one in `seen` too: this rank came late."""
+) -> tuple[str, Attempt]:
+    """Key of the newest open attempt at a version above `above` for this step, where the rank took no part
+    yet. Raises Refused when rank 0 gave up one that is not in `seen`, which is then added there; in the end
+    for one in `seen` too: this rank came late."""
     closed: list[str] = []
     for _ in _looks(deadline):
         fitting = sorted(
@@ -304,7 +304,7 @@ def find_attempt(
         if found:
             key, attempt = found[-1]
             _raise_other_world(attempt, rank)
-            return store.within(key), attempt
+            return key, attempt
         closed = [key for key, _ in fitting]
         for key in closed:
             if key not in seen:

@@ -91,6 +91,8 @@ class DirectoryStore:
     def __hash__(self) -> int:
         return hash(self.directory)
 
+    renames = True
+
     def place(self, key: str = "") -> str:
         return str(self.directory / key)
 

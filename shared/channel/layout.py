@@ -134,5 +134,7 @@ def _is_name(text: str) -> bool:
 
 
 def write_pointer(store: Store, version: int, allowed: Callable[[], None] | None = None) -> None:
-    """Announces a version to all hosts: durable, at once; `allowed` is called last, and may raise."""
-    store.replace(LATEST, digits(version).encode(), allowed=allowed)
+    """Announces a version to all hosts: durable, at once; `allowed` is called last, and may raise. Raises
+    Changed where another writer moved it meanwhile, in a store that compares."""
+    before = None if store.renames else read_if_there(store, LATEST, _LIMIT)
+    store.replace(LATEST, digits(version).encode(), expected=before, allowed=allowed)

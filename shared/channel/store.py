@@ -1,7 +1,7 @@
 """The store of a channel: the only way in which code above this room reads or writes a channel's objects.
 
 Keys are relative POSIX names (`weight_v000007/model.safetensors.index.json`). `DirectoryStore` is a mounted
-directory, `MemoryStore` the twin for tests; docs/stores-interface.md says what each verb promises, what the
+directory, `ObjectStore` a bucket; docs/stores-interface.md says what each verb promises, what the
 commit point of each store is, and what a killed writer leaves behind.
 
 StoreError (also an OSError)         a step fails and is tried again; `exit_code` 3 where that cannot help
@@ -147,6 +147,11 @@ class Store(Protocol):
     """Objects of a channel, or of a directory within it. Safe for several threads. A store makes the
     directories that its keys need, never its own: nothing is written where a mount or an attempt is gone."""
 
+    @property
+    def renames(self) -> bool:
+        """Whether `commit` renames what is below a draft. Otherwise the files of a version are written where
+        they stay, under names that no other attempt has, and become visible with their index."""
+
     def place(self, key: str = "") -> str:
         """Where the object is, for messages: a path or a URL."""
 
@@ -219,8 +224,9 @@ class Store(Protocol):
         allowed: Callable[[], None] | None = None,
     ) -> None:
         """Everything below `draft`, and `data` as its object `index`, becomes visible below `name`, at once,
-        durable. `allowed` is called last, and may raise. Raises AlreadyExists where `name` has an `index`
-        with other bytes; a commit whose answer was lost may be repeated."""
+        durable. A store that does not rename only creates the index. `allowed` is called last, and may raise.
+        Raises AlreadyExists where `name` has an `index` with other bytes; a commit whose answer was lost may
+        be repeated."""
 
     def discard(self, prefix: str) -> None:
         """Deletes everything below `prefix`, out of sight first: nobody finds half of it."""

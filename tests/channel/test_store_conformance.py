@@ -10,9 +10,10 @@ from memory_store import MemoryStore
 
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.channel.directory_store import DirectoryStore
+from weightcast.shared.channel.object_store import open_object_store
 from weightcast.shared.channel.store import AlreadyExists, Body, Changed, NotFound, Store, StoreError
 
-MakeStore = Callable[[Path], Store]
+MakeStore = Callable[[Path, pytest.FixtureRequest], Store]
 
 
 def _directory(path: Path) -> Store:
@@ -20,13 +21,17 @@ def _directory(path: Path) -> Store:
     return DirectoryStore(path / "channel")
 
 
-STORES: dict[str, MakeStore] = {"directory": _directory, "memory": lambda _: MemoryStore()}
+STORES: dict[str, MakeStore] = {
+    "directory": lambda path, _: _directory(path),
+    "memory": lambda *_: MemoryStore(),
+    "s3": lambda _, request: open_object_store(f"{request.getfixturevalue('bucket')}/runs/seven"),
+}
 INDEX = "index.json"
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=["directory", "memory", pytest.param("s3", marks=pytest.mark.s3)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return STORES[request.param](tmp_path)
+    return STORES[request.param](tmp_path, request)
 
 
 def _bytes(body: Body) -> bytes:
@@ -44,9 +49,22 @@ def _written(store: Store, key: str, data: bytes) -> None:
 
 
 def _draft(store: Store, draft: str, **files: bytes) -> None:
-    at = store.begin(draft)
+    made = store.begin(draft)
     for name, data in files.items():
-        _written(at, name, data)
+        _written(made, name, data)
+
+
+def _attempt(store: Store, name: str, attempt: str, **files: bytes) -> tuple[str, dict[str, str]]:
+    """An attempt at what will be `name`, as publishers make it: the key of its draft, and the keys that its
+    files will have."""
+    if store.renames:
+        draft, prefix = f"{name}.{attempt}", ""
+        store.begin(draft)
+    else:
+        draft, prefix = name, f"{attempt}."
+    for file, data in files.items():
+        _written(store, f"{draft}/{prefix}{file}", data)
+    return draft, {file: f"{name}/{prefix}{file}" for file in files}
 
 
 def _race(*calls: Callable[[], object]) -> list[object]:
@@ -236,73 +254,73 @@ def test_a_discarded_object_leaves_nothing(store: Store) -> None:
 
 
 def test_a_version_is_visible_when_it_is_committed(store: Store) -> None:
-    store.begin("weight_v000001.parts")
-    _draft(store, "weight_v000001.parts/1-ab", whole=b"bytes", other=b"more")
-    assert store.names("weight_v000001") == []
-    seen_before: list[list[str]] = []
+    draft, keys = _attempt(store, "weight_v000001", "1-ab", whole=b"bytes", other=b"more")
+    seen_before: list[object] = []
     store.commit(
-        "weight_v000001.parts/1-ab",
+        draft,
         "weight_v000001",
         INDEX,
         b"{}",
-        lambda: seen_before.append(store.names("weight_v000001")),
+        lambda: seen_before.append(store.stat(f"weight_v000001/{INDEX}")),
     )
-    assert seen_before == [[]]
-    assert sorted(store.names("weight_v000001")) == [INDEX, "other", "whole"]
+    assert seen_before == [None]
     assert store.read(f"weight_v000001/{INDEX}", 10) == b"{}"
-    assert store.names("weight_v000001.parts") == []
+    assert len(store.names("weight_v000001")) == 3
+    assert store.read(keys["whole"], 10) == b"bytes" and store.read(keys["other"], 10) == b"more"
+    assert store.names() == ["weight_v000001"]
 
 
 def test_a_commit_may_be_repeated_when_its_answer_was_lost(store: Store) -> None:
-    _draft(store, "draft", shard=b"bytes")
-    store.commit("draft", "weight_v000001", INDEX, b"{}")
-    store.commit("draft", "weight_v000001", INDEX, b"{}")
-    assert sorted(store.names("weight_v000001")) == [INDEX, "shard"]
+    draft, keys = _attempt(store, "weight_v000001", "1-ab", shard=b"bytes")
+    store.commit(draft, "weight_v000001", INDEX, b"{}")
+    store.commit(draft, "weight_v000001", INDEX, b"{}")
+    assert store.read(keys["shard"], 10) == b"bytes"
+    assert len(store.names("weight_v000001")) == 2
 
 
 def test_a_name_is_committed_once(store: Store) -> None:
-    _draft(store, "one", shard=b"one")
-    _draft(store, "two", shard=b"two")
-    store.commit("one", "weight_v000001", INDEX, b"1")
+    one, keys = _attempt(store, "weight_v000001", "1-ab", shard=b"one")
+    two, _ = _attempt(store, "weight_v000001", "2-cd", shard=b"two")
+    store.commit(one, "weight_v000001", INDEX, b"1")
     with pytest.raises(AlreadyExists) as raised:
-        store.commit("two", "weight_v000001", INDEX, b"2")
+        store.commit(two, "weight_v000001", INDEX, b"2")
     assert store.place("weight_v000001") in raised.value.message
-    assert store.read("weight_v000001/shard", 10) == b"one"
+    assert store.read(keys["shard"], 10) == b"one"
 
 
 def test_one_of_several_committers_wins(store: Store) -> None:
     for turn in range(10):
-        for number in range(3):
-            _draft(store, f"draft-{turn}-{number}", shard=b"%d" % number)
+        name = f"version-{turn}"
+        drafts = [_attempt(store, name, f"{number}-ab", shard=b"%d" % number) for number in range(3)]
         results = _race(
             *(
-                partial(store.commit, f"draft-{turn}-{number}", f"version-{turn}", INDEX, b"%d" % number)
-                for number in range(3)
+                partial(store.commit, draft, name, INDEX, b"%d" % number)
+                for number, (draft, _) in enumerate(drafts)
             )
         )
         won = [number for number, result in enumerate(results) if result is None]
         assert len(won) == 1 and all(isinstance(r, AlreadyExists) for r in results if r is not None)
-        for name in (INDEX, "shard"):
-            assert store.read(f"version-{turn}/{name}", 10) == b"%d" % won[0]
+        for key in (f"{name}/{INDEX}", drafts[won[0]][1]["shard"]):
+            assert store.read(key, 10) == b"%d" % won[0]
 
 
 def test_readers_see_all_of_a_version_or_nothing(store: Store) -> None:
     torn: list[str] = []
     done = threading.Event()
+    keys: dict[int, list[str]] = {}
 
     def read() -> None:
         while not done.is_set():
             for version in range(20):
                 if store.stat(f"version-{version}/{INDEX}") is not None:
-                    for name in ("first", "second"):
-                        if store.stat(f"version-{version}/{name}") is None:
-                            torn.append(f"version-{version}/{name}")
+                    torn.extend(key for key in keys[version] if store.stat(key) is None)
 
     reader = threading.Thread(target=read)
     reader.start()
     for version in range(20):
-        _draft(store, f"draft-{version}", first=b"1", second=b"2")
-        store.commit(f"draft-{version}", f"version-{version}", INDEX, b"{}")
+        draft, made = _attempt(store, f"version-{version}", "1-ab", first=b"1", second=b"2")
+        keys[version] = [*made.values()]
+        store.commit(draft, f"version-{version}", INDEX, b"{}")
     done.set()
     reader.join()
     assert torn == []
@@ -312,19 +330,19 @@ def test_a_forbidden_commit_shows_nothing(store: Store) -> None:
     def forbid() -> None:
         raise Refused("not the owner")
 
-    _draft(store, "draft", shard=b"1")
+    draft, _ = _attempt(store, "weight_v000001", "1-ab", shard=b"1")
     with pytest.raises(Refused, match="not the owner"):
-        store.commit("draft", "weight_v000001", INDEX, b"{}", forbid)
-    assert store.names("weight_v000001") == []
-    store.discard("draft")
-    assert store.names("draft") == []
+        store.commit(draft, "weight_v000001", INDEX, b"{}", forbid)
+    assert store.stat(f"weight_v000001/{INDEX}") is None
+    store.discard(draft)
+    assert store.names(draft) == []
 
 
 def test_a_commit_takes_a_name_without_an_index(store: Store) -> None:
-    _draft(store, "weight_v000001", stray=b"copied by hand")
-    _draft(store, "draft", shard=b"1")
-    store.commit("draft", "weight_v000001", INDEX, b"{}")
-    assert sorted(store.names("weight_v000001")) == [INDEX, "shard"]
+    _written(store, "weight_v000001/stray", b"copied by hand")
+    draft, keys = _attempt(store, "weight_v000001", "1-ab", shard=b"1")
+    store.commit(draft, "weight_v000001", INDEX, b"{}")
+    assert store.read(keys["shard"], 10) == b"1" and store.read(f"weight_v000001/{INDEX}", 10) == b"{}"
 
 
 def test_a_draft_has_a_name_of_its_own(store: Store) -> None:

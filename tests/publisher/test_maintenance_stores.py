@@ -37,6 +37,7 @@ from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.layout import Pointer, report_key
+from weightcast.shared.channel.object_store import open_object_store
 from weightcast.shared.channel.reports import Report, pack_report, read_reports, write_report
 from weightcast.shared.channel.run_files import ChannelFile, parse_channel_file
 from weightcast.shared.channel.signing import PrivateKey, Trust
@@ -129,12 +130,16 @@ def _directory(root: Path) -> Store:
     return DirectoryStore(root / "channel")
 
 
-STORES: dict[str, Callable[[Path], Store]] = {"directory": _directory, "memory": lambda _: MemoryStore()}
+STORES: dict[str, Callable[[Path, pytest.FixtureRequest], Store]] = {
+    "directory": lambda path, _: _directory(path),
+    "memory": lambda *_: MemoryStore(),
+    "s3": lambda _, request: open_object_store(request.getfixturevalue("bucket")),
+}
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=["directory", "memory", pytest.param("s3", marks=pytest.mark.s3)])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    inner = STORES[request.param](tmp_path)
+    inner = STORES[request.param](tmp_path, request)
     world = World(tmp_path, FaultyStore(inner))
     init_channel(inner, write_checkpoint(tmp_path / "base", world.models[0]), run_id="run")
     return world
@@ -217,9 +222,9 @@ def test_versions_are_pruned_and_the_trash_is_emptied(world: World) -> None:
         with world.host(6) as host, world.host(1):
             world.arrives(host, 9)
     graves = world.trash()
-    assert graves and all(name.endswith(".pruned") for name in graves)
+    assert bool(graves) is world.store.renames and all(name.endswith(".pruned") for name in graves)
     assert empty_trash(world.store, 3600.0) == 0 and not is_due(world.store)
-    assert is_due(world.store, 0.0) and empty_trash(world.store, 0.0) == len(graves)
+    assert is_due(world.store, 0.0) is world.store.renames and empty_trash(world.store, 0.0) == len(graves)
     assert world.trash() == []
 
 
@@ -236,6 +241,10 @@ def test_versions_are_pruned_and_the_trash_is_emptied(world: World) -> None:
     ],
 )
 def test_pruning_that_failed_is_finished_by_the_next(world: World, verb: str, key: str, fault: Fault) -> None:
+    if verb == "move" and not world.store.renames:
+        if fault == "late":
+            return  # what is deleted need not be seen
+        verb = "discard"
     with world.publisher(KEEP) as publisher:
         world.grow(publisher, 4)
         publisher.write_anchor()

@@ -22,13 +22,15 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import DirectoryStore
+from weightcast.shared.channel.object_store import ObjectStore, open_object_store
 from weightcast.shared.channel.signing import PrivateKey, write_private_key
 from weightcast.shared.channel.store import Store
 from weightcast.shared.files.disk_errors import DiskError
 
-STORES: dict[str, Callable[[Path], Store]] = {
-    "directory": lambda root: DirectoryStore(root / "channel"),
-    "memory": lambda root: MemoryStore(),
+STORES: dict[str, Callable[[Path, pytest.FixtureRequest], Store]] = {
+    "directory": lambda root, _: DirectoryStore(root / "channel"),
+    "memory": lambda *_: MemoryStore(),
+    "s3": lambda _, request: open_object_store(request.getfixturevalue("bucket")),
 }
 
 
@@ -57,9 +59,15 @@ def model() -> Model:
     return numpy_model(np.random.default_rng(3))
 
 
-@pytest.fixture(params=STORES)
-def place(request: pytest.FixtureRequest, tmp_path: Path, model: Model) -> StorePlace:
-    return _made(tmp_path, model, STORES[request.param](tmp_path))
+@pytest.fixture(params=["directory", "memory", pytest.param("s3", marks=pytest.mark.s3)])
+def inner(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    (tmp_path / "channel").mkdir()
+    return STORES[request.param](tmp_path, request)
+
+
+@pytest.fixture
+def place(inner: Store, tmp_path: Path, model: Model) -> StorePlace:
+    return _made(tmp_path, model, inner)
 
 
 def _made(root: Path, model: Model, store: Store) -> StorePlace:
@@ -117,7 +125,7 @@ def test_a_rank_that_fails_ends_the_attempt_of_all(place: StorePlace, rng: np.ra
 def test_signed_versions(place: StorePlace, rng: np.random.Generator, tmp_path: Path) -> None:
     key = PrivateKey.generate()
     write_private_key(tmp_path / "key", key)
-    store = place.store.within("signed") if isinstance(place.store, MemoryStore) else None
+    store = place.store.within("signed") if isinstance(place.store, ObjectStore) else None
     store = DirectoryStore(tmp_path / "signed") if store is None else store
     signed = StorePlace(tmp_path, place.model, store)
     init_channel(store, place.base, sign_key=tmp_path / "key")
@@ -154,6 +162,8 @@ FAILPOINTS = (
 def test_a_failure_at_any_step_is_recovered_from(
     place: StorePlace, rng: np.random.Generator, name: str, reopened: bool
 ) -> None:
+    if name.startswith("version.") and not place.store.renames:
+        return  # nothing is moved
     model = all_changed(place.model, rng)
     assert place.publish(model) == 1
     failed: list[str] = []
@@ -185,12 +195,12 @@ def test_a_failure_at_any_step_is_recovered_from(
 FAULTS: tuple[tuple[str, str, Fault], ...] = (
     *(("begin", "weight_v000001.parts", fault) for fault in ("unavailable", "lost")),
     *(("begin", "weight_v000001.parts/*", fault) for fault in ("unavailable", "lost")),
-    ("write", "weight_v000001.parts/*/part-00000.safetensors", "unavailable"),
+    ("write", "weight_v000001*part-00000.safetensors", "unavailable"),
     *(("move", "weight_v000001.parts/*/part-00000.safetensors", fault) for fault in ("unavailable", "lost")),
     *(("commit", "weight_v000001", fault) for fault in ("unavailable", "lost")),
     *(("replace", "latest", fault) for fault in ("unavailable", "lost", "changed")),
     *(("discard", "weight_v000001.parts/*", fault) for fault in ("unavailable", "lost")),
-    *(("read_range", "weight_v000001.parts/*/whole/*", fault) for fault in ("cut", "wrong")),
+    *(("read_range", "weight_v000001*.safetensors", fault) for fault in ("cut", "wrong")),
     ("read", "latest", "unavailable"),
     ("read", "base.json", "unavailable"),
     ("stat", "weight_v000001/*", "unavailable"),
@@ -200,9 +210,11 @@ FAULTS: tuple[tuple[str, str, Fault], ...] = (
 
 @pytest.mark.parametrize(("verb", "key", "fault"), FAULTS)
 def test_a_fault_of_the_store_is_recovered_from(
-    tmp_path: Path, model: Model, rng: np.random.Generator, verb: str, key: str, fault: Fault
+    inner: Store, tmp_path: Path, model: Model, rng: np.random.Generator, verb: str, key: str, fault: Fault
 ) -> None:
-    store = FaultyStore(MemoryStore())
+    if verb == "move" and not inner.renames:
+        return  # nothing is moved
+    store = FaultyStore(inner)
     place = _made(tmp_path, model, store)
     model = all_changed(model, rng)
     with place.publisher() as publisher:
@@ -222,9 +234,9 @@ def test_a_fault_of_the_store_is_recovered_from(
 @pytest.mark.parametrize("fault", ["unavailable", "lost"])
 @pytest.mark.parametrize("key", ["base.json", "channel.json"])
 def test_an_init_whose_answer_was_lost_may_be_repeated(
-    tmp_path: Path, model: Model, rng: np.random.Generator, key: str, fault: Fault
+    inner: Store, tmp_path: Path, model: Model, rng: np.random.Generator, key: str, fault: Fault
 ) -> None:
-    store = FaultyStore(MemoryStore())
+    store = FaultyStore(inner)
     store.fail("create", key, fault)
     place = StorePlace(tmp_path, model, store)
     write_checkpoint(place.base, model)

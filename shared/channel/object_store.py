@@ -1,0 +1,402 @@
+"""A channel in an object store (S3, Google Cloud Storage, Azure, memory), through obstore.
+
+Conditional puts replace renames: `create` is a put with if-none-match, `replace` one with if-match of the
+ETag that was read, and a version is committed by creating its index last. A put whose answer was lost is
+decided by reading back. The head of a large object is known last: the object waits in a temporary file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
+from urllib.parse import urlsplit
+
+import obstore
+from obstore import exceptions
+from obstore.store import ObjectStore as Client
+from obstore.store import from_url
+
+from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.channel.store import (
+    AlreadyExists,
+    Changed,
+    Entry,
+    NotFound,
+    Stat,
+    StoreError,
+    Unavailable,
+    check_key,
+    joined,
+)
+from weightcast.shared.files import durable
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+_Keys: TypeAlias = list[str]
+"""the class below has a method of the name `list`"""
+_WINDOW = 32 << 20
+"""bytes of a large object that are read ahead, in memory"""
+_RANGE = 8 << 20
+"""bytes per request of a large object; a window's are read in parallel"""
+_CLIENT: ClientConfig = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
+_RETRY: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=20)}
+"""of a request; the callers of a store try again as their own deadlines say"""
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+_CLOCK = ".weightcast-tmp-clock"
+_STATUS = re.compile(r"status code: (\d{3}[^:\n]{0,40})")
+
+
+def open_object_store(url: str) -> ObjectStore:
+    """`s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`. Credentials come from the
+    environment and the clients' own chains. Raises Refused for invalid URLs, and for
+    credentials in a URL."""
+    parts = urlsplit(url)
+    if parts.username or parts.password or parts.query:
+        raise Refused(
+            f"{parts.scheme}://{parts.hostname}{parts.path} contains credentials or a query",
+            remedy="put credentials into the environment; see docs/object-stores.md",
+        )
+    # a plain endpoint in the environment is the user's word for it; nothing else is sent unencrypted
+    plain = any(value.startswith("http://") for name, value in os.environ.items() if name in _ENDPOINTS)
+    bucket = f"{parts.scheme}://{parts.netloc}"
+    try:
+        client = from_url(bucket, client_options={**_CLIENT, "allow_http": plain}, retry_config=_RETRY)
+    except (exceptions.BaseError, ValueError) as error:
+        raise Refused(
+            f"{url}: {str(error).splitlines()[0]}", remedy="correct the URL or the environment"
+        ) from error
+    return ObjectStore(client, bucket, parts.path.strip("/"))
+
+
+class ObjectStore:
+    """`client`: of obstore, for the bucket; `url`: of the bucket; `prefix`: of every key."""
+
+    def __init__(self, client: Client, url: str, prefix: str = "") -> None:
+        self._client, self._url, self._prefix = client, url, prefix
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.place()!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectStore) and other.place() == self.place()
+
+    def __hash__(self) -> int:
+        return hash(self.place())
+
+    renames = False
+
+    def place(self, key: str = "") -> str:
+        return joined(self._url, joined(self._prefix, key) if key else self._prefix)
+
+    def within(self, prefix: str) -> ObjectStore:
+        return ObjectStore(self._client, self._url, self._key(prefix)) if prefix else self
+
+    def present(self) -> bool:
+        return True
+
+    def names(self, prefix: str = "") -> list[str]:
+        return [entry.name for entry in self.list(prefix)]
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        key = self._key(prefix)
+        with self._named(key):
+            found = obstore.list_with_delimiter(self._client, key)
+        for path in found["common_prefixes"]:
+            yield Entry(path.rpartition("/")[2], "directory")
+        for meta in found["objects"]:
+            name = str(meta["path"]).rpartition("/")[2]
+            if not durable.is_temporary(name):
+                yield Entry(name, "file", _stat(meta))
+
+    def stat(self, key: str) -> Stat | None:
+        full = self._key(key)
+        with contextlib.suppress(NotFound), self._named(full):
+            return _stat(obstore.head(self._client, full))
+        return None
+
+    def read(self, key: str, limit: int) -> bytes:
+        return self._read(key, limit)[0]
+
+    def _read(self, key: str, limit: int) -> tuple[bytes, str]:
+        """Content and tag."""
+        full = self._key(key)
+        with self._named(full):
+            found = obstore.get(self._client, full)
+            if found.meta["size"] > limit:
+                raise DamagedFile(
+                    f"{self.place(key)} exceeds the {limit}-byte limit", remedy="restore it, or remove it"
+                )
+            return bytes(found.bytes()), found.meta["e_tag"] or ""
+
+    def read_range(self, key: str, offset: int, length: int) -> bytes:
+        found = self.stat(key)
+        if found is None:
+            raise NotFound.at(self.place(key))
+        length = min(length, found.size - offset)
+        if length <= 0:
+            return b""
+        full = self._key(key)
+        with self._named(full):
+            return bytes(obstore.get_range(self._client, full, start=offset, length=length))
+
+    def open(self, key: str) -> _Body:
+        found = self.stat(key)
+        if found is None:
+            raise NotFound.at(self.place(key))
+        return _Body(self, key, found)
+
+    def read_window(self, key: str, offset: int, size: int) -> bytes:
+        """Bytes from `offset` on of an object of `size` bytes, several ranges in parallel."""
+        full = self._key(key)
+        end = min(offset + _WINDOW, size)
+        starts = range(offset, end, _RANGE)
+        with self._named(full):
+            pieces = obstore.get_ranges(
+                self._client, full, starts=starts, ends=[min(start + _RANGE, end) for start in starts]
+            )
+        return b"".join(pieces)
+
+    def create(self, key: str, data: bytes) -> None:
+        full = self._key(key)
+        with self._named(full):
+            obstore.put(self._client, full, data, mode="create", use_multipart=False)
+
+    def replace(
+        self,
+        key: str,
+        data: bytes,
+        *,
+        expected: bytes | None = None,
+        allowed: Callable[[], None] | None = None,
+        sync: bool = True,
+    ) -> None:
+        full = self._key(key)
+        if expected is None:
+            if allowed is not None:
+                allowed()
+            with self._named(full):
+                obstore.put(self._client, full, data, use_multipart=False)
+            return
+        try:
+            there, tag = self._read(key, len(expected))
+        except (NotFound, DamagedFile) as error:
+            raise Changed.at(self.place(key)) from error
+        if there != expected:
+            raise Changed.at(self.place(key))
+        if allowed is not None:
+            allowed()
+        self._put_if_match(key, data, tag)
+
+    def _put_if_match(self, key: str, data: bytes, tag: str) -> None:
+        """Ceph 16 and some others answer 412 to a quoted ETag that matches: it is sent again unquoted. Raises
+        Changed."""
+        full = self._key(key)
+        for attempt in dict.fromkeys((tag, tag.strip('"'))):
+            try:
+                with self._named(full):
+                    obstore.put(
+                        self._client, full, data, mode=cast(Any, {"e_tag": attempt}), use_multipart=False
+                    )
+                return
+            except Changed:
+                there, now = self._read(key, 1 << 20)
+                if there == data:
+                    return  # the answer to our own put was lost
+                if now != tag:
+                    raise
+        raise Changed.at(self.place(key))
+
+    def write(self, key: str, *, reserve: int = 0, sync: bool = True) -> _Writer:
+        if self.stat(key) is not None:
+            raise AlreadyExists.at(self.place(key))
+        return _Writer(self, key, reserve)
+
+    def upload(self, key: str, file: IO[bytes]) -> None:
+        full = self._key(key)
+        with self._named(full):
+            obstore.put(self._client, full, file)
+
+    def begin(self, draft: str) -> ObjectStore:
+        if self.names(draft) or self.stat(draft) is not None:
+            raise AlreadyExists.at(self.place(draft))
+        return self.within(draft)
+
+    def move(self, source: str, target: str, *, sync: bool = False) -> None:
+        """Copies within the store, then deletes."""
+        old, new = self._key(source), self._key(target)
+        moved = self._below(source) or [old]
+        for key in moved:
+            with self._named(key):
+                obstore.copy(self._client, key, new + key[len(old) :])
+        with self._named(old):
+            obstore.delete(self._client, moved)
+
+    def copy(self, source: str, target: str) -> None:
+        if self.stat(target) is not None:
+            raise AlreadyExists.at(self.place(target))
+        with self._named(self._key(source)):
+            obstore.copy(self._client, self._key(source), self._key(target))
+
+    def commit(
+        self,
+        draft: str,
+        name: str,
+        index: str,
+        data: bytes,
+        allowed: Callable[[], None] | None = None,
+    ) -> None:
+        there = joined(name, index)
+        if self._has(there, data):
+            return
+        if allowed is not None:
+            allowed()
+        try:
+            self.create(there, data)
+        except StoreError:
+            # of our own put the answer may be lost
+            if not self._has(there, data):
+                raise
+
+    def _has(self, key: str, data: bytes) -> bool:
+        with contextlib.suppress(NotFound, DamagedFile):
+            return self.read(key, len(data)) == data
+        return False
+
+    def discard(self, prefix: str) -> None:
+        keys = self._below(prefix)
+        keys.sort(key=lambda key: not key.endswith(".index.json"))
+        for key in [*keys[:1], keys[1:]] if keys else []:
+            with self._named(self._key(prefix)):
+                obstore.delete(self._client, key)
+
+    def _below(self, prefix: str) -> _Keys:
+        full = self._key(prefix)
+        with self._named(full):
+            return [meta["path"] for batch in obstore.list(self._client, full) for meta in batch]
+
+    def delete(self, key: str) -> bool:
+        if self.stat(key) is None:
+            return False
+        full = self._key(key)
+        with self._named(full):
+            obstore.delete(self._client, full)
+        return True
+
+    def now(self, prefix: str = "") -> float:
+        key = joined(self._key(prefix), f"{_CLOCK}-{secrets.token_hex(4)}")
+        with self._named(key):
+            obstore.put(self._client, key, b"", use_multipart=False)
+            found = obstore.head(self._client, key)
+            obstore.delete(self._client, key)
+        return found["last_modified"].timestamp()
+
+    def _key(self, key: str) -> str:
+        return joined(self._prefix, check_key(key)) if key else self._prefix
+
+    @contextlib.contextmanager
+    def _named(self, key: str) -> Iterator[None]:
+        """Errors of obstore as those of a store, with the object's URL and no request in their text."""
+        place = joined(self._url, key)
+        try:
+            yield
+        except StoreError:
+            raise
+        except FileNotFoundError as error:
+            _check_bucket(place, error)
+            raise NotFound.at(place) from error
+        except exceptions.AlreadyExistsError as error:
+            raise AlreadyExists.at(place) from error
+        except exceptions.PreconditionError as error:
+            raise Changed.at(place) from error
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise Unavailable(
+                f"access to {place} was denied",
+                errno.EACCES,
+                place,
+                remedy="check the credentials in the environment, and their rights to this bucket",
+                lasting=True,
+            ) from error
+        except exceptions.BaseError as error:
+            text = str(error)
+            found = _STATUS.search(text)
+            _check_bucket(place, error)
+            reason = f"the server answered {found[1].strip()}" if found else "the server cannot be reached"
+            raise Unavailable(
+                f"{place}: {reason}", errno.EIO, place, remedy="check the endpoint and the network"
+            ) from error
+
+
+def _check_bucket(place: str, error: Exception) -> None:
+    if re.search("NoSuchBucket|ContainerNotFound|The specified bucket does not exist", str(error)):
+        raise Refused(
+            f"{place}: the bucket does not exist", remedy="create it, or correct the URL"
+        ) from error
+
+
+def _stat(meta: Any) -> Stat:
+    # in whole seconds: a listing has fractions that other answers lack
+    return Stat(meta["size"], int(meta["last_modified"].timestamp()) * 10**9, meta["e_tag"] or "")
+
+
+class _Body:
+    def __init__(self, store: ObjectStore, key: str, found: Stat) -> None:
+        self._store, self._key, self._found = store, key, found
+        self._offset = 0
+        self._window = memoryview(b"")
+        self._fill()
+
+    def _fill(self) -> None:
+        if self._offset < self._found.size:
+            data = self._store.read_window(self._key, self._offset, self._found.size)
+            self._offset += len(data)
+            self._window = memoryview(data)
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        if not self._window:
+            self._fill()
+        count = min(len(buffer), len(self._window))
+        buffer[:count] = self._window[:count]
+        self._window = self._window[count:]
+        return count
+
+    def __enter__(self) -> _Body:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._window = memoryview(b"")
+
+
+class _Writer:
+    def __init__(self, store: ObjectStore, key: str, reserve: int) -> None:
+        self._store, self._key, self._reserve = store, key, reserve
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._file.seek(reserve)
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+
+    def write_head(self, head: bytes) -> None:
+        if len(head) != self._reserve:
+            place = self._store.place(self._key)
+            raise DamagedFile(f"{place}: header of {len(head)} bytes, {self._reserve} are reserved")
+        self._file.seek(0)
+        self._file.write(head)
+
+    def finish(self) -> None:
+        with self._file:
+            self._file.seek(0)
+            self._store.upload(self._key, self._file)
+
+    def discard(self) -> None:
+        self._file.close()

@@ -1,0 +1,176 @@
+"""A Ceph object gateway on loopback, from Debian's packages: a real S3 server for tests.
+
+`python tests/s3_gateway.py DIR` serves until it is interrupted; DIR/environment has what clients need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import httpx
+import obstore
+from obstore.store import S3Store
+from ports import free_port
+
+PACKAGES = "radosgw ceph-mon ceph-osd ceph-mgr ceph-common"
+
+_CONFIG = """\
+[global]
+fsid = {fsid}
+mon host = [v2:127.0.0.1:{mon_port}]
+public addr = 127.0.0.1
+cluster addr = 127.0.0.1
+auth cluster required = cephx
+auth service required = cephx
+auth client required = cephx
+keyring = {root}/keyring
+run dir = {root}
+log file = {root}/$name.log
+admin socket = {root}/$name.sock
+pid file =
+mon data = {root}/mon
+mgr data = {root}/mgr
+osd data = {root}/osd
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg num = 8
+osd pool default pgp num = 8
+osd pool default pg autoscale mode = off
+osd crush chooseleaf type = 0
+osd objectstore = bluestore
+osd class load list = *
+osd class default list = *
+bluestore block size = 12884901888
+osd memory target = 1073741824
+mon allow pool size one = true
+mon warn on pool no redundancy = false
+mon data avail crit = 1
+mon data avail warn = 2
+
+[client.rgw.a]
+rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
+"""
+
+
+@dataclass(frozen=True)
+class Gateway:
+    endpoint: str
+    access_key: str
+    secret_key: str
+
+    def environment(self) -> dict[str, str]:
+        """What S3 clients read."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_REGION": "us-east-1",
+        }
+
+    def make_bucket(self, name: str = "") -> str:
+        """Its name."""
+        name = name or f"bucket-{uuid.uuid4().hex}"
+        store = S3Store(
+            name,
+            endpoint=self.endpoint,
+            access_key_id=self.access_key,
+            secret_access_key=self.secret_key,
+            region="us-east-1",
+            client_options={"allow_http": True},
+        )
+        httpx.put(obstore.sign(store, "PUT", "", timedelta(minutes=1))).raise_for_status()
+        return name
+
+
+def _run(root: Path, *command: str) -> str:
+    done = subprocess.run(
+        [*command, "-c", str(root / "ceph.conf")], check=False, capture_output=True, text=True, timeout=120
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def _tool(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+@contextlib.contextmanager
+def gateway(root: Path) -> Iterator[Gateway]:
+    """Raises RuntimeError, with the reason, where it does not start."""
+    missing = [name for name in ("ceph-mon", "ceph-osd", "ceph-mgr", "radosgw") if shutil.which(name) is None]
+    if missing:
+        raise RuntimeError(f"{', '.join(missing)} not found: apt-get install {PACKAGES}")
+    root.mkdir(parents=True, exist_ok=True)
+    daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(*command: str) -> None:
+        with (root / f"{Path(command[0]).name}.out").open("wb") as log:
+            arguments = [*command, "-f", "-c", str(root / "ceph.conf")]
+            daemons.append(subprocess.Popen(arguments, stdout=log, stderr=log))
+
+    try:
+        port, mon_port, fsid = free_port(), free_port(), str(uuid.uuid4())
+        (root / "ceph.conf").write_text(_CONFIG.format(root=root, port=port, mon_port=mon_port, fsid=fsid))
+        for name in ("mon", "mgr", "osd"):
+            (root / name).mkdir()
+        keyring, monmap = str(root / "keyring"), str(root / "monmap")
+        caps = ["--cap", "mon", "allow *", "--cap", "osd", "allow *", "--cap", "mgr", "allow *"]
+        _tool(
+            "ceph-authtool", "--create-keyring", keyring, "--gen-key", "-n", "mon.", "--cap", "mon", "allow *"
+        )
+        for name in ("client.admin", "osd.0", "mgr.a", "client.rgw.a"):
+            _tool("ceph-authtool", keyring, "--gen-key", "-n", name, *caps)
+        address = f"[v2:127.0.0.1:{mon_port}]"
+        _tool("monmaptool", "--create", "--fsid", fsid, "--addv", "a", address, monmap)
+        _run(root, "ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap, "--keyring", keyring)
+        start("ceph-mon", "-i", "a")
+        osd = str(uuid.uuid4())
+        _run(root, "ceph", "osd", "new", osd, "0")
+        _run(root, "ceph-osd", "--mkfs", "--no-mon-config", "-i", "0", "--osd-uuid", osd, "--monmap", monmap)
+        start("ceph-osd", "-i", "0")
+        start("ceph-mgr", "-i", "a")
+        start("radosgw", "-n", "client.rgw.a")
+        user = _run(root, "radosgw-admin", "user", "create", "--uid=test", "--display-name=test")
+        key = json.loads(user)["keys"][0]
+        found = Gateway(f"http://127.0.0.1:{port}", key["access_key"], key["secret_key"])
+        _wait_until_it_answers(found.endpoint, daemons)
+        yield found
+    finally:
+        for daemon in reversed(daemons):
+            daemon.kill()
+        for daemon in daemons:
+            daemon.wait()
+
+
+def _wait_until_it_answers(endpoint: str, daemons: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if any(daemon.poll() is not None for daemon in daemons):
+            raise RuntimeError("a Ceph daemon ended while the gateway started")
+        with contextlib.suppress(httpx.TransportError):
+            httpx.get(endpoint, timeout=5)
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"{endpoint} does not answer")
+
+
+if __name__ == "__main__":
+    with gateway(Path(sys.argv[1]).resolve()) as made:
+        made.make_bucket("weightcast")
+        lines = "".join(f"export {name}={value}\n" for name, value in made.environment().items())
+        (Path(sys.argv[1]) / "environment").write_text(lines)
+        print(made.endpoint, flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
