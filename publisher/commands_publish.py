@@ -14,7 +14,7 @@ import click
 from weightcast.publisher.api import PublisherOptions
 from weightcast.publisher.maintenance.orders import Held, is_carried_out, standing
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
-from weightcast.publisher.publish.report import Publication, publication, total_seconds
+from weightcast.publisher.publish.report import Publication
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.weights.config import CONFIG, check_config
 from weightcast.publisher.weights.export_rules import ExportRules, adapt
@@ -127,8 +127,8 @@ def publish(
         if anchor:
             _beside(publisher.write_anchor)
         _beside(publisher.make_due)
-    done = publication(report, str(checkpoint))
-    output.result(done, lambda console: _show(console, done, total_seconds(done.seconds)))
+    done = report.shown(str(checkpoint))
+    output.result(done, lambda console: _show(console, done))
 
 
 def _look(
@@ -169,7 +169,7 @@ def _beside(make: Callable[[], object]) -> None:
         print(f"warning: maintenance failed: {printable(error_text(error))}", file=sys.stderr)
 
 
-def _show(console: Console, done: Publication, seconds: float) -> None:
+def _show(console: Console, done: Publication) -> None:
     ratio = done.full_bytes / done.delta_bytes if done.delta_bytes else 0.0
     adapted = ", ".join(f"{count:,} tensors {what}" for what, count in done.adapted.items() if count)
     show_facts(
@@ -183,7 +183,7 @@ def _show(console: Console, done: Publication, seconds: float) -> None:
             "delta": f"{done.delta_bytes:,} bytes",
             "full": f"{done.full_bytes:,} bytes (ratio {ratio:,.1f})",
             "bits per change": f"{done.bits_per_change:.2f}",
-            "seconds": f"{seconds:.3f}",
+            "seconds": f"{done.total_seconds:.3f}",
             **(
                 {"became NaN or infinite": f"{done.non_finite_elements:,} elements"}
                 if done.non_finite_elements

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from weightcast.publisher.daemon.status import PublisherStatus
-from weightcast.publisher.publish.report import Publication, total_seconds
+from weightcast.publisher.publish.report import Publication
 from weightcast.shared.daemon.metrics import CRASH, OTHER, Metrics, VerifyMetrics, error_kinds, one_of
 from weightcast.shared.daemon.status import SOFTWARE
 
@@ -85,7 +85,7 @@ class PublisherMetrics:
         self._written.labels("written", "anchor" if done.kind == "anchor" else "step").inc(done.delta_bytes)
         self._full.inc(done.full_bytes)
         self._changed.inc(done.changed_elements)
-        self._seconds.observe(total_seconds(done.seconds))
+        self._seconds.observe(done.total_seconds)
         for phase, seconds in done.seconds.items():
             if phase != "total":
                 self._phases.labels(one_of(phase, PHASES)).observe(seconds)

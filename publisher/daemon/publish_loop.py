@@ -19,7 +19,7 @@ from weightcast.publisher.daemon.status import InboxStatus, PublisherStatus, Upk
 from weightcast.publisher.maintenance.orders import Held
 from weightcast.publisher.maintenance.repair import ChannelCheck
 from weightcast.publisher.maintenance.upkeep import Background
-from weightcast.publisher.publish.report import Publication, publication
+from weightcast.publisher.publish.report import Publication
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WeightcastError
 from weightcast.shared.channel.claims import current_epoch
@@ -209,7 +209,7 @@ class PublishLoop:
             return self._judge(error, before, job.name, request)
         if report.anchor_problem:
             log.warning("no anchor", version=report.version, error=report.anchor_problem)
-        return self._done(publication(report, job.name))
+        return self._done(report.shown(job.name))
 
     def _judge(self, error: Exception, before: int, source: str, request: str) -> Publication | Failure:
         """An error after the commit point leaves a version to be finished, not a failure."""

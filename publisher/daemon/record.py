@@ -17,7 +17,7 @@ from weightcast.publisher.daemon.status import (
 )
 from weightcast.publisher.fleet.version_history import ROWS_LIMIT
 from weightcast.publisher.maintenance.repair import Repairs
-from weightcast.publisher.publish.report import Publication, PublishReport, total_seconds
+from weightcast.publisher.publish.report import Publication, PublishReport
 from weightcast.publisher.weights.side_configs import CONFIG_REMEDY
 from weightcast.shared.daemon.logs import get_log, size_text
 from weightcast.shared.daemon.status import Failure
@@ -83,7 +83,7 @@ class Record:
             totals=self.status.totals.plus(done),
         )
         self._metrics.published(done)
-        known = {**self.publish_seconds, done.version: total_seconds(done.seconds)}
+        known = {**self.publish_seconds, done.version: done.total_seconds}
         self.publish_seconds = dict(list(known.items())[-ROWS_LIMIT:])
         if same is not None:
             report = log.warning if goes_back else log.info
@@ -127,7 +127,7 @@ def _published(done: Publication) -> str:
     """For the console log."""
     step = "" if done.step is None else f" (step {done.step})"
     facts = f"{size_text(done.delta_bytes)}, {done.density_elements:.1%} changed"
-    return f"published version {done.version}{step}: {facts}, {total_seconds(done.seconds):.2f} s"
+    return f"published version {done.version}{step}: {facts}, {done.total_seconds:.2f} s"
 
 
 class Meter:

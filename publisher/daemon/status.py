@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from weightcast.publisher.daemon.sources.layouts import Unpublished
 from weightcast.publisher.daemon.sources.queue import Job
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
-from weightcast.publisher.publish.report import Publication, total_seconds
+from weightcast.publisher.publish.report import Publication
 from weightcast.publisher.weights.side_configs import config_text
 from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
 from weightcast.shared.daemon.fleet import TEXT_SHOWN, Host, PublisherLine, RefusedCheckpoint
@@ -140,7 +140,7 @@ class Totals(BaseModel, frozen=True):
             changed_elements=self.changed_elements + done.changed_elements,
             delta_bytes=self.delta_bytes + done.delta_bytes,
             full_bytes=self.full_bytes + done.full_bytes,
-            seconds=self.seconds + total_seconds(done.seconds),
+            seconds=self.seconds + done.total_seconds,
         )
 
 

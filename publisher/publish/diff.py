@@ -204,7 +204,7 @@ def check_ties(weights: NewWeights, matched: Matched, table: TensorTable) -> Non
     for name, tensor in matched.ties:
         spec = table[tensor]
         source = matched.sources.get(tensor, name)
-        if weights.table[weights.table.numbers[name]].words != spec.words:
+        if weights.table.named(name).words != spec.words:
             raise Refused(f"{name} is tied to {spec.name} but has another shape", remedy="tie the weights")
         if not weights.equal(name, source):
             raise Refused(

@@ -142,7 +142,7 @@ class ComparedWeights(NewWeights):
             yield stretches[number]
 
     def equal(self, name: str, other: str) -> bool:
-        end = self.table[self.table.numbers[name]].words
+        end = self.table.named(name).words
         return self.box(name) == self.box(other) and np.array_equal(
             self.words_in(name, 0, end), self.words_in(other, 0, end)
         )

@@ -134,8 +134,8 @@ def _planned(
     _check_dropped(dropped, {*table.numbers} - still - {*owners.values()})
     specs, cast = [], 0
     for name, source in sources.items():
-        spec = given[given.numbers[source]]._replace(name=name)
-        wanted = table[table.numbers[owners[name]]].dtype if owners[name] in table.numbers else spec.dtype
+        spec = given.named(source)._replace(name=name)
+        wanted = table.named(owners[name]).dtype if owners[name] in table.numbers else spec.dtype
         if rules.cast and rounds(spec.dtype, wanted):
             spec = spec._replace(dtype=wanted, nbytes=spec.elements * DTYPES[wanted][0])
             cast += 1
@@ -167,8 +167,8 @@ class AdaptedWeights(NewWeights):
         self.carry = weights.carry
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
-        spec, source = self.table[self.table.numbers[name]], self._sources[name]
-        found = self._weights.table[self._weights.table.numbers[source]]
+        spec, source = self.table.named(name), self._sources[name]
+        found = self._weights.table.named(source)
         if spec.dtype == found.dtype:
             return self._weights.words_in(source, start, stop)
         per, per_found = _words_per_element(spec), _words_per_element(found)

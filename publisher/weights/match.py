@@ -76,7 +76,7 @@ def _matched(
         source = by_run.get(wanted.name, by_run.get(aliases.get(wanted.name, "")))
         if source is not None:
             sources[number] = source
-            misfit.compare(given[given.numbers[source]], wanted)
+            misfit.compare(given.named(source), wanted)
         elif number in still:
             absent.append(number)
         elif not partial:

@@ -71,7 +71,7 @@ class NewWeights(ABC):
 
     def box(self, name: str) -> Box:
         """Which piece of the tensor is given."""
-        return Box.whole(self.table[self.table.numbers[name]].shape)
+        return Box.whole(self.table.named(name).shape)
 
     def pieces(self) -> Sequence[str]:
         """Names of the tensors that are given in part."""
@@ -84,7 +84,7 @@ class NewWeights(ABC):
 
     def equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same form and bytes, as far as they are given."""
-        one, another = (self.table[self.table.numbers[each]] for each in (name, other))
+        one, another = (self.table.named(each) for each in (name, other))
         return (one.dtype, one.shape) == (another.dtype, another.shape) and _equal_words(
             one.words, partial(self.words_in, name), partial(self.words_in, other)
         )

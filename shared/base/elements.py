@@ -108,6 +108,9 @@ class TensorTable:
     def numbers(self) -> Mapping[str, int]:
         return {spec.name: number for number, spec in enumerate(self.specs)}
 
+    def named(self, name: str) -> TensorSpec:
+        return self.specs[self.numbers[name]]
+
     @cached_property
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs)

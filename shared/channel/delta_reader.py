@@ -254,9 +254,7 @@ class FieldReader:
         self._done.add(self._table[number].name)
 
     def finish(self) -> None:
-        missing = {
-            name for name in self._weight_map if self._table[self._table.numbers[name]].nbytes
-        } - self._done
+        missing = {name for name in self._weight_map if self._table.named(name).nbytes} - self._done
         if missing:
             raise DamagedFile(
                 f"{self._place}: {sorted(missing)[0]} was not read to its end", remedy=MEND_CHANNEL

@@ -48,7 +48,7 @@ def look(option: str, local: Path, names: Sequence[str], advance: Advance | None
     unknown = [name for name in names if name not in table.numbers]
     if unknown:
         raise DamagedFile(f"{unknown[0]} is not a tensor of the checkpoint", remedy="see its index file")
-    chosen = TensorTable(tuple(table[table.numbers[name]] for name in names)) if names else table
+    chosen = TensorTable(tuple(table.named(name) for name in names)) if names else table
     with closing(open_engine(spec)) as adapter:
         live = HostEngine(adapter).live
         if live is None:

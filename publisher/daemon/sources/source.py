@@ -11,7 +11,7 @@ from typing import Annotated, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from weightcast.publisher.publish.report import Publication, publication, report_of
+from weightcast.publisher.publish.report import Publication, report_of
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.errors import DamagedFile
@@ -118,4 +118,4 @@ def read_back(publisher: ServicePublisher, index: Index, source: str) -> Publica
     """The report of a version whose publication did not live to report."""
     found = publisher.store.stat(index_key(index.version))
     size = 0 if found is None else found.size
-    return publication(report_of(index, publisher.run[1].table, size), source)
+    return report_of(index, publisher.run[1].table, size).shown(source)
