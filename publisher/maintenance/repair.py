@@ -46,6 +46,7 @@ from weightcast.shared.channel.layout import (
     version_name,
     write_pointer,
 )
+from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.run_files import (
     BASE_LIMIT,
     CHANNEL_FILE_LIMIT,
@@ -58,7 +59,7 @@ from weightcast.shared.channel.signing import Trust, signature_key
 from weightcast.shared.channel.store import NotFound, Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.side_files import SideFiles
-from weightcast.shared.checkpoint.state.state import Position
+from weightcast.shared.checkpoint.state.state import Position, read_state
 from weightcast.shared.checkpoint.verify.hashing import Credit
 from weightcast.shared.daemon.timing import Due
 from weightcast.shared.files import durable
@@ -108,13 +109,13 @@ def repair(
     channel = Channel.open(store, trust)
     if channel.foreign:
         raise Refused(f"{channel.place} belongs to another tool", remedy="repair it with that tool")
-    version = None if _points_somewhere(store) else highest_sound(channel, advance)
+    version = None if _points_somewhere(store) else highest_sound(channel, _known(channel, own), advance)
     if version is not None:
         claim.check()
         write_pointer(store, version)
         repairs.done.append(f"latest restored to version {version}, the newest intact one")
         if own is not None:
-            # only now it is known which versions must be there
+            # what failed before may succeed now: full weights are written only for what is lost
             own.make_again()
     _move_away(channel, claim, repairs, advance)
     if own is not None:
@@ -210,12 +211,24 @@ class _OwnState:
             return ours if isinstance(ours, dict) else {}
         return {}
 
+    def version(self, run_id: str) -> int:
+        """The newest that was published from here. Raises Refused for the local checkpoint of another run."""
+        state = read_state(LocalPaths(self.local).state)
+        if state is None or state.run_id != run_id:
+            raise Refused(
+                f"{self.local} is not a local checkpoint of run {run_id}",
+                remedy="give the --local of this channel's publisher",
+            )
+        return state.position.version
+
     def make_again(self) -> None:
         """What the publisher's own bytes and journals still give."""
         try:
             file = parse_channel_file(self._store.read(CHANNEL_JSON, CHANNEL_FILE_LIMIT))
-            there = range(max(1, file.horizon), _pointed(self._store) + 1)
-            found = remake(self.claim, self.local, there)
+            newest = self.version(file.run_id)
+            if _points_somewhere(self._store):
+                newest = _pointed(self._store)
+            found = remake(self.claim, self.local, range(max(1, file.horizon), newest + 1))
         except (WeightcastError, OSError) as error:
             self.repairs.notes.append(f"cannot restore anything from {self.local}: {error}")
             return
@@ -248,6 +261,15 @@ def _pointed(store: Store) -> int:
         pointer = read_pointer(store)
         return 0 if pointer is None else pointer.version
     return 0
+
+
+def _known(channel: Channel, own: _OwnState | None) -> int:
+    """The newest version that the pointer, the publisher or a host says was published."""
+    run_id = channel.require_ours()[0].run_id
+    said = [report.local_version for report in read_reports(channel.store) if report.run_id == run_id]
+    with suppress(WeightcastError, OSError):
+        said.append(None if own is None else own.version(run_id))
+    return max([_pointed(channel.store), *(version for version in said if version is not None)])
 
 
 def _points_somewhere(store: Store) -> bool:

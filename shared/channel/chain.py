@@ -66,9 +66,12 @@ def entries(channel: Channel, pointer: Pointer | None) -> Iterator[ChainEntry]:
     """The versions up to the pointer that are there, in order. Beyond it nothing was announced."""
     if pointer is None:
         return
-    for version in sorted(versions_in(channel.store, pointer.prefix)):
-        if version <= pointer.version:
-            yield read_entry(channel, pointer, version)
+    found = {version for version in versions_in(channel.store, pointer.prefix) if version <= pointer.version}
+    if channel.version(pointer, pointer.version).stat(INDEX_NAME) is not None:
+        # a listing may lack it
+        found.add(pointer.version)
+    for version in sorted(found):
+        yield read_entry(channel, pointer, version)
 
 
 def committed(store: Store, above: int = 0) -> list[int]:

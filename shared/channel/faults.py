@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from weightcast.shared.channel.chain import (
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import CLAIM_LIMIT, current_epoch, parse_claim
 from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.layout import HOSTS, LATEST, PUBLISHERS, Pointer, version_of
+from weightcast.shared.channel.layout import HOSTS, LATEST, PUBLISHERS, Pointer, index_key, version_of
 from weightcast.shared.channel.reports import REPORT_LIMIT, parse_report
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import NotFound, Store
@@ -37,6 +38,7 @@ _SKIP = "hosts that are behind take single steps; `channel repair` drops it"
 _CLAIM = "it still counts as a claim: a new publisher waits for it, or takes over"
 _REPORT = "this host is not shown; nothing is decided from it"
 _STRAY = "nothing: no host reads it; `channel repair` moves it to .trash"
+_VISIBLE_SECONDS, _POLL_SECONDS = 10.0, 0.2
 _UNREAD = (
     "unknown: it cannot be read from here now; fix access, mount or disk and verify again; "
     "`channel repair` does not touch it"
@@ -104,7 +106,7 @@ def _lost(version: int, anchors: Sequence[int]) -> str:
 
 
 def _lost_pointer(channel: Channel) -> Iterator[Problem]:
-    if channel.store.stat(LATEST) is None and committed(channel.store):
+    if channel.store.stat(LATEST) is None and _committed_by_key(channel):
         yield Problem(None, "latest is missing, and there are versions", "pointer")
 
 
@@ -115,10 +117,11 @@ def unannounced(channel: Channel) -> list[int]:
     return committed(channel.store, at)
 
 
-def highest_sound(channel: Channel, advance: Advance | None = None) -> int | None:
+def highest_sound(channel: Channel, known: int, advance: Advance | None = None) -> int | None:
     """The highest version that is committed and whole, and contradicts no version that is there. None where
-    it may be a version that cannot be read now: a pointer is never put too low."""
-    versions = committed(channel.store)[::-1]
+    it may be a version that cannot be read now: a pointer is never put too low. `known`: the newest version
+    that anybody says was published; it is waited for."""
+    versions = _committed_by_key(channel, known)[::-1]
     if not versions:
         return None
     problems = verify_to(channel, Pointer(versions[0]), advance)
@@ -126,6 +129,22 @@ def highest_sound(channel: Channel, advance: Advance | None = None) -> int | Non
     broken = {problem.version for problem in concerned if not problem.unread}
     highest = next((version for version in versions if version not in broken), None)
     return None if any(problem.version == highest for problem in concerned) else highest
+
+
+def _committed_by_key(channel: Channel, known: int = 0) -> list[int]:
+    """As `committed`, although a listing may lack the newest versions, and a mount show them late."""
+    store, horizon = channel.store, 0 if channel.file is None else channel.file.horizon
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while known and store.stat(index_key(known)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    found = set(committed(store))
+    if known and store.stat(index_key(known)) is not None:
+        found.add(known)
+    newest = max(found, default=max(horizon - 1, 0))
+    while store.stat(index_key(newest + 1)) is not None:
+        newest += 1
+        found.add(newest)
+    return sorted(found)
 
 
 def _claims(store: Store) -> Iterator[Problem]:

@@ -310,6 +310,25 @@ def test_reports_of_hosts_that_are_no_more_are_deleted(world: World, monkeypatch
     assert [each.host for each in read_reports(world.store)] == ["alive"]
 
 
+# a lost pointer
+
+
+@pytest.mark.parametrize("says", ["listing", "publisher", "host"])
+def test_a_newest_version_that_shows_late_is_pointed_to(world: World, says: str) -> None:
+    world.run(6)
+    for kept in (world.pub / ".weightcast" / "history").iterdir():
+        kept.unlink()
+    if says == "host":
+        run_id = world.file().run_id
+        write_report(world.store, replace(report("h", 0), run_id=run_id, local_version=6))
+    world.damage("latest", None)
+    world.store.fail("list", "", *["torn"] * 100)
+    if says != "listing":
+        world.store.fail("stat", f"weight_v000006/{INDEX}", "late", "late", "late")
+    repair_channel(world.store, world.pub if says == "publisher" else None, patience=0.0)
+    assert world.store.read("latest", LIMIT).strip() == b"000006"
+
+
 # the publisher's copy of channel.json
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,23 @@ def test_what_was_damaged_is_kept_for_a_while(place: Place) -> None:
     empty_trash(open_store(place.channel), 0.0)
     assert list(trash.iterdir()) == []
     assert verify(Channel.open(open_store(place.channel))) == []
+
+
+def test_nothing_is_restored_from_another_run(place: Place) -> None:
+    state = place.pub / ".weightcast" / "state.json"
+    state.write_text(re.sub(r'"run_id":"[^"]*"', '"run_id":"other"', state.read_text()))
+    before = snapshot(place.channel, OURS)
+    (place.channel / "latest").unlink()
+    done = repaired(place)
+    assert done.left == [] and any("is not a local checkpoint of run" in note for note in done.notes)
+    assert snapshot(place.channel, OURS) == before
+
+
+def test_a_lost_pointer_and_the_newest_version_are_restored(place: Place) -> None:
+    before = snapshot(place.channel, OURS)
+    shutil.rmtree(place.channel / "weight_v000003")
+    (place.channel / "latest").unlink()
+    assert repaired(place).left == [] and snapshot(place.channel, OURS) == before
 
 
 def test_everything_at_once(place: Place) -> None:
