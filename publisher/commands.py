@@ -46,7 +46,7 @@ from weightcast.shared.cli.output import Output, time_text
 from weightcast.shared.cli.settings_options import settings_command, show_settings_command
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.logs import setup_logs
-from weightcast.shared.files.paths import printable
+from weightcast.shared.files.paths import ChannelAddress, printable
 from weightcast.shared.files.side_files import left_text, side_files
 
 _MADE = ("run_id", "created", "frozen", "aliases", "tensors", "elements", "full_bytes", "root")
@@ -71,7 +71,7 @@ def run(settings: PublisherSettings) -> None:
 @trusted_key_option
 @json_option
 def repair(
-    channel: Path,
+    channel: ChannelAddress,
     local: Path | None,
     take_over: bool,
     sign_key: Path | None,
@@ -121,7 +121,7 @@ def _show_repairs(console: Console, done: Repairs) -> None:
 @sign_key_option
 @json_option
 def init(
-    channel: Path,
+    channel: ChannelAddress,
     base: Path,
     frozen: Sequence[str],
     alias: Sequence[str],
@@ -171,7 +171,7 @@ def init(
     help="File with the key that signs.",
 )
 @json_option
-def sign(channel: Path, sign_key: Path, as_json: bool) -> None:
+def sign(channel: ChannelAddress, sign_key: Path, as_json: bool) -> None:
     """Sign every version of a channel: to introduce signatures, or to replace a key."""
     output = Output(json=as_json)
     key = load_private_key(sign_key)
@@ -210,7 +210,7 @@ version_argument = click.argument("version", type=click.IntRange(min=0), help="A
 @option("--dry-run", is_flag=True, help="Only list what would be removed, and why.")
 @json_option
 def prune(
-    channel: Path,
+    channel: ChannelAddress,
     keep_versions: int | None,
     keep_hours: float | None,
     host_versions: int,
@@ -239,7 +239,7 @@ def prune(
     Output(json=as_json).result(facts, lambda console: _show(console, verdict, dry_run, deleted))
 
 
-def _opened(channel: Path) -> tuple[Channel, Pointer]:
+def _opened(channel: ChannelAddress) -> tuple[Channel, Pointer]:
     opened = Channel.open(open_store(channel))
     opened.require_ours()
     return opened, opened.pointer() or Pointer(0)
@@ -278,7 +278,7 @@ def _show(console: Console, verdict: Verdict, dry_run: bool, deleted: int) -> No
 @version_argument
 @channel_option
 @json_option
-def keep(version: int, channel: Path, as_json: bool) -> None:
+def keep(version: int, channel: ChannelAddress, as_json: bool) -> None:
     """Keep a version when older ones are pruned."""
     _require_published(channel, version)
     store = open_store(channel)
@@ -290,7 +290,7 @@ def keep(version: int, channel: Path, as_json: bool) -> None:
 @version_argument
 @channel_option
 @json_option
-def unkeep(version: int, channel: Path, as_json: bool) -> None:
+def unkeep(version: int, channel: ChannelAddress, as_json: bool) -> None:
     """Allow a kept version to be pruned."""
     store = open_store(channel)
     if not pins.unkeep(store, version):
@@ -304,7 +304,7 @@ def unkeep(version: int, channel: Path, as_json: bool) -> None:
 @channel_option
 @option("--delete", is_flag=True, help="Delete the tag.")
 @json_option
-def tag(name: str, version: int | None, channel: Path, delete: bool, as_json: bool) -> None:
+def tag(name: str, version: int | None, channel: ChannelAddress, delete: bool, as_json: bool) -> None:
     """Point a tag at a version; hosts that follow the tag move there. Tagged versions are kept."""
     if delete == (version is not None):
         raise click.BadParameter("give a version, or --delete")
@@ -319,7 +319,7 @@ def tag(name: str, version: int | None, channel: Path, delete: bool, as_json: bo
     _say(f"{name} is {'gone' if delete else version}", {"tags": pins.tags(store)}, as_json)
 
 
-def _require_published(channel: Path, version: int) -> None:
+def _require_published(channel: ChannelAddress, version: int) -> None:
     opened, pointer = _opened(channel)
     there = version == 0 or (version <= pointer.version and opened.store.stat(index_key(version)) is not None)
     if not there:
@@ -332,7 +332,7 @@ def _require_published(channel: Path, version: int) -> None:
 @channel_option
 @option("--to", type=click.IntRange(min=0), required=True, help="Version to publish again.")
 @json_option
-def rollback(channel: Path, to: int, as_json: bool) -> None:
+def rollback(channel: ChannelAddress, to: int, as_json: bool) -> None:
     """Publish an older version's bytes again and hold publishing until `resume`."""
     order = order_rollback(open_store(channel), to)
     _say(
@@ -345,7 +345,7 @@ def rollback(channel: Path, to: int, as_json: bool) -> None:
 @click.command
 @channel_option
 @json_option
-def resume(channel: Path, as_json: bool) -> None:
+def resume(channel: ChannelAddress, as_json: bool) -> None:
     """Resume publishing after a rollback, or cancel a pending rollback."""
     _opened(channel)
     if not pins.resume(open_store(channel)):

@@ -39,7 +39,7 @@ from weightcast.shared.cli.options import (
 from weightcast.shared.cli.output import Output
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.files.disk_errors import error_text
-from weightcast.shared.files.paths import exists, printable
+from weightcast.shared.files.paths import ChannelAddress, exists, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 @json_option
 def publish(
     checkpoint: Path,
-    channel: Path,
+    channel: ChannelAddress,
     local: Path,
     base: Path | None,
     encoding: Encoding,

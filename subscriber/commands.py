@@ -27,6 +27,7 @@ from weightcast.shared.doctor.sizing import (
     sizing,
 )
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
+from weightcast.shared.files.paths import ChannelAddress
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.engines.base import (
     BadEngineOption,
@@ -184,7 +185,7 @@ _MOST_SECONDS, _MOST = 1e9, 1_000_000
 @option("--encoding", type=click.Choice(get_args(Encoding)), default="fast", help="Plan: of the deltas.")
 @json_option
 def doctor(
-    channel: Path | None,
+    channel: ChannelAddress | None,
     local: Path | None,
     engine: Sequence[str],
     role: Role | None,

@@ -30,7 +30,7 @@ from weightcast.shared.cli.options import (
 from weightcast.shared.cli.output import Output
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.logs import setup_logs
-from weightcast.shared.files.paths import printable, require_places
+from weightcast.shared.files.paths import ChannelAddress, printable, require_places
 from weightcast.shared.files.side_files import left_text
 from weightcast.subscriber.status import HostStatus
 from weightcast.subscriber.sync.host import Callbacks
@@ -75,7 +75,7 @@ _READ_HERE = frozenset(_PREFIX + name for name in ("CHANNEL", "LOCAL", "BASE", "
 @option("--rehash", is_flag=True, help="Read every byte first and repair what differs.")
 @json_option
 def sync(
-    channel: Path,
+    channel: ChannelAddress,
     local: Path,
     base: Path | None,
     engine: Sequence[str],

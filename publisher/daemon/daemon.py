@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Header
@@ -29,6 +28,7 @@ from weightcast.shared.daemon.loop import Stop, Wakeup, Watcher, run_daemon
 from weightcast.shared.daemon.metrics import new_registry, watch_loop
 from weightcast.shared.daemon.status import STATUS, Failure, LoopStatus, Snapshot, warm_up_in_background
 from weightcast.shared.files.disk_errors import disk_text
+from weightcast.shared.files.paths import ChannelAddress
 
 _RENAMED_KEPT = 4096
 """names, until the next step: an older one has to settle"""
@@ -89,7 +89,7 @@ class RepairOrder(BaseModel):
     ordered: bool = True
 
 
-def repair_routes(channel: Path, wake: Callable[[], None]) -> APIRouter:
+def repair_routes(channel: ChannelAddress, wake: Callable[[], None]) -> APIRouter:
     router = APIRouter(route_class=StrictRoute)
 
     @router.post("/v1/repair", status_code=202)

@@ -7,7 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
 
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
@@ -23,7 +31,14 @@ from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
 from weightcast.shared.daemon.settings import PUBLISHER_PORT, ServiceSettings, Token, problem_of
-from weightcast.shared.files.paths import file_name, is_within, require_directory, require_places
+from weightcast.shared.files.paths import (
+    ChannelAddress,
+    channel_address,
+    file_name,
+    is_within,
+    require_directory,
+    require_places,
+)
 
 THREADS = 2
 """at most, unless set: the trainer needs the cores"""
@@ -57,8 +72,8 @@ class PublisherSettings(ServiceSettings):
 
     port: int = Field(PUBLISHER_PORT, ge=0, le=65535)
     """Its port; 0 takes a free one."""
-    channel: Path
-    """Channel directory; created from the base if it is missing."""
+    channel: Annotated[ChannelAddress, BeforeValidator(channel_address)]
+    """Directory or URL (s3://, gs://) of the channel; created from the base if it is missing."""
     base: Path | None = Field(
         None,
         description="HF checkpoint directory that the run starts from. Required to create the channel; later "
@@ -185,7 +200,7 @@ class PublisherSettings(ServiceSettings):
                 continue
             yield problem_of(partial(require_directory, option, path))
             for own, place in (("--channel", self.channel), ("--local", self.local)):
-                if is_within(path, place):
+                if isinstance(place, Path) and is_within(path, place):
                     yield f"{option} {path} is inside {own} {place} (give a directory of its own)"
         if self.watch is not None and self.consume:
             for name, path in self.own_places.items():
@@ -200,7 +215,7 @@ class PublisherSettings(ServiceSettings):
     @property
     def own_places(self) -> dict[str, Path]:
         places = {name: getattr(self, name) for name in ("base", "channel", "local", "hand_over")}
-        return {name: path for name, path in places.items() if path is not None}
+        return {name: path for name, path in places.items() if isinstance(path, Path)}
 
     @property
     def upkeep(self) -> UpkeepOptions:

@@ -22,7 +22,7 @@ from weightcast.shared.checkpoint.update.sources import find_base, open_base
 from weightcast.shared.checkpoint.verify.seed import check_other_files, check_table
 from weightcast.shared.daemon.hooks import run_hook
 from weightcast.shared.daemon.logs import get_log
-from weightcast.shared.files.paths import exists, is_directory
+from weightcast.shared.files.paths import ChannelAddress, exists, is_directory
 from weightcast.shared.files.probes import CONSUME_NEEDS, require
 from weightcast.shared.files.side_files import side_files
 
@@ -42,7 +42,7 @@ def open_watched(settings: PublisherSettings, renamed: deque[str], began: float)
     return watched
 
 
-def _version_of(channel: Path) -> int:
+def _version_of(channel: ChannelAddress) -> int:
     """Of a channel that may not be there yet, or not be readable: opening it reports that."""
     try:
         pointer = read_pointer(open_store(channel))

@@ -33,7 +33,14 @@ from weightcast.shared.channel.store import (
     unavailable,
 )
 from weightcast.shared.files import durable
-from weightcast.shared.files.paths import exists, is_directory, is_own_directory, require_directory
+from weightcast.shared.files.paths import (
+    ChannelAddress,
+    channel_address,
+    exists,
+    is_directory,
+    is_own_directory,
+    require_directory,
+)
 
 _SEND_BYTES = 4 << 20
 _WRITE = 2
@@ -45,10 +52,18 @@ _COMPARING = threading.Lock()
 """held from a comparison to its rename: no rename compares by itself"""
 
 
-def open_store(channel: str | Path | Store) -> Store:
-    """The store of a channel, as a command line or a caller of the API names it: today by the path of a
-    directory."""
-    return DirectoryStore(Path(channel)) if isinstance(channel, str | Path) else channel
+def open_store(channel: ChannelAddress | Store) -> Store:
+    """The store of a channel, as a command line or a caller of the API names it. Raises Refused for a URL
+    that nothing here can open."""
+    if not isinstance(channel, str | Path):
+        return channel
+    address = channel_address(channel)
+    if isinstance(address, Path):
+        return DirectoryStore(address)
+    # its client takes a tenth of a second to import
+    from weightcast.shared.channel.object_store import open_object_store
+
+    return open_object_store(address)
 
 
 def mounted(store: Store) -> Path | None:

@@ -1,4 +1,4 @@
-"""A channel in an object store (S3, Google Cloud Storage, Azure, memory), through obstore.
+"""A channel in an object store (S3, Google Cloud Storage, memory), through obstore.
 
 Conditional puts replace renames: `create` is a put with if-none-match, `replace` one with if-match of the
 ETag that was read, and a version is committed by creating its index last. A put whose answer was lost is
@@ -50,16 +50,22 @@ _RANGE = 8 << 20
 _CLIENT: ClientConfig = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
 _RETRY: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=20)}
 """of a request; the callers of a store try again as their own deadlines say"""
-_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+_SCHEMES = ("s3", "gs")
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 _CLOCK = ".weightcast-tmp-clock"
 _STATUS = re.compile(r"status code: (\d{3}[^:\n]{0,40})")
 
 
 def open_object_store(url: str) -> ObjectStore:
-    """`s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`. Credentials come from the
+    """`s3://bucket/prefix` or `gs://bucket/prefix`. Credentials come from the
     environment and the clients' own chains. Raises Refused for invalid URLs, and for
     credentials in a URL."""
     parts = urlsplit(url)
+    if parts.scheme not in _SCHEMES:
+        raise Refused(
+            f"channels at {parts.scheme}:// are not supported",
+            remedy="give a directory, or a URL that begins with s3:// or gs://",
+        )
     if parts.username or parts.password or parts.query:
         raise Refused(
             f"{parts.scheme}://{parts.hostname}{parts.path} contains credentials or a query",
@@ -336,7 +342,7 @@ class ObjectStore:
 
 
 def _check_bucket(place: str, error: Exception) -> None:
-    if re.search("NoSuchBucket|ContainerNotFound|The specified bucket does not exist", str(error)):
+    if re.search("NoSuchBucket|The specified bucket does not exist", str(error)):
         raise Refused(
             f"{place}: the bucket does not exist", remedy="create it, or correct the URL"
         ) from error

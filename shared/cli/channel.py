@@ -20,7 +20,7 @@ from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_k
 from weightcast.shared.cli.options import channel_option, json_option, option, path, trusted_key_option
 from weightcast.shared.cli.output import Output, time_text
 from weightcast.shared.files import durable
-from weightcast.shared.files.paths import exists, is_directory, is_file, is_link, printable
+from weightcast.shared.files.paths import ChannelAddress, exists, is_directory, is_file, is_link, printable
 
 LIMIT_SHOWN_TENSORS = 50
 
@@ -30,7 +30,7 @@ LIMIT_SHOWN_TENSORS = 50
 @option("--last", type=click.IntRange(min=1), help="Show only the newest N versions.")
 @trusted_key_option
 @json_option
-def log(channel: Path, last: int | None, trusted_key: Sequence[str], as_json: bool) -> None:
+def log(channel: ChannelAddress, last: int | None, trusted_key: Sequence[str], as_json: bool) -> None:
     """List the versions of a channel and, with trusted keys, who signed them."""
     store, trust = open_store(channel), Trust.load(trusted_key)
     require_named(store)
@@ -114,7 +114,7 @@ def _or_dash(value: float | int | None, form: str = "{}") -> str:
 @channel_option
 @trusted_key_option
 @json_option
-def show(version: int, channel: Path, trusted_key: Sequence[str], as_json: bool) -> None:
+def show(version: int, channel: ChannelAddress, trusted_key: Sequence[str], as_json: bool) -> None:
     """Show the index of a version and, with trusted keys, who signed it."""
     trust = Trust.load(trusted_key)
     opened = Channel.open(open_store(channel), trust)
@@ -216,7 +216,7 @@ def _line(value: object) -> str:
 @channel_option
 @trusted_key_option
 @json_option
-def verify(channel: Path, trusted_key: Sequence[str], as_json: bool) -> None:
+def verify(channel: ChannelAddress, trusted_key: Sequence[str], as_json: bool) -> None:
     """Check every file of every version, the chain of versions and, with trusted keys, who signed it."""
     output, store = Output(json=as_json), open_store(channel)
     require_named(store)

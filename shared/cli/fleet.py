@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from urllib.parse import quote
 
 import click
@@ -43,7 +42,7 @@ from weightcast.shared.daemon.fleet import (
 )
 from weightcast.shared.daemon.wait import VersionWait
 from weightcast.shared.files.disk_errors import disk_text
-from weightcast.shared.files.paths import printable
+from weightcast.shared.files.paths import ChannelAddress, printable
 
 FLEET_PATH = "/v1/fleet"
 MOST = 50
@@ -80,7 +79,7 @@ url_option = option("--url", help="Address of the publisher, e.g. 127.0.0.1:8340
 @option("--forget", multiple=True, help="Delete the report of this stopped or lost host. Repeatable.")
 @json_option
 def fleet(
-    channel: Path | None,
+    channel: ChannelAddress | None,
     url: str | None,
     token: str | None,
     watch: bool,
@@ -124,7 +123,7 @@ def wait(
     fraction: float | None,
     min_hosts: int | None,
     timeout: float,
-    channel: Path | None,
+    channel: ChannelAddress | None,
     url: str | None,
     token: str | None,
     as_json: bool,
@@ -140,7 +139,7 @@ def wait(
 
 
 def _forget(
-    names: Sequence[str], channel: Path | None, url: str | None, token: str | None, as_json: bool
+    names: Sequence[str], channel: ChannelAddress | None, url: str | None, token: str | None, as_json: bool
 ) -> None:
     """All of them or none."""
     with _looking(channel, url, token, updates=0) as look:
@@ -155,7 +154,7 @@ def _forget(
     Output(json=as_json).result({"forgotten": rows}, lambda console: console.print(said))
 
 
-def _delete_report(host: Host, channel: Path | None, url: str | None, token: str | None) -> None:
+def _delete_report(host: Host, channel: ChannelAddress | None, url: str | None, token: str | None) -> None:
     if url is not None:
         with Daemon(url, token) as daemon:
             daemon.delete(f"/v1/hosts/{quote(host.key, safe='')}")
@@ -185,7 +184,9 @@ def _host_named(name: str, fleet: Fleet) -> Host:
 
 
 @contextmanager
-def _looking(channel: Path | None, url: str | None, token: str | None, updates: int) -> Iterator[LookAtFleet]:
+def _looking(
+    channel: ChannelAddress | None, url: str | None, token: str | None, updates: int
+) -> Iterator[LookAtFleet]:
     """`--url` wins: the channel may come from the environment. `updates`: of each host that are needed."""
     if url is not None:
         with Daemon(url, token) as daemon:

@@ -28,7 +28,7 @@ from weightcast.shared.cli.options import json_option, option, path, threads_opt
 from weightcast.shared.cli.output import Output
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.settings import BadSettings
-from weightcast.shared.files.paths import is_directory, printable
+from weightcast.shared.files.paths import ChannelAddress, channel_address, is_directory, printable
 
 LOCK_SECONDS = 60.0
 _WRONG_MEMORY = "it answers with wrong weights; restart it, or let the daemon's own verify reload it"
@@ -55,7 +55,7 @@ class EngineFound:
     help="Directory of the local checkpoint.",
 )
 @option("--repair", is_flag=True, help="Repair differing bytes; needs --channel.")
-@option("--channel", type=path, envvar="WEIGHTCAST_CHANNEL", help="Channel to repair from.")
+@option("--channel", type=channel_address, envvar="WEIGHTCAST_CHANNEL", help="Channel to repair from.")
 @option("--base", type=path, envvar="WEIGHTCAST_BASE", help="HF checkpoint to repair from.")
 @threads_option
 @option(
@@ -70,7 +70,7 @@ class EngineFound:
 def verify(
     local: Path,
     repair: bool,
-    channel: Path | None,
+    channel: ChannelAddress | None,
     base: Path | None,
     threads: int | None,
     engine: Sequence[str],
@@ -116,7 +116,7 @@ def inspect_local(local: Path, threads: int, advance: Advance | None = None) -> 
 
 def repair_local(
     local: Path,
-    channel: Path,
+    channel: ChannelAddress,
     base: Path | None,
     threads: int,
     advance: Advance | None = None,

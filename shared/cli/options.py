@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from weightcast.shared.files.paths import at_home
+from weightcast.shared.files.paths import at_home, channel_address
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -41,7 +41,11 @@ def option(*names: str, **attributes: Any) -> Callable[[F], F]:
     return click.option(*names, cls=Option, **attributes)
 
 
-_CHANNEL: dict[str, Any] = {"type": path, "envvar": "WEIGHTCAST_CHANNEL", "help": "The channel's directory."}
+_CHANNEL: dict[str, Any] = {
+    "type": channel_address,
+    "envvar": "WEIGHTCAST_CHANNEL",
+    "help": "The channel: a directory, or a URL (s3://, gs://).",
+}
 channel_option = option("--channel", required=True, **_CHANNEL)
 any_channel_option = option("--channel", **_CHANNEL)
 trusted_key_option = option(

@@ -30,6 +30,7 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
 from weightcast.shared.daemon.status import LoopStatus, Snapshot
 from weightcast.shared.daemon.timing import Due
+from weightcast.shared.files.paths import ChannelAddress
 from weightcast.shared.files.system import nearest_directory, space_of
 
 PREFIX = "weightcast"
@@ -175,15 +176,19 @@ PLACES = ("channel", "local")
 
 
 class DiskMetrics:
-    """`places`: a directory for each of PLACES; one that is not there yet is judged by where it will be."""
+    """`places`: a directory for each of PLACES, or a URL, which has no size; one that is not there yet is
+    judged by where it will be."""
 
     def __init__(
-        self, registry: Metrics, places: Mapping[str, Path], clock: Callable[[], float] = time.monotonic
+        self,
+        registry: Metrics,
+        places: Mapping[str, ChannelAddress],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         place = {"place": PLACES}
         self._free = registry.number("disk_free_bytes", "Free space on the file system.", place)
         self._size = registry.number("disk_size_bytes", "Size of the file system.", place)
-        self._places = dict(places)
+        self._places = {name: path for name, path in places.items() if isinstance(path, Path)}
         self._due = Due(EVERY_SECONDS, clock)
 
     def show(self) -> None:

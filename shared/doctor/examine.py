@@ -12,6 +12,7 @@ from rich.text import Text
 
 from weightcast.shared.base.errors import NotInTime, Refused
 from weightcast.shared.doctor.observe import (
+    observe_bucket,
     observe_channel,
     observe_contents,
     observe_local,
@@ -27,21 +28,31 @@ from weightcast.shared.doctor.rules import (
     Level,
     Role,
     counts,
+    judge_bucket,
     judge_channel,
     judge_local,
     judge_machine,
 )
-from weightcast.shared.files.paths import printable, require_no_overlap
+from weightcast.shared.files.paths import ChannelAddress, printable, require_no_overlap
 
 T = TypeVar("T")
 
 
-def examine(channel: Path | None, local: Path | None, role: Role | None, seconds: float) -> list[Finding]:
+def examine(
+    channel: ChannelAddress | None, local: Path | None, role: Role | None, seconds: float
+) -> list[Finding]:
     """Everything but engines. `seconds`: how long each place may take to answer. Places that are not given
     are not looked at; nothing of what is tried stays."""
     findings: list[Finding] = []
     machine, run, inside = observe_machine(), None, None
-    if channel is not None:
+    if isinstance(channel, str):
+        answered = _seen(CHANNEL, channel, seconds, lambda: (observe_bucket(channel), observe_run(channel)))
+        if isinstance(answered, Finding):
+            findings.append(answered)
+        else:
+            bucket, run = answered
+            findings += judge_bucket(bucket, run, role)
+    elif channel is not None:
         found = _seen(CHANNEL, channel, seconds, lambda: (observe_channel(channel), observe_run(channel)))
         if isinstance(found, Finding):
             findings.append(found)
@@ -60,7 +71,7 @@ def examine(channel: Path | None, local: Path | None, role: Role | None, seconds
     return [*judge_machine(machine, run, inside), *findings]
 
 
-def _apart(local: Path, channel: Path) -> Iterator[Finding]:
+def _apart(local: Path, channel: ChannelAddress) -> Iterator[Finding]:
     """Of two places that answered."""
     try:
         require_no_overlap("--local", local, "--channel", channel)
@@ -68,7 +79,7 @@ def _apart(local: Path, channel: Path) -> Iterator[Finding]:
         yield Finding(LOCAL, "apart", "failure", error.message, error.remedy)
 
 
-def _seen(place: str, path: Path, seconds: float, look: Callable[[], T]) -> T | Finding:
+def _seen(place: str, path: ChannelAddress, seconds: float, look: Callable[[], T]) -> T | Finding:
     try:
         found = within_seconds(look, seconds)
     except OSError as error:

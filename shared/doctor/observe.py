@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import secrets
 import stat
 import statistics
 import threading
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +26,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import HOSTS
+from weightcast.shared.channel.store import AlreadyExists, Changed, StoreError
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, is_foreign
 from weightcast.shared.checkpoint.state.state import Boot
 from weightcast.shared.checkpoint.update.buffer_reuse import spare_bytes
@@ -38,7 +41,7 @@ from weightcast.shared.files.disk_errors import (
     disk_text,
     is_lasting,
 )
-from weightcast.shared.files.paths import exists, is_directory, is_link
+from weightcast.shared.files.paths import ChannelAddress, exists, is_directory, is_link
 from weightcast.shared.files.probes import SEEN_SECONDS, Unfit, scratch_in
 from weightcast.shared.files.system import Mount, Space, mount_of, nearest_directory, space_of
 
@@ -173,6 +176,14 @@ _END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
+class BucketFacts:
+    """Whether exactly one of several writers created an object, and replaced what all of them had read."""
+
+    creates_once: bool
+    replaces_once: bool
+
+
+@dataclass(frozen=True)
 class PlaceFacts:
     """`probed`: where the probes ran: the directory or one below it; None where nothing may be written."""
 
@@ -294,7 +305,34 @@ def _world_writable(path: Path) -> bool:
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
-def observe_run(channel: Path) -> RunFacts:
+def observe_bucket(channel: str) -> BucketFacts:
+    """Races writers for one object. Raises Refused, and StoreError where nothing can be written or read."""
+    store, key = open_store(channel), f".weightcast-tmp-probe-{secrets.token_hex(4)}"
+    names = [f"writer {number}".encode() for number in range(_RACERS)]
+    try:
+        created = _winners(partial(store.create, key), names, AlreadyExists)
+        replace = partial(store.replace, key, expected=store.read(key, 100))
+        replaced = _winners(replace, [name + b"!" for name in names], Changed)
+        return BucketFacts(created == 1, replaced == 1)
+    finally:
+        store.delete(key)
+
+
+def _winners(write: Callable[[bytes], None], written: Sequence[bytes], lost: type[StoreError]) -> int:
+    """How many of the writes, made at the same time, did not fail with `lost`."""
+
+    def won(data: bytes) -> bool:
+        try:
+            write(data)
+        except lost:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(written)) as pool:
+        return sum(pool.map(won, written))
+
+
+def observe_run(channel: ChannelAddress) -> RunFacts:
     """Reads channel.json, base.json, pointer and the newest index."""
     try:
         opened = Channel.open(open_store(channel))

@@ -10,7 +10,7 @@ from weightcast.shared.base.errors import OK, EngineFailed, NotInTime, Refused
 from weightcast.shared.checkpoint.update.fetch import JOURNAL_BYTES, ROOM_BYTES
 from weightcast.shared.daemon.environment import DAEMON_BYTES
 from weightcast.shared.daemon.logs import size_text
-from weightcast.shared.doctor.observe import LocalFacts, MachineFacts, PlaceFacts, RunFacts
+from weightcast.shared.doctor.observe import BucketFacts, LocalFacts, MachineFacts, PlaceFacts, RunFacts
 from weightcast.shared.files.probes import EXCLUSIVE, LOCAL_NEEDS, RENAME, RENAME_DIRECTORY, VISIBLE, Need
 from weightcast.shared.files.system import Space
 
@@ -76,6 +76,20 @@ def judge_channel(facts: PlaceFacts, run: RunFacts, role: Role | None) -> Iterat
         yield from _pace(facts)
         yield from _clock(CHANNEL, facts)
         yield _channel_space(facts.space, run, role)
+
+
+def judge_bucket(facts: BucketFacts, run: RunFacts, role: Role | None) -> Iterator[Finding]:
+    """As `judge_channel`, of an object store."""
+    remedy = "use another store: two publishers are not kept apart here"
+    for check, good, verb in (
+        ("exclusive create", facts.creates_once, "create an object"),
+        ("compare and swap", facts.replaces_once, "replace the object that all of them read"),
+    ):
+        if good:
+            yield Finding(CHANNEL, check, "ok", f"one of several writers could {verb}")
+        else:
+            yield Finding(CHANNEL, check, "failure", f"several writers could {verb} at the same time", remedy)
+    yield from _run(run, role)
 
 
 def judge_local(

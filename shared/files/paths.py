@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from errno import EBADF, ELOOP, ENOENT, ENOTDIR
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypeAlias
 
 from weightcast.shared.base.errors import DamagedFile, Refused
 
@@ -41,6 +43,21 @@ def is_plain(text: str) -> bool:
     if text.isascii():
         return text.isprintable()
     return all(ord(c) >= 0x20 and not 0x7F <= ord(c) < 0xA0 and not 0xD800 <= ord(c) < 0xE000 for c in text)
+
+
+ChannelAddress: TypeAlias = Path | str
+"""where a channel is: a directory, or the URL of a bucket and a prefix"""
+_URL = re.compile(r"[a-z][a-z0-9+.-]+://.+", re.DOTALL)
+
+
+def channel_address(given: Path | str) -> ChannelAddress:
+    """As a user names a channel: a URL stays text, everything else is a path, also with `file://`."""
+    text = os.fspath(given).removeprefix("file://")
+    return text if _URL.fullmatch(text) else at_home(Path(text))
+
+
+def shown_address(channel: ChannelAddress) -> str:
+    return channel if isinstance(channel, str) else str(channel.absolute())
 
 
 def at_home(path: Path) -> Path:
@@ -78,9 +95,11 @@ def _is_one(path: Path, other: Path) -> bool:
         return False
 
 
-def require_no_overlap(one: str, path: Path, other: str, another: Path) -> None:
+def require_no_overlap(one: str, path: Path, other: str, another: ChannelAddress) -> None:
     """Raises Refused where one of two directories is the other or inside it. `one`, `other`: what they are,
     for the message."""
+    if isinstance(another, str):
+        return
     if not is_within(path, another):
         one, path, other, another = other, another, one, path
     if is_within(path, another):
@@ -94,11 +113,13 @@ def _overlap(one: str, path: Path, other: str, another: Path, same: bool) -> Ref
     )
 
 
-def require_places(channel: Path, local: Path) -> None:
+def require_places(channel: ChannelAddress, local: Path) -> None:
     """Raises Refused where a run's local checkpoint is not a directory, or one of the two is the other or
     inside it, by their names: a channel whose mount hangs or fails is not touched. Call
     `require_no_overlap` before anything is made there."""
     require_directory("--local", local)
+    if isinstance(channel, str):
+        return
     here, there = Path(os.path.abspath(local)), Path(os.path.abspath(channel))
     if here.is_relative_to(there):
         raise _overlap("--local", local, "--channel", channel, here == there)
@@ -106,9 +127,9 @@ def require_places(channel: Path, local: Path) -> None:
         raise _overlap("--channel", channel, "--local", local, False)
 
 
-def require_directory(what: str, path: Path) -> None:
+def require_directory(what: str, path: ChannelAddress) -> None:
     """Raises Refused for something else that is there. `what`: for the message, with the option."""
-    if exists(path) and not is_directory(path):
+    if isinstance(path, Path) and exists(path) and not is_directory(path):
         raise Refused(f"{what} {path} is not a directory", remedy="give another path, or move that file away")
 
 

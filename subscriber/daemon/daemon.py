@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
 
@@ -198,7 +199,8 @@ class Subscriber:
         """Until SIGTERM, SIGINT or `stop`. Raises what `run_daemon` raises, what refuses the first start, and
         EngineFailed where the failure of an engine is to end the daemon."""
         warm_up_in_background()
-        with Watcher(self.settings.channel, self.wakeup):
+        channel = self.settings.channel
+        with Watcher(channel, self.wakeup) if isinstance(channel, Path) else nullcontext():
             run_daemon(
                 self.app(),
                 self.step,

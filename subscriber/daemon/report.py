@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 from weightcast.shared.base.errors import FIX_ENGINE, WeightcastError
@@ -20,6 +19,7 @@ from weightcast.shared.daemon.client import Daemon, parsed
 from weightcast.shared.daemon.fleet import REPORTS_PATH
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.timing import Backoff, jittered
+from weightcast.shared.files.paths import ChannelAddress
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.status import HostStatus, UpdateStatus
 
@@ -59,7 +59,7 @@ class Door(Protocol):
 class InChannel:
     """A file in the channel."""
 
-    def __init__(self, channel: Path) -> None:
+    def __init__(self, channel: ChannelAddress) -> None:
         self._channel = channel
 
     def deliver(self, report: Report) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from weightcast.shared.checkpoint.local_checkpoint import Readers
 from weightcast.shared.daemon.settings import (
@@ -18,7 +18,7 @@ from weightcast.shared.daemon.settings import (
     is_loopback,
     problem_of,
 )
-from weightcast.shared.files.paths import require_places
+from weightcast.shared.files.paths import ChannelAddress, channel_address, require_places
 from weightcast.subscriber.engines.base import (
     SYNTAX,
     BadEngineOption,
@@ -37,7 +37,9 @@ Deadline = Annotated[float, Field(gt=0, le=86400)]
 
 class SubscriberSettings(ServiceSettings):
     port: int = Field(SUBSCRIBER_PORT, ge=0, le=65535, description="Its port; 0 takes a free one.")
-    channel: Path = Field(description="The channel's directory.")
+    channel: Annotated[ChannelAddress, BeforeValidator(channel_address)] = Field(
+        description="The channel: a directory, or a URL (s3://, gs://)."
+    )
     local: Path = Field(description="Local checkpoint: the directory that engines load from.")
     base: Path | None = Field(None, description="HF checkpoint directory that the run starts from.")
     engine: tuple[str, ...] = Field(

@@ -26,7 +26,7 @@ from weightcast.shared.checkpoint.state.state import (
 from weightcast.shared.checkpoint.update.fetch import Awaited
 from weightcast.shared.daemon.status import SOFTWARE
 from weightcast.shared.files.disk_errors import disk_error
-from weightcast.shared.files.paths import is_directory, require_no_overlap
+from weightcast.shared.files.paths import is_directory, require_no_overlap, shown_address
 from weightcast.shared.files.side_files import left_text
 from weightcast.subscriber.engines.host import Engines, HostEngine
 from weightcast.subscriber.engines.rules import noted
@@ -91,7 +91,7 @@ class StepHost:
         self.status = self.shown = HostStatus(
             software=SOFTWARE,
             host=socket.gethostname(),
-            channel=str(options.channel.absolute()),
+            channel=str(shown_address(options.channel)),
             local=str(options.local.absolute()),
             target=options.target.text,
             bytes_by_cause=dict.fromkeys(get_args(Cause), 0),

@@ -13,7 +13,7 @@ from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import Readers
 from weightcast.shared.checkpoint.update.fetch import PreRead
-from weightcast.shared.files.paths import file_name
+from weightcast.shared.files.paths import ChannelAddress, file_name
 
 LATEST = "latest"
 _NUMBER = re.compile(r"\d{1,15}", re.ASCII)
@@ -71,7 +71,7 @@ def parse_target(text: str) -> Target:
 class SyncOptions:
     """`visible_seconds`: how long what the pointer implies may stay invisible."""
 
-    channel: Path
+    channel: ChannelAddress
     local: Path
     base: Path | None = None
     target: Target = FOLLOW_LATEST
