@@ -147,14 +147,8 @@ def _look(
         raise Held.by(order)
     refuse_local(checkpoint, local)
     with contextlib.closing(CheckpointWeights(checkpoint)) as weights:
-        match(
-            adapt(weights, rules, file, described.table).table,
-            described.table,
-            frozen=file.frozen,
-            aliases=file.aliases,
-            partial=False,
-            by_flags=True,
-        )
+        adapted = adapt(weights, rules, file, described.table)
+        match(adapted.table, described.table, file, partial=False, by_flags=True)
         own = next((known for known in (local, base) if known is not None and exists(known / CONFIG)), None)
         if own is not None:
             check_config(checkpoint / CONFIG, own, described.files)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from weightcast.publisher.daemon.status import PublisherStatus
 from weightcast.publisher.publish.report import Publication
@@ -11,26 +11,14 @@ from weightcast.shared.daemon.status import SOFTWARE
 
 PHASES = ("recover", "read", "diff", "ranks", "copy", "stage", "commit", "patch", "anchor", OTHER)
 CAUSES = ("step", "skip", "anchor")
-_OF_STATUS: Mapping[str, tuple[str, Callable[[PublisherStatus], float]]] = {
-    "version": ("Version that the pointer names.", lambda status: status.version or 0),
-    "epoch": ("Number of this publisher's claim to the channel.", lambda status: status.epoch or 0),
-    "held": (
-        "1 while a rollback keeps this publisher from publishing.",
-        lambda status: status.held is not None,
-    ),
-    "upkeep_failing": (
-        "1 when the last maintenance work failed.",
-        lambda status: bool(status.upkeep.problem),
-    ),
-    "queue_length": ("Publications asked for and not ended.", lambda status: len(status.queue)),
-    "inbox_waiting": (
-        "Watched checkpoints not yet complete.",
-        lambda status: 0 if status.inbox is None else status.inbox.waiting_count,
-    ),
-    "inbox_refused": (
-        "Watched checkpoints that were refused and have not changed since.",
-        lambda status: 0 if status.inbox is None else status.inbox.refused_count,
-    ),
+_OF_STATUS = {
+    "version": "Version that the pointer names.",
+    "epoch": "Number of this publisher's claim to the channel.",
+    "held": "1 while a rollback keeps this publisher from publishing.",
+    "upkeep_failing": "1 when the last maintenance work failed.",
+    "queue_length": "Publications asked for and not ended.",
+    "inbox_waiting": "Watched checkpoints not yet complete.",
+    "inbox_refused": "Watched checkpoints that were refused and have not changed since.",
 }
 
 
@@ -44,7 +32,7 @@ class PublisherMetrics:
             "The run that is published here; always 1.",
             {"run_id": "the channel's", "role": ("publisher",), "software": "this daemon's"},
         )
-        self._of_status = [(registry.number(what, text), value) for what, (text, value) in _OF_STATUS.items()]
+        self._of_status = {what: registry.number(what, text) for what, text in _OF_STATUS.items()}
         self._created = registry.number(
             "version_created_timestamp_seconds", "When the newest version came to be."
         )
@@ -104,8 +92,17 @@ class PublisherMetrics:
 
     def show(self, status: PublisherStatus) -> None:
         self._run.info({"run_id": status.run_id or "", "role": "publisher", "software": SOFTWARE})
-        for gauge, value in self._of_status:
-            gauge.set(value(status))
+        values = {
+            "version": status.version or 0,
+            "epoch": status.epoch or 0,
+            "held": status.held is not None,
+            "upkeep_failing": bool(status.upkeep.problem),
+            "queue_length": len(status.queue),
+            "inbox_waiting": 0 if status.inbox is None else status.inbox.waiting_count,
+            "inbox_refused": 0 if status.inbox is None else status.inbox.refused_count,
+        }
+        for what, value in values.items():
+            self._of_status[what].set(value)
         self._verify.show(status.verify, None if status.verify is None else status.verify.full_pass)
 
     def show_written(self, written: Mapping[str, int]) -> None:

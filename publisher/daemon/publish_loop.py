@@ -15,7 +15,7 @@ from weightcast.publisher.daemon.sources.queue import Queue
 from weightcast.publisher.daemon.sources.source import LastContent, Source, SourceJob, read_back
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.daemon.start import open_publisher, open_watched, ready_channel
-from weightcast.publisher.daemon.status import InboxStatus, PublisherStatus, UpkeepStatus
+from weightcast.publisher.daemon.status import PublisherStatus, UpkeepStatus
 from weightcast.publisher.maintenance.orders import Held
 from weightcast.publisher.maintenance.repair import ChannelCheck
 from weightcast.publisher.maintenance.upkeep import Background
@@ -249,7 +249,7 @@ class PublishLoop:
     def _show(self, problem: str = "") -> None:
         publisher, background = self._publisher, self._background
         self.record.show(
-            inbox=None if self._watched is None else InboxStatus.of(self._watched),
+            inbox=None if self._watched is None else self._watched.status(),
             verify=self._scrub.status,
             ready=not problem,
             not_ready_reasons=(problem,) if problem else (),

@@ -74,20 +74,16 @@ class PublisherSettings(ServiceSettings):
     """Its port; 0 takes a free one."""
     channel: Annotated[ChannelAddress, BeforeValidator(channel_address)]
     """Directory or URL (s3://, gs://) of the channel; created from the base if it is missing."""
-    base: Path | None = Field(
-        None,
-        description="HF checkpoint directory that the run starts from. Required to create the channel; later "
-        "remembered for the user and machine that created it.",
-    )
+    base: Path | None = None
+    """HF checkpoint directory that the run starts from. Required to create the channel; later remembered for
+    the user and machine that created it."""
     local: Path
     """The publisher's own local checkpoint: a separate directory."""
     watch: Path | None = None
     """Directory into which the trainer saves checkpoints."""
-    watch_pattern: Annotated[str, AfterValidator(_relative_glob)] | None = Field(
-        None,
-        description="Glob of checkpoint paths relative to --watch, e.g. global_step_*/actor/huggingface; "
-        "** matches any directories. Unset: any checkpoint whose layout is unambiguous.",
-    )
+    watch_pattern: Annotated[str, AfterValidator(_relative_glob)] | None = None
+    """Glob of checkpoint paths relative to --watch, e.g. global_step_*/actor/huggingface; ** matches any
+    directories. Unset: any checkpoint whose layout is unambiguous."""
     marker: Annotated[str, AfterValidator(_plain_name)] | None = None
     """File that the trainer writes into a checkpoint when it is complete."""
     settle_seconds: float = Field(1.0, ge=0, le=3600)
@@ -108,19 +104,14 @@ class PublisherSettings(ServiceSettings):
     """Glob of exported tensors to leave out; repeatable."""
     frozen: list[str] = Field([])
     """Glob of tensors that never change and may be left out; repeatable, new channels only."""
-    alias: Annotated[list[str], AfterValidator(_pairs)] = Field(
-        [],
-        description="A=B: tensor A always equals B; repeatable, new channels only. Ties in config.json are "
-        "detected.",
-    )
+    alias: Annotated[list[str], AfterValidator(_pairs)] = Field([])
+    """A=B: tensor A always equals B; repeatable, new channels only. Ties in config.json are detected."""
     non_finite: NonFinite = "allow"
     """Whether to publish deltas in which elements become NaN or infinite."""
     carry_config: bool = Field(False, description=CARRY_CONFIG)
-    allow: list[Path] = Field(
-        [],
-        description="Directory whose checkpoints may be published over HTTP; repeatable. Unset: --watch, "
-        "or any if nothing is watched.",
-    )
+    allow: list[Path] = Field([])
+    """Directory whose checkpoints may be published over HTTP; repeatable. Unset: --watch, or any if nothing
+    is watched."""
     threads: PositiveInt | None = Field(
         None, description=f"Worker threads (capped by --memory-budget; default {THREADS})."
     )
@@ -130,11 +121,9 @@ class PublisherSettings(ServiceSettings):
     """Write an anchor every N versions; 0: never."""
     anchor_share: _NotNegative = 0.0
     """Write an anchor when deltas since the last reach this share of the model; 0: never."""
-    anchor_seconds: _NotNegative = Field(
-        600.0,
-        description="Write an anchor when a host would need this long to apply the deltas since the last one "
-        "(estimated from this publisher) and they reach half the model's bytes; 0: never.",
-    )
+    anchor_seconds: _NotNegative = 600.0
+    """Write an anchor when a host would need this long to apply the deltas since the last one (estimated from
+    this publisher) and they reach half the model's bytes; 0: never."""
     skip_span: int = Field(64, ge=0, le=1 << 20)
     """Maximum span of multi-step deltas, in versions; 0: none."""
     history_share: _NotNegative = 1.0

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from weightcast.publisher.daemon.sources.layouts import Unpublished
 from weightcast.publisher.daemon.sources.queue import Job
-from weightcast.publisher.daemon.sources.watched import WatchedDirectory
+from weightcast.publisher.daemon.sources.watched import InboxStatus
 from weightcast.publisher.publish.report import Publication
 from weightcast.publisher.weights.side_configs import config_text
 from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
@@ -16,8 +15,6 @@ from weightcast.shared.daemon.fleet import TEXT_SHOWN, Host, PublisherLine, Refu
 from weightcast.shared.daemon.status import Failure, KernelStatus, LoopStatus, Readiness
 
 PUBLICATIONS_SHOWN = 20
-WAITING_SHOWN = 20
-REFUSED_SHOWN = 20
 
 
 class Progress(BaseModel, frozen=True):
@@ -45,50 +42,6 @@ class ReportedHost(BaseModel, frozen=True):
     last_error: str
     age_seconds: float | None
     """since the report last changed; null where that is not known"""
-
-
-class RefusedStatus(BaseModel, frozen=True):
-    name: str
-    error: Failure
-
-
-class SkippedStatus(BaseModel, frozen=True):
-    """A checkpoint whose files changed and whose content did not."""
-
-    name: str
-    reason: str
-
-
-class InboxStatus(BaseModel, frozen=True):
-    watch: str
-    waiting: tuple[Unpublished, ...] = ()
-    refused: tuple[RefusedStatus, ...] = ()
-    waiting_count: int = 0
-    refused_count: int = 0
-    """of all, shown or not"""
-    skipped: tuple[SkippedStatus, ...] = ()
-    """the latest, newest last"""
-    skipped_count: int = 0
-    """since the daemon started"""
-    left_alone: tuple[Unpublished, ...] = ()
-    """checkpoints, and layouts of the watched directory, that waiting will not publish"""
-    left_alone_count: int = 0
-
-    @classmethod
-    def of(cls, watched: WatchedDirectory) -> InboxStatus:
-        refused, left = watched.refused(), watched.left_alone()
-        shown, skipped = refused[-REFUSED_SHOWN:], watched.skipped.items()
-        return cls(
-            watch=str(watched.directory),
-            waiting=watched.waiting[:WAITING_SHOWN],
-            refused=tuple(RefusedStatus(name=name, error=failure) for name, failure in shown),
-            waiting_count=len(watched.waiting),
-            refused_count=len(refused),
-            skipped=tuple(SkippedStatus(name=name, reason=reason) for name, reason in skipped),
-            skipped_count=watched.skips,
-            left_alone=tuple(left[:WAITING_SHOWN]),
-            left_alone_count=len(left),
-        )
 
 
 class UpkeepStatus(BaseModel, frozen=True):

@@ -176,14 +176,7 @@ class Input:
 
 def matched_input(weights: NewWeights, file: ChannelFile, table: TensorTable, rank: Rank) -> Input:
     """Compares names, dtypes, shapes and ties with the run's. Raises Refused that lists all that is wrong."""
-    matched = match(
-        weights.table,
-        table,
-        frozen=file.frozen,
-        aliases=file.aliases,
-        partial=not rank.alone,
-        by_flags=weights.by_flags,
-    )
+    matched = match(weights.table, table, file, partial=not rank.alone, by_flags=weights.by_flags)
     check_ties(weights, matched, table)
     for name in weights.pieces() if rank.alone else ():
         raise Refused(

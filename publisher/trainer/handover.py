@@ -29,6 +29,7 @@ from weightcast.publisher.weights.given import (
     in_torch,
     pairs_of,
     spec_of,
+    torch,
     whole_step,
 )
 from weightcast.shared.base.elements import TensorSpec
@@ -36,7 +37,7 @@ from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, Weig
 from weightcast.shared.checkpoint.state.locks import FileLock, owner_text
 from weightcast.shared.daemon.timing import Deadline
 from weightcast.shared.files import durable
-from weightcast.shared.files.paths import is_link
+from weightcast.shared.files.paths import exists, is_link
 from weightcast.shared.files.probes import HAND_OVER_NEEDS, require
 from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
@@ -149,9 +150,9 @@ class HandOver:
         """The slot's file with this header. Reused while tensors and file stay the same."""
         path = self._export.weights(slot)
         known = self._maps.get(slot)
-        if known is not None and self._headers[slot] == header and _is_whole(path, nbytes):
-            return known
         if known is not None:
+            if self._headers[slot] == header and exists(path) and path.stat().st_size == nbytes:
+                return known
             self._maps.pop(slot).close()
         path.parent.mkdir(mode=0o700, exist_ok=True)
         path.unlink(missing_ok=True)
@@ -208,13 +209,6 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     return pack_header(entries, {}, reserve=-(-length // _PAGE) * _PAGE)
 
 
-def _is_whole(path: Path, nbytes: int) -> bool:
-    try:
-        return path.stat().st_size == nbytes
-    except FileNotFoundError:
-        return False
-
-
 def _copy(tensor: Any, spec: TensorSpec, memory: mmap.mmap, at: int) -> None:
     """The only copy, from a device straight into the mapping."""
     if not spec.nbytes:
@@ -222,8 +216,6 @@ def _copy(tensor: Any, spec: TensorSpec, memory: mmap.mmap, at: int) -> None:
     if isinstance(tensor, CastTensor):
         tensor = tensor.made()
     if in_torch(tensor):
-        import torch
-
         there = torch.frombuffer(memory, dtype=torch.uint8, count=spec.nbytes, offset=at)
         there.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         return
@@ -300,14 +292,11 @@ class Export:
 
     def newest(self) -> Handed | None:
         """Of the complete slots; what cannot be read counts for nothing."""
-        found = [handed for handed in map(self._complete, SLOTS) if handed is not None]
-        return max(found, key=lambda handed: handed.sequence, default=None)
-
-    def _complete(self, slot: str) -> Handed | None:
-        try:
-            return self.read(slot)
-        except (OSError, WeightcastError):
-            return None
+        found = []
+        for slot in SLOTS:
+            with contextlib.suppress(OSError, WeightcastError):
+                found.append(self.read(slot))
+        return max(filter(None, found), key=lambda handed: handed.sequence, default=None)
 
     def commit(self, handed: Handed) -> None:
         durable.replace(self.record(handed.slot), write_object({"format": FORMAT, **asdict(handed)}))

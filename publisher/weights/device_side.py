@@ -8,7 +8,7 @@ What the device finds is held to what is recorded: the full lanes of the new wor
 be the recorded lanes plus what the found changes make of them (`diff.write_difference`).
 
 torch's integers are signed: products and sums wrap as the format's do (docs/FORMAT.md, Lanes), and a logical
-shift is an arithmetic one under a mask. torch is imported when a tensor is given, not before.
+shift is an arithmetic one under a mask.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.base.elements import Chunk, ChunkKey, Span, WordKind, Words
+from weightcast.publisher.weights.given import torch
+from weightcast.shared.base.elements import Chunk, ChunkKey, WordKind, Words
 from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import lanes_list
@@ -34,8 +35,6 @@ from weightcast.shared.kernels.constants import MIX_A, MIX_B
 
 def words_of(flat: Any, kind: WordKind) -> Any:
     """A one-dimensional contiguous tensor, viewed as integers as wide as its words."""
-    import torch
-
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[kind.width])
@@ -43,8 +42,6 @@ def words_of(flat: Any, kind: WordKind) -> Any:
 
 def on_host(words: Words) -> Any:
     """The same memory as a torch tensor of `words_of`'s dtype."""
-    import torch
-
     # torch warns about arrays that may not be written, although nothing writes here
     writable = words if words.flags.writeable else words.copy()
     return torch.from_numpy(writable if words.itemsize == 1 else writable.view(f"<i{words.itemsize}"))
@@ -63,8 +60,6 @@ def differing(old: Any, new: Any) -> Any:
 def span_lanes(chunk: Chunk, words: Any) -> Any:
     """Raw lanes of each span, int64[spans, 2]. `words`: the chunk's with zero padding, as `words_of` views
     them; `has_whole_eights`."""
-    import torch
-
     numbers = _numbers(chunk, words.device)
     eights = words.view(torch.int64)
     a = eights ^ (numbers * _signed(MIX_A[0]))
@@ -91,8 +86,6 @@ def _shifted(x: Any, bits: int) -> Any:
 
 def _numbers(chunk: Chunk, device: Any) -> Any:
     """The number, from 1, of each 8-byte word of the chunk in its tensor: int64."""
-    import torch
-
     per_word = 8 // chunk.kind.width
     count = chunk.words // per_word
     firsts = [(span.start - span.offset) // per_word + 1 for span in chunk.spans]
@@ -106,8 +99,6 @@ def _numbers(chunk: Chunk, device: Any) -> Any:
 
 def _sums(chunk: Chunk, mixed: Any) -> Any:
     """Per span the sum over its 8-byte words, its tail included, padding not: int64[spans]."""
-    import torch
-
     per_word = 8 // chunk.kind.width
     if len(chunk.spans) == 1:
         return mixed[: -(-chunk.spans[0].words // per_word)].sum().reshape(1)
@@ -130,8 +121,6 @@ class Found:
 
 def fetch(index: Any, new: Any, lanes: Any, kind: WordKind) -> Found:
     """In one copy. `index`: int32[k]; `new`: the k words; `lanes`: int64[spans, 2]."""
-    import torch
-
     pieces = [piece.reshape(-1).view(torch.uint8) for piece in (lanes, index, new)]
     data = np.asarray(torch.cat(pieces).cpu().numpy())
     ends = np.cumsum([len(piece) for piece in pieces])
@@ -176,10 +165,6 @@ class _Held:
     words: Any
     pinned: bool
 
-    @property
-    def nbytes(self) -> int:
-        return self.chunk.words * self.chunk.kind.width
-
 
 class Baselines:
     """Of one publisher, for its life. `whole_old`: the encoding reads all old words on the host, not only
@@ -200,7 +185,7 @@ class Baselines:
 
     @property
     def held_bytes(self) -> int:
-        return sum(held.nbytes for held in self._held.values())
+        return sum(held.words.nbytes for held in self._held.values())
 
     def open(self, local: LocalCheckpoint, flat: Flat, devices: Mapping[int, Any]) -> DeviceComparison | None:
         """`devices`: where the tensors lie that are compared there. None after a publication that failed in
@@ -209,7 +194,9 @@ class Baselines:
         if failed:
             self.forget()
             return None
-        _settle(set(devices.values()))
+        for device in {each for each in devices.values() if each.type == "cuda"}:
+            # what the trainer has queued on its streams is done before other streams and threads read
+            torch.cuda.synchronize(device)
         recorded = lanes_list(local.state.position.lanes)
         same_base = local.base.digest == self._base
         if not same_base or any(recorded[tensor] != lanes for tensor, lanes in self._lanes.items()):
@@ -249,8 +236,6 @@ class Baselines:
         return on_host(old).to(device) if held is None else held.words.to(device, non_blocking=True)
 
     def _new(self, chunk: Chunk, old: Words, device: Any) -> _Held | None:
-        import torch
-
         if self._take(False, old.nbytes):
             words, pinned = on_host(old).to(device, copy=True), False
         elif self._take(True, old.nbytes):
@@ -284,7 +269,7 @@ class Baselines:
         held = self._held.pop(key, None)
         if held is not None:
             with self._lock:
-                self._room[held.pinned] += held.nbytes
+                self._room[held.pinned] += held.words.nbytes
 
 
 class DeviceComparison:
@@ -297,8 +282,6 @@ class DeviceComparison:
     def scan(self, chunk: Chunk, old: Words) -> Scan | None:
         """`old`: the local checkpoint's words. None: to be compared on the host, as its tensors do not lie on
         one device, too much of it changes, or the device has no memory left. From several threads at once."""
-        import torch
-
         with torch.no_grad():
             try:
                 found = self._found(chunk, old)
@@ -316,8 +299,6 @@ class DeviceComparison:
         self._baselines.done(self._seen, full)
 
     def _found(self, chunk: Chunk, old: Words) -> Found | None:
-        import torch
-
         devices = {self._devices.get(span.tensor) for span in chunk.spans}
         if None in devices or len(devices) != 1:
             return None
@@ -354,15 +335,12 @@ class DeviceComparison:
 
 
 def _check_whole(chunk: Chunk, old: Words, full: Iterable[Lanes], sums: SpanSums) -> None:
-    step = sums.total()
-    expected = reduce(Lanes.plus, full).minus(step.new).plus(step.old)
-    if reduce(Lanes.plus, (_lanes(span, old) for span in chunk.spans)) != expected:
+    step, found = sums.total(), Lanes()
+    for span in chunk.spans:
+        data = old[span.offset : span.offset + span.words].view(np.uint8)
+        found = found.plus(hash_bytes(data, span.start * old.itemsize // 8))
+    if found != reduce(Lanes.plus, full).minus(step.new).plus(step.old):
         raise drifted(chunk)
-
-
-def _lanes(span: Span, words: Words) -> Lanes:
-    data = words[span.offset : span.offset + span.words].view(np.uint8)
-    return hash_bytes(data, span.start * words.itemsize // 8)
 
 
 def drifted(chunk: Chunk) -> NeedsReseed:
@@ -371,12 +349,3 @@ def drifted(chunk: Chunk) -> NeedsReseed:
         "nothing was published",
         remedy="publish again: the local checkpoint is seeded again from base and channel",
     )
-
-
-def _settle(devices: set[Any]) -> None:
-    """What the trainer has queued on its streams is done before other streams and threads read."""
-    import torch
-
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,16 @@ _NUMPY_NAMES: Mapping[str, str] = {
     "float8_e5m2": "F8_E5M2",
     "float8_e8m0fnu": "F8_E8M0",
 }
+
+
+class _Torch:
+    """The module, imported at its first use: trainers and checkpoints of other kinds do without."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch"), name)
+
+
+torch: Any = _Torch()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from itertools import takewhile
 from weightcast.publisher.weights.precision import rounds
 from weightcast.shared.base.elements import TensorSpec, TensorTable
 from weightcast.shared.base.errors import Refused
+from weightcast.shared.channel.run_files import ChannelFile
 from weightcast.shared.checkpoint.verify.seed import listing
 from weightcast.shared.files.hf_checkpoint import MERGE_ADAPTER, is_adapter_tensor
 
@@ -41,18 +42,12 @@ class Matched:
 
 
 def match(
-    given: TensorTable,
-    table: TensorTable,
-    *,
-    frozen: Sequence[str],
-    aliases: Mapping[str, str],
-    partial: bool,
-    by_flags: bool = False,
+    given: TensorTable, table: TensorTable, file: ChannelFile, *, partial: bool, by_flags: bool = False
 ) -> Matched:
-    """`partial`: the given tensors are one rank's share, the rest is somebody else's. `by_flags`: remedies
-    name options of commands, not Python functions. Raises Refused. Tables that fitted are remembered: a run
-    gives the same ones version after version."""
-    return _matched(given, table, tuple(frozen), tuple(aliases.items()), partial, by_flags)
+    """`file`: has frozen tensors and aliases. `partial`: the given tensors are one rank's share, the rest is
+    somebody else's. `by_flags`: remedies name options of commands, not Python functions. Raises Refused.
+    Tables that fitted are remembered: a run gives the same ones version after version."""
+    return _matched(given, table, file.frozen, tuple(file.aliases.items()), partial, by_flags)
 
 
 @lru_cache(maxsize=2)

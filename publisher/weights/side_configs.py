@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from weightcast.publisher.weights.config import CONFIG, READ_BY_ENGINES, bytes_of, digest_of, read_bytes
 from weightcast.shared.base.errors import Refused
@@ -117,10 +116,6 @@ def _alike(name: str, data: bytes, ours: bytes, aside: frozenset[str]) -> bool:
     if name == CONFIG and isinstance(said, dict) and isinstance(base, dict):
         # what the weights compute is compared by check_config
         return all(said[member] == base[member] for member in READ_BY_ENGINES & said.keys() & base.keys())
-    return bool(_plain(said, aside) == _plain(base, aside))
-
-
-def _plain(said: Any, aside: frozenset[str]) -> Any:
-    if not isinstance(said, dict):
-        return said
-    return {name: each for name, each in said.items() if name not in aside}
+    if isinstance(said, dict) and isinstance(base, dict):
+        said, base = ({n: each for n, each in one.items() if n not in aside} for one in (said, base))
+    return bool(said == base)

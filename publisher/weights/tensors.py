@@ -24,6 +24,7 @@ from weightcast.publisher.weights.given import (
     pairs_of,
     shard_of,
     spec_of,
+    torch,
 )
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.shard_spec import Box
@@ -277,9 +278,7 @@ def _place(tensor: Any) -> object:
     """Equal for tied weights, which are one memory under two names."""
     if isinstance(tensor, CastTensor):
         return _place(tensor.tensor), tensor.dtype
-    if isinstance(tensor, np.ndarray | RawTensor):
-        return id(tensor)
-    if tensor.is_conj() or tensor.is_neg():
+    if not in_torch(tensor) or tensor.is_conj() or tensor.is_neg():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
@@ -304,8 +303,6 @@ def _host_words(flat: Any, spec: TensorSpec, start: int, stop: int) -> Words:
     low, high = start // per_element, -(-stop // per_element)
     piece = flat[low:high]
     if not isinstance(piece, np.ndarray):
-        import torch
-
         piece = piece.view(torch.uint8).cpu().numpy()
     words: Words = np.ascontiguousarray(piece).view(kind.numpy)
     return words[start - low * per_element : stop - low * per_element]

@@ -18,7 +18,7 @@ from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME, parse_index
-from weightcast.shared.channel.run_files import parse_base
+from weightcast.shared.channel.run_files import ChannelFile, parse_base
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
@@ -124,12 +124,12 @@ def test_weights_that_fitted_are_not_taken_for_others(run: Run, tmp_path: Path) 
         given = open_checkpoint(write_checkpoint(tmp_path / f"{number}", others, files=3), follow_links=False)
         table = Channel.open(open_store(run.channel)).require_ours()[1].table
         if len(others) == len(names):
-            matched = match(given.table, table, frozen=(), aliases={}, partial=False)
+            matched = match(given.table, table, ChannelFile("run", 0.0), partial=False)
             assert [matched.sources[n] for n in range(len(names))] == names
         else:
             with pytest.raises(Refused, match=f"{re.escape(names[0])} is missing"):
-                match(given.table, table, frozen=(), aliases={}, partial=False)
-            matched = match(given.table, table, frozen=[names[0]], aliases={}, partial=False)
+                match(given.table, table, ChannelFile("run", 0.0), partial=False)
+            matched = match(given.table, table, ChannelFile("run", 0.0, (names[0],)), partial=False)
             assert matched.absent == (0,)
 
 

@@ -29,8 +29,7 @@ from waiting import wait_until
 from weightcast.publisher import PublisherOptions
 from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.daemon.sources.watched import WatchedJob
-from weightcast.publisher.daemon.status import REFUSED_SHOWN
+from weightcast.publisher.daemon.sources.watched import REFUSED_SHOWN, WatchedJob
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base import failpoints

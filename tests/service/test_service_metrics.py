@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from weightcast.publisher.daemon.metrics import PublisherMetrics
 from weightcast.publisher.daemon.sources.layouts import Unpublished
-from weightcast.publisher.daemon.status import InboxStatus, PublisherStatus
+from weightcast.publisher.daemon.sources.watched import InboxStatus
+from weightcast.publisher.daemon.status import PublisherStatus
 from weightcast.publisher.publish.report import Publication
 from weightcast.shared.base import errors
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, Untrusted

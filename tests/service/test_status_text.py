@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weightcast.publisher.daemon.status import DatedRefusal, InboxStatus, PublisherStatus
+from weightcast.publisher.daemon.sources.watched import InboxStatus
+from weightcast.publisher.daemon.status import DatedRefusal, PublisherStatus
 from weightcast.publisher.publish.report import Publication
 from weightcast.shared.cli.output import to_json
 from weightcast.shared.cli.status import Summary, summary

@@ -270,16 +270,13 @@ def check_checkpoint(text: str, roots: Sequence[Path]) -> Path:
     except (OSError, RuntimeError) as error:
         # The same answer inside and outside of the roots: this must not allow probing the file system.
         raise _not_allowed(text, roots) from error
-    if roots and not any(real.is_relative_to(root) and _is_a_save(real, root) for root in allowed):
+    # a trainer may save into the watched directory itself
+    below = [root for root in allowed if real.is_relative_to(root)]
+    if roots and not any(real != root or matching(root, "*.safetensors") for root in below):
         raise _not_allowed(text, roots)
     if not is_directory(real):
         raise Refused(f"{text} is not a directory", remedy="give a checkpoint directory")
     return real
-
-
-def _is_a_save(real: Path, root: Path) -> bool:
-    """A trainer may save into the watched directory itself."""
-    return real != root or bool(matching(root, "*.safetensors"))
 
 
 def _not_allowed(text: str, roots: Sequence[Path]) -> Refused:

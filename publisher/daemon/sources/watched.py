@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Collection
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources import observation
 from weightcast.publisher.daemon.sources.consume import Consumer
@@ -38,9 +40,37 @@ _REMEDY = "remove the file: present checkpoints then count as published"
 _LIMIT = 256 << 20
 _NAMED = 5
 """checkpoints that a line of the log names"""
-_SKIPPED_KEPT = 20
+WAITING_SHOWN, REFUSED_SHOWN, SKIPPED_SHOWN = 20, 20, 20
 
 log = get_log("inbox")
+
+
+class RefusedStatus(BaseModel, frozen=True):
+    name: str
+    error: Failure
+
+
+class SkippedStatus(BaseModel, frozen=True):
+    """A checkpoint whose files changed and whose content did not."""
+
+    name: str
+    reason: str
+
+
+class InboxStatus(BaseModel, frozen=True):
+    watch: str
+    waiting: tuple[Unpublished, ...] = ()
+    refused: tuple[RefusedStatus, ...] = ()
+    waiting_count: int = 0
+    refused_count: int = 0
+    """of all, shown or not"""
+    skipped: tuple[SkippedStatus, ...] = ()
+    """the latest, newest last"""
+    skipped_count: int = 0
+    """since the daemon started"""
+    left_alone: tuple[Unpublished, ...] = ()
+    """checkpoints, and layouts of the watched directory, that waiting will not publish"""
+    left_alone_count: int = 0
 
 
 class WatchedDirectory:
@@ -49,10 +79,9 @@ class WatchedDirectory:
     def __init__(self, directory: Path, settings: PublisherSettings, renamed: deque[str]) -> None:
         """`renamed`: names that were seen to be renamed into place."""
         self.directory = directory
-        self.waiting: tuple[Unpublished, ...] = ()
-        self.skipped: dict[str, str] = {}
-        """by name, newest last: known content whose files changed, and which content that is"""
-        self.skips = 0
+        self._waiting: tuple[Unpublished, ...] = ()
+        self._skipped: list[SkippedStatus] = []
+        self._skips = 0
         # A trainer may save over the base, as over any checkpoint.
         own = [path for name, path in settings.own_places.items() if name != "base"]
         self._own = frozenset(map(os.path.realpath, own))
@@ -111,7 +140,7 @@ class WatchedDirectory:
             self._consumer.finish()
         found = self._look()
         choice = self.inbox.choose(found.unknown, time.monotonic())
-        self.waiting = (*choice.waiting, *found.unreadable)
+        self._waiting = (*choice.waiting, *found.unreadable)
         self._tell()
         self.inbox.forget_vanished(found.names)
         return None if choice.chosen is None else WatchedJob(self, publisher, choice, choice.chosen)
@@ -143,9 +172,9 @@ class WatchedDirectory:
     def skip(self, name: str, reason: str) -> None:
         """Its files changed, and its content did not."""
         self.store()
-        self.skips += 1
-        self.skipped.pop(name, None)
-        self.skipped = dict([*self.skipped.items(), (name, reason)][-_SKIPPED_KEPT:])
+        self._skips += 1
+        others = [each for each in self._skipped if each.name != name]
+        self._skipped = [*others, SkippedStatus(name=name, reason=reason)][-SKIPPED_SHOWN:]
         log.info("checkpoint skipped", checkpoint=name, reason=reason)
 
     def version_with(self, root: str) -> int | None:
@@ -205,13 +234,25 @@ class WatchedDirectory:
             self.inbox.give_up(name)
         self.store()
 
-    def refused(self) -> list[tuple[str, Failure]]:
-        """Of those that are there."""
+    def status(self) -> InboxStatus:
         entries = [entry for name, entry in self.inbox.entries.items() if name in self._there]
-        return [(entry.name, entry.failure) for entry in entries if entry.failure is not None]
-
-    def left_alone(self) -> list[Unpublished]:
-        return self.inbox.left_alone(self._there)
+        refused = [
+            RefusedStatus(name=entry.name, error=entry.failure)
+            for entry in entries
+            if entry.failure is not None
+        ]
+        left = self.inbox.left_alone(self._there)
+        return InboxStatus(
+            watch=str(self.directory),
+            waiting=self._waiting[:WAITING_SHOWN],
+            refused=tuple(refused[-REFUSED_SHOWN:]),
+            waiting_count=len(self._waiting),
+            refused_count=len(refused),
+            skipped=tuple(self._skipped),
+            skipped_count=self._skips,
+            left_alone=tuple(left[:WAITING_SHOWN]),
+            left_alone_count=len(left),
+        )
 
     @property
     def _there(self) -> Collection[str]:
@@ -221,7 +262,7 @@ class WatchedDirectory:
     def _tell(self) -> None:
         """Logs each checkpoint that waiting may not publish, once; of many at once, the first ones."""
         current = {
-            (each.name, each.reason): each for each in (*self.waiting, *self.inbox.layouts.left.values())
+            (each.name, each.reason): each for each in (*self._waiting, *self.inbox.layouts.left.values())
         }
         self._told &= current.keys()
         new = [current[key] for key in sorted(current.keys() - self._told) if current[key].still]
