@@ -437,9 +437,9 @@ class Publisher:
         try:
             check_config(directory / CONFIG, own, self.run[1].files)
             base = self.run[1] if local is None else local.base
-            weights.configs = changed_configs(weights.checkpoint, own, base)
-            if self._options.carry_config:
-                weights.carry = carried_bytes(directory, weights.configs)
+            configs = changed_configs(weights.checkpoint, own, base)
+            carry = carried_bytes(directory, configs) if self._options.carry_config else {}
+            weights.facts = replace(weights.facts, configs=configs, carry=carry)
         except BaseException:
             weights.close()
             raise

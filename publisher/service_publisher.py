@@ -138,7 +138,7 @@ class ServicePublisher(Publisher):
         position = None if local is None else local.state.position
         with contextlib.closing(read()) as weights:
             channel = Channel.open(self.store, self._trust)
-            if self._options.carry_config and not is_carried(channel, weights, version):
+            if self._options.carry_config and not is_carried(channel, weights.facts, version):
                 return False
             given = matched_input(weights, file, base.table, Rank(0, 1))
             return has_root(given, base, root, position, self._updater.options.threads, advance)

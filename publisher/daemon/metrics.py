@@ -11,7 +11,7 @@ from weightcast.shared.daemon.status import SOFTWARE
 
 PHASES = ("recover", "read", "diff", "ranks", "copy", "stage", "commit", "patch", "anchor", OTHER)
 CAUSES = ("step", "skip", "anchor")
-_OF_STATUS = {
+_NUMBERS = {
     "version": "Version that the pointer names.",
     "epoch": "Number of this publisher's claim to the channel.",
     "held": "1 while a rollback keeps this publisher from publishing.",
@@ -19,6 +19,11 @@ _OF_STATUS = {
     "queue_length": "Publications asked for and not ended.",
     "inbox_waiting": "Watched checkpoints not yet complete.",
     "inbox_refused": "Watched checkpoints that were refused and have not changed since.",
+    "version_created_timestamp_seconds": "When the newest version came to be.",
+    "channel_epoch": "Highest claim to the channel; above epoch: another publisher's.",
+    "density_elements_ratio": "Share of elements that the last publication changed.",
+    "density_bytes_ratio": "Share of bytes whose elements the last publication changed.",
+    "compression_ratio": "Bytes of full weights over bytes of the last delta.",
 }
 
 
@@ -32,13 +37,7 @@ class PublisherMetrics:
             "The run that is published here; always 1.",
             {"run_id": "the channel's", "role": ("publisher",), "software": "this daemon's"},
         )
-        self._of_status = {what: registry.number(what, text) for what, text in _OF_STATUS.items()}
-        self._created = registry.number(
-            "version_created_timestamp_seconds", "When the newest version came to be."
-        )
-        self._claimed = registry.number(
-            "channel_epoch", "Highest claim to the channel; above epoch: another publisher's."
-        )
+        self._numbers = {what: registry.number(what, text) for what, text in _NUMBERS.items()}
         self._ended = registry.count(
             "publications", "Publications that ended.", {"outcome": ("done", "failed")}
         )
@@ -56,15 +55,6 @@ class PublisherMetrics:
         self._phases = registry.duration(
             "publish_phase", "Time of a publication by phase.", {"phase": PHASES}
         )
-        self._elements = registry.number(
-            "density_elements_ratio", "Share of elements that the last publication changed."
-        )
-        self._bytes = registry.number(
-            "density_bytes_ratio", "Share of bytes whose elements the last publication changed."
-        )
-        self._compression = registry.number(
-            "compression_ratio", "Bytes of full weights over bytes of the last delta."
-        )
         self._verify = VerifyMetrics(registry)
         self._beside: dict[str, int] = {}
 
@@ -77,9 +67,11 @@ class PublisherMetrics:
         for phase, seconds in done.seconds.items():
             if phase != "total":
                 self._phases.labels(one_of(phase, PHASES)).observe(seconds)
-        self._elements.set(done.density_elements)
-        self._bytes.set(done.density_bytes)
-        self._compression.set(done.full_bytes / done.delta_bytes if done.delta_bytes else 0.0)
+        self._set(
+            density_elements_ratio=done.density_elements,
+            density_bytes_ratio=done.density_bytes,
+            compression_ratio=done.full_bytes / done.delta_bytes if done.delta_bytes else 0.0,
+        )
 
     def followed(self, seconds: float) -> None:
         """The local checkpoint is at the last publication, so many seconds after its pointer moved."""
@@ -92,17 +84,15 @@ class PublisherMetrics:
 
     def show(self, status: PublisherStatus) -> None:
         self._run.info({"run_id": status.run_id or "", "role": "publisher", "software": SOFTWARE})
-        values = {
-            "version": status.version or 0,
-            "epoch": status.epoch or 0,
-            "held": status.held is not None,
-            "upkeep_failing": bool(status.upkeep.problem),
-            "queue_length": len(status.queue),
-            "inbox_waiting": 0 if status.inbox is None else status.inbox.waiting_count,
-            "inbox_refused": 0 if status.inbox is None else status.inbox.refused_count,
-        }
-        for what, value in values.items():
-            self._of_status[what].set(value)
+        self._set(
+            version=status.version or 0,
+            epoch=status.epoch or 0,
+            held=status.held is not None,
+            upkeep_failing=bool(status.upkeep.problem),
+            queue_length=len(status.queue),
+            inbox_waiting=0 if status.inbox is None else status.inbox.waiting_count,
+            inbox_refused=0 if status.inbox is None else status.inbox.refused_count,
+        )
         self._verify.show(status.verify, None if status.verify is None else status.verify.full_pass)
 
     def show_written(self, written: Mapping[str, int]) -> None:
@@ -113,5 +103,8 @@ class PublisherMetrics:
 
     def show_channel(self, created: float, claimed: int) -> None:
         """`created`: unix time of the newest version; `claimed`: the highest epoch."""
-        self._created.set(created)
-        self._claimed.set(claimed)
+        self._set(version_created_timestamp_seconds=created, channel_epoch=claimed)
+
+    def _set(self, **values: float) -> None:
+        for what, value in values.items():
+            self._numbers[what].set(value)

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from weightcast.publisher.publish.report import InputFacts
-from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.publisher.weights.tensors import InputFacts
 from weightcast.shared.base.errors import DamagedFile, Forked, Refused, RetryLater
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.chain import versions_in
@@ -368,18 +367,16 @@ def carry(
     return tuple(sorted(records, key=lambda record: record.name))
 
 
-def is_carried(channel: Channel, weights: NewWeights, version: int) -> bool:
-    """Whether `version` carries what these weights would have it carry. True for one that was pruned: only
-    its root is remembered."""
+def is_carried(channel: Channel, facts: InputFacts, version: int) -> bool:
+    """Whether `version` carries what an input with these facts would have it carry. True for one that was
+    pruned: only its root is remembered."""
     try:
         there = {record.name: record.blake3 for record in _of(channel, version)}
     except DamagedFile:
         return True
-    configs = weights.configs or {}
+    configs = facts.configs or {}
     dropped = (name for name, digest in configs.items() if not digest)
-    return all(there.get(name) == configs[name] for name in weights.carry) and there.keys().isdisjoint(
-        dropped
-    )
+    return all(there.get(name) == configs[name] for name in facts.carry) and there.keys().isdisjoint(dropped)
 
 
 def _of(channel: Channel, version: int) -> tuple[FileRecord, ...]:

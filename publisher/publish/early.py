@@ -14,10 +14,10 @@ from pathlib import Path
 from weightcast.publisher.publish.commit import put
 from weightcast.publisher.publish.draft import DeltaHeader, PartWriter, prefixed
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
-from weightcast.publisher.publish.report import InputFacts
 from weightcast.publisher.ranks.compared_weights import ComparedWeights
 from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.ranks.shards import RankWeights
+from weightcast.publisher.weights.tensors import InputFacts
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import Index

@@ -12,10 +12,11 @@ from weightcast.publisher.publish.draft import DeltaHeader, PartWriter
 from weightcast.publisher.publish.early import EarlyInput, compare_early, compares_early
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
 from weightcast.publisher.publish.rank_publish import Meeting
-from weightcast.publisher.publish.report import InputFacts, PublishReport, report_of
+from weightcast.publisher.publish.report import PublishReport, report_of
 from weightcast.publisher.ranks import rendezvous
 from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart
 from weightcast.publisher.ranks.shards import RankWeights
+from weightcast.publisher.weights.tensors import InputFacts
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import (
     NeedsReseed,

@@ -37,10 +37,11 @@ from weightcast.publisher.publish.early import (
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
 from weightcast.publisher.publish.rank_publish import Meeting, check_doubles
 from weightcast.publisher.publish.recovery import Recovery
-from weightcast.publisher.publish.report import InputFacts, PublishReport, report_of, step_of_version
+from weightcast.publisher.publish.report import PublishReport, report_of, step_of_version
 from weightcast.publisher.ranks import rendezvous
 from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart
 from weightcast.publisher.ranks.shards import RankWeights
+from weightcast.publisher.weights.tensors import InputFacts
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance

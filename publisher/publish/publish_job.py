@@ -6,18 +6,18 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.publish.diff import check_ties
-from weightcast.publisher.publish.report import InputFacts, PublishReport
+from weightcast.publisher.publish.report import PublishReport
 from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.weights.match import Matched, match
 from weightcast.publisher.weights.precision import NonFinite
-from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.publisher.weights.tensors import InputFacts, NewWeights
 from weightcast.shared.base.elements import TensorTable, Words
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.base.progress import Advance
@@ -183,8 +183,7 @@ def matched_input(weights: NewWeights, file: ChannelFile, table: TensorTable, ra
             f"{name} is a shard of a distributed tensor, and this publisher has no other ranks",
             remedy="open a publisher on every rank, with rank= and world_size=",
         )
-    facts = InputFacts(matched.mapped, weights.adapted, weights.notes, weights.configs, weights.carry)
-    return Input(weights, matched, facts)
+    return Input(weights, matched, replace(weights.facts, mapped=matched.mapped))
 
 
 def has_root(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 
 import numpy as np
 
-from weightcast.publisher.weights.tensors import Adapted
+from weightcast.publisher.weights.tensors import NO_FACTS, InputFacts
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
@@ -92,28 +92,11 @@ class PublishReport(Publication):
         return Publication(**facts).but(source=source, at=time.time())
 
 
-@dataclass(frozen=True)
-class InputFacts:
-    """What a report says of the input, after the input itself was closed."""
-
-    mapped: Mapping[str, int] = field(default_factory=dict)
-    """what was done to the given names, and to how many"""
-    adapted: Adapted = field(default_factory=Adapted)
-    notes: tuple[str, ...] = ()
-    configs: Mapping[str, str] | None = None
-    """as `NewWeights.configs`"""
-    carry: Mapping[str, bytes] = field(default_factory=dict)
-    """config files that the version carries"""
-
-
-NO_INPUT = InputFacts()
-
-
 def report_of(
     index: Index,
     table: TensorTable,
     index_bytes: int,
-    facts: InputFacts = NO_INPUT,
+    facts: InputFacts = NO_FACTS,
     *,
     seconds: Mapping[str, float] | None = None,
     step_before: int | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import zip_longest
@@ -162,9 +162,8 @@ class AdaptedWeights(NewWeights):
 
     def __init__(self, weights: NewWeights, plan: _Plan) -> None:
         self._weights, self._sources = weights, plan.sources
-        self.table, self.adapted = plan.table, plan.adapted
-        self.notes, self.configs = (*weights.notes, *plan.notes), weights.configs
-        self.carry = weights.carry
+        notes = (*weights.facts.notes, *plan.notes)
+        self.table, self.facts = plan.table, replace(weights.facts, adapted=plan.adapted, notes=notes)
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         spec, source = self.table.named(name), self._sources[name]
@@ -179,7 +178,7 @@ class AdaptedWeights(NewWeights):
         return made[start - low * per : stop - low * per]
 
     def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> Words | None:
-        if self.adapted.cast:
+        if self.facts.adapted.cast:
             return None
         return self._weights.run_in(chunk, {n: self._sources[name] for n, name in sources.items()})
 

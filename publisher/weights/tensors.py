@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,22 +49,34 @@ class Adapted(NamedTuple):
     dropped: int = 0
 
 
+@dataclass(frozen=True)
+class InputFacts:
+    """What a report says of the input, also after the input itself was closed."""
+
+    adapted: Adapted = field(default_factory=Adapted)
+    notes: tuple[str, ...] = ()
+    """what was tolerated or had no effect, for whoever publishes them"""
+    configs: Mapping[str, str] | None = None
+    """BLAKE3 hex by name of config files beside the weights, empty where it says what the base's says; None:
+    there are no files"""
+    carry: Mapping[str, bytes] = field(default_factory=dict)
+    """those that differ, where the version is to carry them"""
+    mapped: Mapping[str, int] = field(default_factory=dict)
+    """what was done to the given names, and to how many"""
+
+
+NO_FACTS = InputFacts()
+
+
 class NewWeights(ABC):
     """What is to be published, by the names that its owner gives. Those that are given whole, one by one, on
     the host say `words_in` alone."""
 
     table: TensorTable
     """of whole tensors, also where only a piece is given"""
-    adapted: Adapted = Adapted()
     by_flags = False
     """they come from a command or daemon: messages name its options, not Python functions"""
-    notes: tuple[str, ...] = ()
-    """what was tolerated or had no effect, for whoever publishes them"""
-    configs: Mapping[str, str] | None = None
-    """BLAKE3 hex by name of config files beside the weights, empty where it says what the base's says; None:
-    there are no files"""
-    carry: Mapping[str, bytes] = {}
-    """those that differ, where the version is to carry them"""
+    facts = NO_FACTS
 
     @abstractmethod
     def words_in(self, name: str, start: int, stop: int) -> Words:
@@ -116,7 +128,7 @@ class CheckpointWeights(NewWeights):
             raise Refused(
                 f"{error.filename or directory} does not exist", remedy="give a checkpoint directory"
             ) from error
-        self.table, self.notes = self.checkpoint.table, self.checkpoint.notes
+        self.table, self.facts = self.checkpoint.table, InputFacts(notes=self.checkpoint.notes)
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         try:
