@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +13,6 @@ from rich.table import Table
 from weightcast.shared.cli.options import json_option, path
 from weightcast.shared.cli.output import Output
 from weightcast.shared.daemon.settings import (
-    EffectiveSetting,
     ServiceSettings,
     describe_settings,
     effective_settings,
@@ -51,8 +49,7 @@ def show_settings_command(side: str, cls: type[ServiceSettings]) -> click.Comman
     def show(config: Path | None, as_json: bool, **flags: Any) -> None:
         shown = effective_settings(*trace_settings(cls, flags, config))
         sizes = {doc.name for doc in describe_settings(cls) if doc.type == "size"}
-        facts = {"settings": [asdict(one) for one in shown]}
-        Output(json=as_json).result(facts, lambda console: _show(console, shown, sizes))
+        Output(json=as_json).result({"settings": shown}, lambda console: _show(console, shown, sizes))
 
     help = f"Effective settings of `weightcast {side} run` with these options."
     command = click.command(help=help)(show)
@@ -71,10 +68,10 @@ def _options(cls: type[ServiceSettings]) -> Iterator[click.Option]:
             yield click.Option([doc.flag], metavar=metavar, multiple=doc.type == "list", help=text)
 
 
-def _show(console: Console, settings: Sequence[EffectiveSetting], sizes: Collection[str]) -> None:
+def _show(console: Console, settings: Sequence[dict[str, Any]], sizes: Collection[str]) -> None:
     table = Table("setting", "value", "from", box=None, pad_edge=False)
     for one in settings:
-        in_bytes = one.value if one.name in sizes else None
-        text = exact_size(in_bytes) if isinstance(in_bytes, int) else value_text(one.value) or "-"
-        table.add_row(one.name, printable(text), printable(one.place or one.source))
+        value = one["value"]
+        text = exact_size(value) if one["name"] in sizes else value_text(value) or "-"
+        table.add_row(one["name"], printable(text), printable(one["place"] or one["source"]))
     console.print(table)

@@ -19,6 +19,7 @@ from pydantic import (
     PositiveInt,
     SecretStr,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
     field_validator,
 )
@@ -76,7 +77,7 @@ class ServiceSettings(BaseModel):
     """Its port; 0 takes a free one."""
     port_file: Path | None = None
     """File that the real port is written to."""
-    token: Token | None = None
+    token: Token | None = Field(None, validate_default=True)
     """Bearer token of the HTTP side; required off loopback."""
     trusted_key: tuple[str, ...] = ()
     """Public key (ed25519:...), or file of such lines, repeatable. Unsigned versions are refused; unset:
@@ -100,15 +101,27 @@ class ServiceSettings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _split_lists(cls, value: object, info: Any) -> object:
+    def _split_lists(cls, value: object, info: ValidationInfo) -> object:
         """A list in the environment is separated by white space."""
-        is_list = get_origin(cls.model_fields[info.field_name].annotation) in (list, tuple)
+        is_list = get_origin(cls.model_fields[str(info.field_name)].annotation) in (list, tuple)
         return value.split() if isinstance(value, str) and is_list else value
 
     @field_validator("*", mode="after")
     @classmethod
     def _complete_paths(cls, value: object) -> object:
         return [_complete(one) for one in value] if isinstance(value, list) else _complete(value)
+
+    @field_validator("token", mode="after")
+    @classmethod
+    def _is_required_off_loopback(cls, token: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+        # What is wrong with `host` itself is said elsewhere, and it is then absent here.
+        host = info.data.get("host", "localhost")
+        if token is None and not is_loopback(host):
+            raise ValueError(
+                f"host {host} is reachable from other machines and no token is set; set {PREFIX}TOKEN, or "
+                "listen on 127.0.0.1"
+            )
+        return token
 
     def missing(self) -> list[str]:
         """What is wrong with files that these settings name: looks at the disk."""
@@ -165,38 +178,23 @@ def trace_settings(
     try:
         settings = cls(**values)
     except ValidationError as error:
-        raise _all_problems(cls, error.errors(include_url=False), values, origins) from None
-    check_bind(settings)
+        # Messages only: a rejected value may be a secret in the wrong place.
+        lines = [_problem(cls, one, origins) for one in error.errors(include_url=False)]
+        raise BadSettings(
+            "wrong settings:\n  " + "\n  ".join(lines),
+            remedy="correct them; flags take precedence over the environment, the environment over the file",
+        ) from None
     return settings, origins
 
 
-def check_bind(settings: ServiceSettings) -> None:
-    """Raises BadSettings for an address that others can reach without a token."""
-    if settings.token is None and not is_loopback(settings.host):
-        raise BadSettings(_reachable(settings.host), remedy=f"set {PREFIX}TOKEN, or listen on 127.0.0.1")
-
-
-def _reachable(host: object) -> str:
-    return f"host {host} is reachable from other machines and no token is set"
-
-
-@dataclass(frozen=True)
-class EffectiveSetting:
-    """One effective setting. `value` as in JSON, a secret masked, addresses without their query;
-    `source`: flag, environment, file or default; `place`: the flag, the variable or the file."""
-
-    name: str
-    value: object
-    source: str
-    place: str
-
-
-def effective_settings(settings: ServiceSettings, origins: Mapping[str, str]) -> list[EffectiveSetting]:
-    """Every setting in the order of its definition."""
+def effective_settings(settings: ServiceSettings, origins: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Every setting in the order of its definition. `value` as in JSON, a secret masked, addresses without
+    their query; `source`: flag, environment, file or default; `place`: the flag, the variable or the file."""
     found = []
     for name, value in settings.model_dump(mode="json").items():
         source, _, file = origins.get(name, "default").partition(" ")
-        found.append(EffectiveSetting(name, _shown(value), source, file or _place(name, source)))
+        place = file or _place(name, source)
+        found.append({"name": name, "value": _shown(value), "source": source, "place": place})
     return found
 
 
@@ -313,24 +311,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
             f"configuration file {path} is not TOML: {error}",
             remedy='one setting a line, texts in quotes: local = "/data/policy"',
         ) from error
-
-
-def _all_problems(
-    cls: type[ServiceSettings],
-    errors: list[ErrorDetails],
-    values: Mapping[str, Any],
-    origins: Mapping[str, str],
-) -> BadSettings:
-    # Messages only: a rejected value may be a secret in the wrong place.
-    lines = [_problem(cls, error, origins) for error in errors]
-    host = values.get("host", cls.model_fields["host"].default)
-    judged = any(error["loc"][:1] in (("host",), ("token",)) for error in errors)
-    if not judged and values.get("token") is None and not is_loopback(str(host)):
-        lines.append(_reachable(host))
-    return BadSettings(
-        "wrong settings:\n  " + "\n  ".join(lines),
-        remedy="correct them; flags take precedence over the environment, the environment over the file",
-    )
 
 
 _OF_KUBERNETES = (

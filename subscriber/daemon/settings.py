@@ -31,94 +31,67 @@ from weightcast.subscriber.groups.messages import LEASE_LIMIT, is_member_url
 from weightcast.subscriber.sync.options import BadTarget, parse_target
 
 MOST_MEMBERS = 256
-Seconds = Annotated[float, Field(allow_inf_nan=False)]
-Deadline = Annotated[float, Field(gt=0, le=86400)]
+_UpToADay = Annotated[float, Field(gt=0, le=86400)]
+_Command = Annotated[str, Field(min_length=1)]
 
 
 class SubscriberSettings(ServiceSettings):
-    port: int = Field(SUBSCRIBER_PORT, ge=0, le=65535, description="Its port; 0 takes a free one.")
-    channel: Annotated[ChannelAddress, BeforeValidator(channel_address)] = Field(
-        description="The channel: a directory, or a URL (s3://, gs://)."
-    )
-    local: Path = Field(description="Local checkpoint: the directory that engines load from.")
-    base: Path | None = Field(None, description="HF checkpoint directory that the run starts from.")
-    engine: tuple[str, ...] = Field(
-        (), description="Inference engine kind=URL[,key=value...]; may be repeated. Kinds: docs/engines.md."
-    )
-    target: str = Field("latest", min_length=1, max_length=255, description="latest, a version or a tag.")
-    pre_read: str | None = Field(
-        None, min_length=1, description="Command run before a version of the channel is read."
-    )
-    visible_deadline: Deadline = Field(
-        120.0, description="Seconds until what the pointer names must be visible here."
-    )
-    engine_deadline: Deadline = Field(300.0, description="Seconds that an engine may take to reload.")
-    reload: ReloadOrder = Field(
-        "together", description="Engines at the same time, or the next once the one before is confirmed."
-    )
-    engine_check_seconds: Seconds = Field(
-        2.0, gt=0, le=3600, description="Pause between two looks at engines that serve, to notice restarts."
-    )
-    engine_attempts: int = Field(
-        5, ge=1, le=1000, description="Rounds of failed reloads until an engine counts as failed."
-    )
-    on_engine_failed: str | None = Field(
-        None,
-        min_length=1,
-        description="Command run when an engine has failed; the word exit: end with code 5.",
-    )
-    verify_engine_every: int = Field(
-        0,
-        ge=0,
-        le=1_000_000,
-        description="Versions after which all of a patched engine's memory is verified at once; 0: at the "
-        "pace of --verify-rate alone.",
-    )
-    verified_within: Seconds = Field(
-        600.0,
-        ge=0,
-        le=86400 * 365,
-        description="Before engines reload, weights last hashed more than this many seconds ago are hashed "
-        "again. 0, or up to 1 GiB of weights: all of them, before every reload.",
-    )
-    readable_by: Readers | None = Field(
-        None, description="Who may read the local checkpoint; unset: whom the umask lets."
-    )
-    report: bool = Field(True, description="Write a report of this host to the channel.")
-    report_to: str | None = Field(
-        None,
-        max_length=2048,
-        description="URL of the publisher that reports are posted to, where the channel is read-only here.",
-    )
-    report_token: Token | None = Field(
-        None,
-        description="Bearer token for hosts' reports to the publisher, no more; unset: WEIGHTCAST_TOKEN.",
-    )
-    report_seconds: Seconds = Field(
-        30.0, ge=0.5, le=3600, description="Between two reports while nothing changes."
-    )
-    group_member: tuple[str, ...] = Field(
-        (),
-        max_length=MOST_MEMBERS,
-        description="Leads an engine group: URL of another host's subscriber; repeatable.",
-    )
-    group_follower: bool = Field(
-        False, description="The local checkpoint moves only when the leader of its engine group asks."
-    )
-    group_patch: bool = Field(
-        False,
-        description="Every host of the engine group stages patches for engines with via=live; set it on all.",
-    )
-    group_token: Token | None = Field(
-        None, description="Bearer token of the group's members; unset: this subscriber's own."
-    )
-    group_lease: Seconds = Field(
-        30.0,
-        ge=0.3,
-        le=LEASE_LIMIT,
-        description="Seconds that members stand still without word of their leader.",
-    )
-    group_deadline: Deadline = Field(300.0, description="Seconds that members may take to come to a version.")
+    """A text below a setting is its description."""
+
+    port: int = Field(SUBSCRIBER_PORT, ge=0, le=65535)
+    """Its port; 0 takes a free one."""
+    channel: Annotated[ChannelAddress, BeforeValidator(channel_address)]
+    """The channel: a directory, or a URL (s3://, gs://)."""
+    local: Path
+    """Local checkpoint: the directory that engines load from."""
+    base: Path | None = None
+    """HF checkpoint directory that the run starts from."""
+    engine: tuple[str, ...] = ()
+    """Inference engine kind=URL[,key=value...]; may be repeated. Kinds: docs/engines.md."""
+    target: str = Field("latest", min_length=1, max_length=255)
+    """latest, a version or a tag."""
+    pre_read: _Command | None = None
+    """Command run before a version of the channel is read."""
+    visible_deadline: _UpToADay = 120.0
+    """Seconds until what the pointer names must be visible here."""
+    engine_deadline: _UpToADay = 300.0
+    """Seconds that an engine may take to reload."""
+    reload: ReloadOrder = "together"
+    """Engines at the same time, or the next once the one before is confirmed."""
+    engine_check_seconds: float = Field(2.0, gt=0, le=3600)
+    """Pause between two looks at engines that serve, to notice restarts."""
+    engine_attempts: int = Field(5, ge=1, le=1000)
+    """Rounds of failed reloads until an engine counts as failed."""
+    on_engine_failed: _Command | None = None
+    """Command run when an engine has failed; the word exit: end with code 5."""
+    verify_engine_every: int = Field(0, ge=0, le=1_000_000)
+    """Versions after which all of a patched engine's memory is verified at once; 0: at the pace of
+    --verify-rate alone."""
+    verified_within: float = Field(600.0, ge=0, le=86400 * 365)
+    """Before engines reload, weights last hashed more than this many seconds ago are hashed again. 0, or up
+    to 1 GiB of weights: all of them, before every reload."""
+    readable_by: Readers | None = None
+    """Who may read the local checkpoint; unset: whom the umask lets."""
+    report: bool = True
+    """Write a report of this host to the channel."""
+    report_to: str | None = Field(None, max_length=2048)
+    """URL of the publisher that reports are posted to, where the channel is read-only here."""
+    report_token: Token | None = None
+    """Bearer token for hosts' reports to the publisher, no more; unset: WEIGHTCAST_TOKEN."""
+    report_seconds: float = Field(30.0, ge=0.5, le=3600)
+    """Between two reports while nothing changes."""
+    group_member: tuple[str, ...] = Field((), max_length=MOST_MEMBERS)
+    """Leads an engine group: URL of another host's subscriber; repeatable."""
+    group_follower: bool = False
+    """The local checkpoint moves only when the leader of its engine group asks."""
+    group_patch: bool = False
+    """Every host of the engine group stages patches for engines with via=live; set it on all."""
+    group_token: Token | None = None
+    """Bearer token of the group's members; unset: this subscriber's own."""
+    group_lease: float = Field(30.0, ge=0.3, le=LEASE_LIMIT)
+    """Seconds that members stand still without word of their leader."""
+    group_deadline: _UpToADay = 300.0
+    """Seconds that members may take to come to a version."""
 
     @field_validator("engine", mode="after")
     @classmethod

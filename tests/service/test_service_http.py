@@ -75,22 +75,23 @@ def test_probes_status_and_metrics_answer(serve: Serve) -> None:
     assert "LoopStatus" in schema["components"]["schemas"]
 
 
-def test_the_docs_name_every_route_and_load_nothing(serve: Serve) -> None:
+def test_the_docs_name_every_route_and_every_schema(serve: Serve) -> None:
     with serve(prepare=routes).client() as client:
         page = client.get("/docs")
         schema = client.get("/openapi.json").json()
         assert client.get("/redoc").status_code == 404
-    assert page.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert not re.search(r"<(script|link|img|iframe)|(src|href)=\"?(https?:)?//|@import|url\(", page.text)
+    assert page.headers["content-type"].startswith("text/plain")
+    assert page.headers["x-content-type-options"] == "nosniff"
+    blocks = {block.partition("\n")[0].partition(":")[0]: block for block in page.text.split("\n\n")}
     for path, methods in schema["paths"].items():
         for method, route in methods.items():
-            assert f"<code>{method.upper()} {path}</code>" in page.text
+            assert f"{method.upper()} {path}" in blocks
             assert "default" in route["responses"]
-    anchors = set(re.findall(r'<h2 id="(\w+)">', page.text))
-    assert anchors == set(schema["components"]["schemas"]) > {"Order", "LoopStatus"}
-    assert set(re.findall(r'href="#(\w+)"', page.text)) <= anchors
-    assert '<code>POST /v1/order</code></td><td>Order</td><td><a href="#Order">' in page.text
+    schemas = schema["components"]["schemas"]
+    assert set(schemas) > {"Order", "LoopStatus"}
+    for name, one in schemas.items():
+        assert all(f"\n    {member} (" in blocks[name] for member in one.get("properties", ()))
+    assert "\n    Order\n    takes Order\n" in blocks["POST /v1/order"]
 
 
 def test_not_ready_says_why(serve: Serve) -> None:
