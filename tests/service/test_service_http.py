@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 import socket
 import threading
 from collections.abc import Callable
