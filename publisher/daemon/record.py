@@ -124,7 +124,6 @@ def _log_published(done: Publication) -> None:
 
 
 def _published(done: Publication) -> str:
-    """For the console log."""
     step = "" if done.step is None else f" (step {done.step})"
     facts = f"{size_text(done.delta_bytes)}, {done.density_elements:.1%} changed"
     return f"published version {done.version}{step}: {facts}, {done.total_seconds:.2f} s"

@@ -198,7 +198,6 @@ class PublisherSettings(ServiceSettings):
 
     @property
     def has_channel(self) -> bool:
-        """Whether the channel was made."""
         return open_store(self.channel).stat(CHANNEL_JSON) is not None
 
     @property

@@ -15,6 +15,7 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ class HandOver:
         self._export.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._export.check()
         require("hand-over directory", self._export.directory, HAND_OVER_NEEDS)
-        self._own: FileLock = self._export.writer
+        self._own = FileLock(self._export.directory / "writer.lock")
         self._own.acquire(text=owner_text())
         newest = self._export.newest()
         self._sequence = 0 if newest is None else newest.sequence
@@ -99,7 +100,9 @@ class HandOver:
         """
         number = whole_step(step)
         given = [(spec_of(name, tensor), tensor) for name, tensor in pairs_of(named_tensors)]
-        _check_names(given)
+        twice = [name for name, count in Counter(spec.name for spec, _ in given).items() if count > 1]
+        if twice:
+            raise Refused(f"{min(twice)} was given twice", remedy="give each tensor once")
         # widest elements first: each tensor lies at a multiple of its element's size
         given.sort(key=lambda one: one[0].nbytes // max(1, one[0].elements), reverse=True)
         slot, lock = self._free_slot(timeout)
@@ -193,13 +196,6 @@ def _wake(url: str, token: str | None) -> None:
             connection.getresponse()
 
 
-def _check_names(given: Sequence[_Given]) -> None:
-    names = [spec.name for spec, _ in given]
-    twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-    if twice:
-        raise Refused(f"{min(twice)} was given twice", remedy="give each tensor once")
-
-
 def _header(specs: Sequence[TensorSpec]) -> bytes:
     entries, end = [], 0
     for spec in specs:
@@ -256,10 +252,6 @@ class Export:
             if is_link(path):
                 raise Refused(f"{path} is a symbolic link", remedy="give a directory of its own")
 
-    @property
-    def writer(self) -> FileLock:
-        return FileLock(self.directory / "writer.lock")
-
     def lock(self, slot: str) -> FileLock:
         return FileLock(self.directory / f"{slot}.lock")
 
@@ -267,7 +259,7 @@ class Export:
         return self.directory / slot
 
     def weights(self, slot: str) -> Path:
-        return self.directory / slot / WEIGHTS
+        return self.slot(slot) / WEIGHTS
 
     def record(self, slot: str) -> Path:
         return self.directory / f"{slot}.json"

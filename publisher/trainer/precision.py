@@ -11,7 +11,7 @@ import numpy as np
 
 from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import ties_of
-from weightcast.publisher.weights.given import CastTensor, RawTensor, dtype_of, pairs_of, torch
+from weightcast.publisher.weights.given import CastTensor, RawTensor, dtype_of, in_torch, pairs_of, torch
 from weightcast.publisher.weights.match import resolve
 from weightcast.publisher.weights.precision import STORED, rounded, rounds
 from weightcast.shared.base.elements import TensorTable
@@ -75,13 +75,9 @@ def _run_of(base: str | Path | Publisher) -> tuple[TensorTable, Mapping[str, str
 
 
 def _converted(tensor: Any, dtype: str) -> Any:
-    if isinstance(tensor, np.ndarray | RawTensor):
-        return _rounded(tensor, dtype)
+    if not in_torch(tensor):
+        found = dtype_of("", tensor)
+        flat = tensor.flat if isinstance(tensor, RawTensor) else np.ascontiguousarray(tensor).reshape(-1)
+        return RawTensor(dtype, tuple(tensor.shape), rounded(flat.view(STORED[found]), found, dtype))
     kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     return tensor.detach().to(kinds[dtype])
-
-
-def _rounded(tensor: Any, dtype: str) -> RawTensor:
-    found = dtype_of("", tensor)
-    flat = tensor.flat if isinstance(tensor, RawTensor) else np.ascontiguousarray(tensor).reshape(-1)
-    return RawTensor(dtype, tuple(tensor.shape), rounded(flat.view(STORED[found]), found, dtype))

@@ -178,7 +178,6 @@ def _complete_ropes(left: dict[str, Any], right: dict[str, Any]) -> None:
 
 
 def _members(config: Mapping[str, Any], within: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Of objects what they hold."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield from _members(value, (*within, name))

@@ -183,10 +183,6 @@ class Baselines:
         self._lock = threading.Lock()
         self._under_way = False
 
-    @property
-    def held_bytes(self) -> int:
-        return sum(held.words.nbytes for held in self._held.values())
-
     def open(self, local: LocalCheckpoint, flat: Flat, devices: Mapping[int, Any]) -> DeviceComparison | None:
         """`devices`: where the tensors lie that are compared there. None after a publication that failed in
         its comparison: the next one is compared on the host, whatever was wrong."""
@@ -273,7 +269,7 @@ class Baselines:
 
 
 class DeviceComparison:
-    """One publication's comparison of the tensors on devices."""
+    """Of one publication."""
 
     def __init__(self, baselines: Baselines, flat: Flat, devices: Mapping[int, Any]) -> None:
         self._baselines, self._flat, self._devices = baselines, flat, devices

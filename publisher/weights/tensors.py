@@ -83,7 +83,6 @@ class NewWeights(ABC):
         """Words [start, stop) of what is given of a tensor, row-major, on the host; not to be written."""
 
     def box(self, name: str) -> Box:
-        """Which piece of the tensor is given."""
         return Box.whole(self.table.named(name).shape)
 
     def pieces(self) -> Sequence[str]:
@@ -334,7 +333,6 @@ def _equal(one: _Given, other: _Given) -> bool:
 
 
 def _equal_words(count: int, one: _Read, other: _Read) -> bool:
-    """By a piece of the words at a time."""
     return all(np.array_equal(one(start, stop), other(start, stop)) for start, stop in _pieces(count))
 
 

@@ -311,7 +311,8 @@ class Inbox:
 
     def _is_no_model(self, candidate: Candidate) -> bool:
         """Whether other safetensors are in the watched directory itself."""
-        return candidate.name == ROOT and self._fit(candidate).is_none
+        fit = self._fit(candidate)
+        return candidate.name == ROOT and not (fit.complete or fit.found)
 
     def _judge_layouts(self, ready: Sequence[Candidate]) -> None:
         if all(self.layouts.is_clear(each.name) for each in ready):
@@ -472,7 +473,6 @@ class Inbox:
         return name in self.entries and self.entries[name].outcome is InboxOutcome.CONSUMED
 
     def consumed(self, name: str) -> None:
-        """A published one was deleted."""
         version, content = self.entries[name].version, self.entries[name].content
         self.entries[name] = InboxEntry(name, InboxOutcome.CONSUMED, version=version, content=content)
 

@@ -45,10 +45,6 @@ class Fit:
     """tensors of the base, by name and shape"""
     fewer_others: int = 0
 
-    @property
-    def is_none(self) -> bool:
-        return not self.complete and not self.found
-
     @classmethod
     def of(cls, table: TensorTable, base: TensorTable) -> Fit:
         forms = {(spec.name, spec.shape) for spec in base}
@@ -137,17 +133,12 @@ class Layouts:
         ):
             self._leave_all(rivals, f"checkpoints were published from {pattern_of(before[-1][1])}")
         elif len(rivals) > 1:
-            self._leave_rivals(sorted(rivals))
+            rivals.sort()
+            remedy = f"start the publisher with --watch-pattern '{rivals[0]}' or another of them"
+            left = Unpublished(" and ".join(rivals), "it is not clear which of these to publish", remedy)
+            self.left |= dict.fromkeys(rivals, left)
         else:
             self._clear |= set(rivals)
-
-    def _leave_rivals(self, rivals: Sequence[str]) -> None:
-        left = Unpublished(
-            " and ".join(rivals),
-            "it is not clear which of these to publish",
-            f"start the publisher with --watch-pattern '{rivals[0]}' or another of them",
-        )
-        self.left |= dict.fromkeys(rivals, left)
 
     def _leave_all(self, layouts: Iterable[str], reason: str) -> None:
         for layout in layouts:
@@ -162,7 +153,6 @@ def _layout(name: str) -> str:
 
 
 def _best_fits(ready: Mapping[str, Fit]) -> dict[str, Fit]:
-    """By layout."""
     best: dict[str, Fit] = {}
     for name, fit in ready.items():
         best[_layout(name)] = max(fit, best.get(_layout(name), fit))

@@ -170,7 +170,6 @@ class WatchedDirectory:
         return self._arrived.get(name) == files
 
     def skip(self, name: str, reason: str) -> None:
-        """Its files changed, and its content did not."""
         self.store()
         self._skips += 1
         others = [each for each in self._skipped if each.name != name]
@@ -330,7 +329,6 @@ class WatchedJob(SourceJob):
             watched.skip(self.name, f"only its files changed, not the content of version {known.version}")
 
     def begin(self, version: int) -> str:
-        """`version`: the channel's before the publication."""
         request = new_request()
         self._watched.inbox.begin(self._choice, version, request)
         self._watched.store()
