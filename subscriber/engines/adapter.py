@@ -14,9 +14,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import ClassVar, TypeVar
 
 from weightcast.shared.base.errors import EngineFailed
 from weightcast.shared.checkpoint.update.engine_patch import EnginePatch
@@ -26,13 +26,14 @@ from weightcast.subscriber.engines.base import (
     EngineFacts,
     EngineSpec,
     HeldWeights,
+    Intact,
     Misconfigured,
+    NoReply,
     ReloadOutcome,
     Timeouts,
+    unreachable,
 )
-
-if TYPE_CHECKING:
-    from weightcast.subscriber.engines.wire import Wire
+from weightcast.subscriber.engines.wire import NO_ROUTE, Wire
 
 ASKED = 8
 """times at the first look, and after a change: a balancer that picks one of two at random shows only one of
@@ -293,35 +294,81 @@ class StaleDrafter(Misconfigured):
     unfit = True
 
 
-class Settings:
-    """How a server was started, as it says itself; asked once of every process. Where no process is known, it
-    is asked several times, and `of_start` of its settings tells one start from another."""
+class Server(Adapter):
+    """An inference server that says how it was started, and has labels of its weights. Its settings are asked
+    once of every process; where no process is known, they are asked several times, and `_start_of` them tells
+    one start from another."""
 
-    def __init__(
-        self,
-        url: str,
-        ask: Callable[[float], Mapping[str, object]],
-        of_start: Callable[[Mapping[str, object]], object],
-    ) -> None:
-        self._url, self._ask, self._of_start = url, ask, of_start
-        self._told: Mapping[str, object] | None = None
-        self.process: str | None = None
+    _with_label: ClassVar[Mapping[str, object]] = {}
+    """what else an order to change the label says"""
+    _told: Mapping[str, object] | None = None
+    """its settings"""
+    _asked: str | None = None
+    """the process that told them"""
 
-    def of(self, process: str | None, seconds: float) -> Mapping[str, object]:
-        """Raises SeveralProcesses, and what `ask` raises."""
-        if self._told is None or process != self.process:
-            self.process, self._told = process, None
-            processes = Identities(self._url)
-            self._told = processes.read(lambda: self._ask(seconds), self._identity)
+    @abstractmethod
+    def _look(self) -> EngineFacts:
+        """All but its draft model, which is asked next where it is `UNKNOWN`. Raises EngineFailed."""
+
+    @abstractmethod
+    def _ask_settings(self, seconds: float) -> Mapping[str, object]: ...
+
+    @abstractmethod
+    def _start_of(self, settings: Mapping[str, object]) -> str | None: ...
+
+    @abstractmethod
+    def _drafter_in(self, settings: Mapping[str, object]) -> str:
+        """As it is shown. Raises StaleDrafter."""
+
+    @abstractmethod
+    def _load(self, path: str, label: str) -> ReloadOutcome: ...
+
+    def probe(self) -> EngineFacts:
+        try:
+            facts = self._look()
+            if facts.drafter == UNKNOWN:
+                # vLLM gathers facts about its machine when it is first asked
+                with suppress(NoReply):
+                    return replace(facts, drafter=self._drafter(facts.process, self._timeouts.probe))
+            return facts
+        except EngineFailed as failure:
+            if not isinstance(failure, Misconfigured):
+                self._told = None  # a server that was away may be another one
+            return unreachable(failure)
+
+    def reload(self, path: str, label: str) -> ReloadOutcome:
+        self._forget_labels()
+        try:
+            self._drafter(self._asked, self._timeouts.control)
+        except EngineFailed as failure:
+            return Intact(str(failure), untried=True)
+        return self._load(path, label)
+
+    def relabel(self, label: str) -> Confirmation:
+        return self.read_back(label) if self._set_label(label) else "status-only"
+
+    def _set_label(self, label: str) -> bool:
+        """Whether it has labels."""
+        body = {"new_version": label, **self._with_label}
+        reply = self._wire.post("/update_weight_version", body, self._timeouts.control)
+        if reply.status in NO_ROUTE:
+            return False
+        reply.require_ok(LOG)
+        return True
+
+    def _drafter(self, process: str | None, seconds: float) -> str:
+        """Raises StaleDrafter, and NoReply while it does not say."""
+        return self._drafter_in(self._settings(process, seconds))
+
+    def _settings(self, process: str | None, seconds: float) -> Mapping[str, object]:
+        """Raises SeveralProcesses, and what `_ask_settings` raises."""
+        if self._told is None or process != self._asked:
+            self._asked, self._told = process, None
+            self._told = Identities(self.spec.shown_url).read(
+                lambda: self._ask_settings(seconds),
+                lambda told: self._start_of(told) if process is None else None,
+            )
         return self._told
-
-    def _identity(self, told: Mapping[str, object]) -> str | None:
-        identity = None if self.process is not None else self._of_start(told)
-        return None if identity is None else repr(identity)
-
-    def forget(self) -> None:
-        """A server that was away may be another one."""
-        self._told = None
 
 
 _WEIGHTLESS = frozenset({"ngram", "ngram_gpu", "suffix", "extract_hidden_states", "uno", "none"})

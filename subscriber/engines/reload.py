@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 from weightcast.shared.base.errors import EngineFailed, NeedsReseed
 from weightcast.shared.base.failpoints import failpoint
@@ -151,21 +152,19 @@ class EngineReload:
         self._keeps_pause = False
         self._absent = ""
         """why no process can be paused"""
-        self._process: str | None = None
-        self._source: str | None = None
+        self._phases = dict.fromkeys(PHASES, 0.0)
+        self._so_far = EngineResult(engine.name, "failed", version, phases=self._phases)
         self._began = 0.0
         self._resumed: float | None = None
         self._done = Done()
         """of the last reload that was one"""
-        self._attempts = 0
-        self._patched = self._unanswered = self._paused = False
-        self._phases = dict.fromkeys(PHASES, 0.0)
+        self._patched = False
 
     def pause(self) -> EngineResult | None:
         """None: it is paused, or no process is there; the files may be written. Else what became of it: it
         serves the weights from before, or is in doubt."""
         facts = self.engine.probe()
-        self._process = facts.process
+        self._so_far = replace(self._so_far, process=facts.process)
         if facts.absent:
             self._absent = self.engine.silence(facts)
             return None
@@ -207,10 +206,13 @@ class EngineReload:
             # The weights are right: where the note is `pausing` it stays, and says that a resume is due.
             return self._result("failed", str(failure))
         now = self.engine.probe()
-        if not now.reachable or (None not in (now.process, self._process) and now.process != self._process):
+        before = self._so_far.process
+        if not now.reachable or (None not in (now.process, before) and now.process != before):
             self._doubt()
             return self._result("suspect", f"{self.engine.spec.shown_url} went away during its reload")
-        self._process, self._source, self._paused = now.process, now.source, now.paused is True
+        self._so_far = replace(
+            self._so_far, process=now.process, source=now.source, paused=now.paused is True
+        )
         return self._result("served", "", outcome)
 
     def step_back(self, reason: str) -> EngineResult:
@@ -237,7 +239,6 @@ class EngineReload:
     def _try_reloads(self) -> Confirmation | Intact | Suspect:
         outcome: Confirmation | Intact | Suspect = Suspect("no reload was tried")
         for _ in self._pace.tries(self._began):
-            self._attempts += 1
             outcome = self._reload_once()
             # "the weights from before" may not be served where they are in doubt, or are patched files
             if isinstance(outcome, Intact) and (self._suspect or self._patched):
@@ -252,10 +253,11 @@ class EngineReload:
         with self._timed("reload"):
             outcome = self.engine.reload(label)
         failpoint("engine.reloaded")
-        if isinstance(outcome, Intact):
-            self._attempts -= outcome.untried or outcome.unpaused is not None
-            if outcome.unpaused is not None:
-                self._not_paused(outcome.unpaused)
+        unpaused = outcome.unpaused if isinstance(outcome, Intact) else None
+        if unpaused is not None:
+            self._not_paused(unpaused)
+        elif not (isinstance(outcome, Intact) and outcome.untried):
+            self._so_far = replace(self._so_far, attempts=self._so_far.attempts + 1)
         if not isinstance(outcome, Done):
             return outcome
         self._done = outcome
@@ -292,7 +294,7 @@ class EngineReload:
     def _not_paused(self, failure: EngineFailed) -> None:
         """No reload was tried; unless the engine has not seen the pause, it may come late. An engine that
         refused the key was not paused, and would refuse to be resumed."""
-        self._unanswered = not isinstance(failure, NotSent | KeyRefused)
+        self._so_far = replace(self._so_far, unanswered=not isinstance(failure, NotSent | KeyRefused))
         self._keeps_pause |= isinstance(failure, KeyRefused)
 
     @contextmanager
@@ -307,19 +309,8 @@ class EngineReload:
         pause_seconds = None if self._resumed is None else self._resumed - self._began
         if self._resumed is not None and self._done.resumed and self._done.still is not None:
             pause_seconds = self._done.still
-        return EngineResult(
-            name=self.engine.name,
-            state=state,
-            version=self._version,
-            reason=reason,
-            confirmed_by=confirmed,
-            process=self._process,
-            source=self._source,
-            attempts=self._attempts,
-            phases=self._phases,
-            unanswered=self._unanswered,
-            paused=self._paused,
-            pause_seconds=pause_seconds,
+        return replace(
+            self._so_far, state=state, reason=reason, confirmed_by=confirmed, pause_seconds=pause_seconds
         )
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import ClassVar
 
 import httpx
 
@@ -27,10 +28,9 @@ from weightcast.subscriber.engines.adapter import (
     LOG,
     NONE,
     UNKNOWN,
-    Adapter,
     LiveAdapter,
     PluginAnswer,
-    Settings,
+    Server,
     StaleDrafter,
     drafter_named,
 )
@@ -76,45 +76,45 @@ RELOADS_DRAFTERS = (0, 5, 11)
 STARTUP, WHOLE = b"sglang:startup_time_seconds{", b'phase="tokenizer_e2e"'
 
 
-class SGLang(Adapter):
+class SGLang(Server):
+    _with_label: ClassVar = {"abort_all_requests": False}
+    """which defaults to true there"""
+
     def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
         super().__init__(spec, wire, timeouts)
         self._label: str | None = None
         self._source: str | None = None
         self._unread = ""
         """why its info routes refuse the one key that its control routes take; empty: they do not"""
-        self._server = Settings(spec.shown_url, self._settings, _start_of)
 
-    def probe(self) -> EngineFacts:
+    def _look(self) -> EngineFacts:
         """Pausing is not visible from outside."""
-        facts = EngineFacts(reachable=True)
+        seconds = self._timeouts.probe
+        metrics = self._processes.read(lambda: self._wire.get("/metrics", seconds), _process_of)
+        process, refusal = _process_of(metrics), "" if metrics.refusal is None else str(metrics.refusal)
+        unique = process is not None and start_time(metrics) is None
+        facts = EngineFacts(True, process=process, unique=unique, remedy=refusal)
         try:
-            seconds = self._timeouts.probe
-            metrics = self._processes.read(lambda: self._wire.get("/metrics", seconds), _process_of)
-            process, refusal = _process_of(metrics), "" if metrics.refusal is None else str(metrics.refusal)
-            unique = process is not None and start_time(metrics) is None
-            facts = EngineFacts(True, process=process, unique=unique, remedy=refusal)
             label = self._steady_label(process, lambda: self._read_label(seconds))
-            facts = replace(facts, label=label, source=self._source, remedy=self._unread or facts.remedy)
-            if not facts.tell_something and not self._unread:
-                return not_an_engine(metrics)
-            with suppress(NoReply):
-                return replace(facts, drafter=self._drafter(process, seconds))
-            return replace(facts, drafter=UNKNOWN)
-        except (NotSent, NoReply, Misconfigured) as failure:
-            if not isinstance(failure, Misconfigured):
-                self._server.forget()
-            return unreachable(failure)
+        except (NotSent, NoReply, Misconfigured):
+            raise
         except EngineFailed as failure:
-            if facts.process is not None:
+            if process is not None:
                 return facts
             return EngineFacts(False, hindrance=failure.message, remedy=failure.remedy)
+        remedy = self._unread or refusal
+        facts = replace(facts, label=label, source=self._source, remedy=remedy, drafter=UNKNOWN)
+        return facts if facts.tell_something or self._unread else not_an_engine(metrics)
 
-    def _drafter(self, process: str | None, seconds: float) -> str:
-        """Raises StaleDrafter, and NoReply while it does not say."""
-        return require_sglang(self.spec, self._server.of(process, seconds))
+    def _drafter_in(self, settings: Mapping[str, object]) -> str:
+        return require_sglang(self.spec, settings)
 
-    def _settings(self, seconds: float) -> Mapping[str, object]:
+    def _start_of(self, settings: Mapping[str, object]) -> str | None:
+        """The seed is drawn at each start; how long the start took came with 0.5.2x."""
+        told = [settings.get(key) for key in ("random_seed", "startup_time")]
+        return None if told == [None, None] else repr(told)
+
+    def _ask_settings(self, seconds: float) -> Mapping[str, object]:
         """Empty where it refuses to tell them."""
         try:
             return self._server_info(seconds)
@@ -144,7 +144,7 @@ class SGLang(Adapter):
 
     def release(self) -> str | None:
         """The version of the software; None where it does not say. Raises EngineFailed."""
-        version = self._settings(self._timeouts.probe).get("version")
+        version = self._ask_settings(self._timeouts.probe).get("version")
         return version if isinstance(version, str) else None
 
     def pause(self) -> None:
@@ -158,7 +158,7 @@ class SGLang(Adapter):
         reply = self._wire.post("/continue_generation", {}, self._timeouts.control)
         reply.require_ok("continue the engine by hand or restart it")
 
-    def reload(self, path: str, label: str) -> ReloadOutcome:
+    def _load(self, path: str, label: str) -> ReloadOutcome:
         body = {
             "model_path": path,
             "load_format": None,
@@ -166,13 +166,8 @@ class SGLang(Adapter):
             "abort_all_requests": False,
             "flush_cache": True,
         }
-        before = self._label
-        self._forget_labels()
-        try:
-            self._drafter(self._server.process, self._timeouts.control)
-        except EngineFailed as failure:
-            return Intact(str(failure), untried=True)
         seconds = self._timeouts.reload + self._drain_seconds
+        before = self._label
         reply = self._wire.order("/update_weights_from_disk", body, seconds)
         return self._judge(reply, before) if isinstance(reply, Reply) else reply
 
@@ -201,17 +196,8 @@ class SGLang(Adapter):
 
     def read_back(self, label: str) -> Confirmation:
         seconds = self._timeouts.control
-        shown = self._steady_label(self._server.process, lambda: self._read_label(seconds))
+        shown = self._steady_label(self._asked, lambda: self._read_label(seconds))
         return "status-only" if shown is None else self._require_label(shown, label)
-
-    def relabel(self, label: str) -> Confirmation:
-        # abort_all_requests defaults to true there.
-        order = {"new_version": label, "abort_all_requests": False}
-        reply = self._wire.post("/update_weight_version", order, self._timeouts.control)
-        if reply.status in NO_ROUTE:
-            return "status-only"
-        reply.require_ok(LOG)
-        return self.read_back(label)
 
     def _read_label(self, seconds: float) -> str | None:
         """None from releases that have no labels, and while only control routes take the key."""
@@ -291,12 +277,6 @@ def _process_of(metrics: Reply) -> str | None:
         if line.startswith(STARTUP) and WHOLE in line
     )
     return start_time(metrics) or next(taken, None)
-
-
-def _start_of(settings: Mapping[str, object]) -> object:
-    """The seed is drawn at each start; how long the start took came with 0.5.2x."""
-    told = [settings.get(key) for key in ("random_seed", "startup_time")]
-    return None if told == [None, None] else told
 
 
 def _nothing_read(reply: Reply) -> bool:

@@ -11,8 +11,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,11 +24,10 @@ from weightcast.subscriber.engines.adapter import (
     LOG,
     NONE,
     UNKNOWN,
-    Adapter,
     Identities,
     LiveAdapter,
     PluginAnswer,
-    Settings,
+    Server,
     StaleDrafter,
     drafter_named,
 )
@@ -41,8 +38,6 @@ from weightcast.subscriber.engines.base import (
     EngineSpec,
     HeldWeights,
     Intact,
-    Misconfigured,
-    NoReply,
     Policy,
     ReloadOutcome,
     Suspect,
@@ -77,38 +72,23 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 """in the configurations of mixtures of experts"""
 
 
-class VLLM(Adapter):
-    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
-        super().__init__(spec, wire, timeouts)
-        self._server = Settings(
-            spec.shown_url, self._server_info, lambda told: _config(told).get("instance_id")
+class VLLM(Server):
+    def _look(self) -> EngineFacts:
+        control = self._ask("/is_paused").require_key()
+        metrics = self._processes.read(lambda: self._ask("/metrics"), start_time)
+        process = start_time(metrics)
+        label = self._steady_label(process, self._label)
+        paused = control.told().get("is_paused")
+        facts = EngineFacts(
+            reachable=True,
+            label=label,
+            process=process,
+            paused=paused if isinstance(paused, bool) else None,
+            software=self._ask("/version").told_text("version"),
+            remedy="" if metrics.refusal is None else str(metrics.refusal),
+            drafter=UNKNOWN,
         )
-
-    def probe(self) -> EngineFacts:
-        try:
-            control = self._ask("/is_paused").require_key()
-            metrics = self._processes.read(lambda: self._ask("/metrics"), start_time)
-            process = start_time(metrics)
-            label = self._steady_label(process, self._label)
-            paused = control.told().get("is_paused")
-            facts = EngineFacts(
-                reachable=True,
-                label=label,
-                process=process,
-                paused=paused if isinstance(paused, bool) else None,
-                software=self._ask("/version").told_text("version"),
-                remedy="" if metrics.refusal is None else str(metrics.refusal),
-                drafter=UNKNOWN,
-            )
-            if not facts.tell_something:
-                return not_an_engine(control)
-            with suppress(NoReply):  # it gathers facts about its machine when it is first asked
-                return replace(facts, drafter=self._drafter(process, self._timeouts.probe))
-            return facts
-        except EngineFailed as failure:
-            if not isinstance(failure, Misconfigured):
-                self._server.forget()
-            return unreachable(failure)
+        return facts if facts.tell_something else not_an_engine(control)
 
     def _ask(self, path: str) -> Reply:
         return self._wire.get(path, self._timeouts.probe)
@@ -116,11 +96,14 @@ class VLLM(Adapter):
     def _label(self) -> str | None:
         return self._ask("/weight_info").require_key().told_text("weight_version")
 
-    def _drafter(self, process: str | None, seconds: float) -> str:
-        """Raises StaleDrafter, and NoReply while it does not say."""
-        return require_vllm(self.spec, vllm_drafter(self._server.of(process, seconds).get("vllm_config")))
+    def _drafter_in(self, settings: Mapping[str, object]) -> str:
+        return require_vllm(self.spec, vllm_drafter(settings.get("vllm_config")))
 
-    def _server_info(self, seconds: float) -> Mapping[str, object]:
+    def _start_of(self, settings: Mapping[str, object]) -> str | None:
+        found = _config(settings).get("instance_id")
+        return None if found is None else repr(found)
+
+    def _ask_settings(self, seconds: float) -> Mapping[str, object]:
         """Empty from releases without it."""
         reply = self._wire.get("/server_info?config_format=json", seconds).require_key()
         if reply.status != httpx.codes.OK:
@@ -139,18 +122,13 @@ class VLLM(Adapter):
             "resume the engine by hand or restart it"
         )
 
-    def reload(self, path: str, label: str) -> ReloadOutcome:
+    def _load(self, path: str, label: str) -> ReloadOutcome:
         # vLLM remembers weights_path, so that a call without it may read another directory.
         body = {
             "method": "reload_weights",
             "kwargs": {"weights_path": path},
             "timeout": self._timeouts.reload,
         }
-        self._forget_labels()
-        try:
-            self._drafter(self._server.process, self._timeouts.control)
-        except EngineFailed as failure:
-            return Intact(str(failure), untried=True)
         hindrance = self._hindrance()
         if hindrance is not None:
             return Intact(hindrance)
@@ -175,31 +153,21 @@ class VLLM(Adapter):
         experts = any(part.get(key) for part in parts for key in _EXPERTS)
         if not (tied or experts):
             return None
-        device, untied = _runs_on(self._server.of(self._server.process, self._timeouts.control))
+        device, untied = _runs_on(self._settings(self._asked, self._timeouts.control))
         if device != "cpu":
             return None
         if experts:
             return PACKED_EXPERTS
         return None if untied else PACKED_HEAD
 
-    def _set_label(self, label: str) -> Confirmation:
-        reply = self._wire.post("/update_weight_version", {"new_version": label}, self._timeouts.control)
-        if reply.status in NO_ROUTE:
-            return "status-only"
-        reply.require_ok(LOG)
-        return "label"
-
     def read_back(self, label: str) -> Confirmation:
         reply = self._wire.get("/weight_info", self._timeouts.control)
         if reply.status in NO_ROUTE:
             return "status-only"
-        if self._server.process is None:
+        if self._asked is None:
             self._labels.read(self._label, lambda label: label)
         shown = reply.require_ok(LOG).text_field("weight_version")
         return self._require_label(shown, label)
-
-    def relabel(self, label: str) -> Confirmation:
-        return "status-only" if self._set_label(label) == "status-only" else self.read_back(label)
 
 
 def _config(server: Mapping[str, object]) -> Mapping[str, Any]:

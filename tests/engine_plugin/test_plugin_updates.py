@@ -269,7 +269,7 @@ def test_an_update_is_the_same_whatever_of_it_is_ready_before_the_pause(
     update = LiveUpdate(budget)
     for name, change in changes.items():
         flat = live[name].view(-1).view(INTEGERS[change.form.width])
-        assert all(part.changes for part in update.touched(Piece(flat, places[name]), change))
+        assert all(changes for changes, _ in update.touched(Piece(flat, places[name]), change))
     assert live["w"].equal(base["w"])
     for _ in range(2):
         update.write()
@@ -347,7 +347,7 @@ def test_short_parts_are_written_together_as_far_as_memory_is_bounded(
         for change in changes:
             size = change.form.elements
             piece = Piece(live, Block(0, starts[change.name], 1, size, size, size))
-            assert sum(part.changes for part in update.touched(piece, change)) == len(change)
+            assert sum(changes for changes, _ in update.touched(piece, change)) == len(change)
         update.write()
         assert live.equal(after)
         update.take_back()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -120,22 +120,16 @@ def no_threads() -> Iterator[None]:
     with _STARTING:
         own, start, submit = get_ident(), Thread.start, ThreadPoolExecutor.submit
 
-        def check() -> None:
-            if get_ident() == own:
-                raise Unseen("it loads in threads, which cannot be followed")
+        def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if get_ident() == own:
+                    raise Unseen("it loads in threads, which cannot be followed")
+                return original(*args, **kwargs)
 
-        def checked_start(self: Thread) -> None:
-            check()
-            start(self)
+            return call
 
-        def checked_submit(self: ThreadPoolExecutor, /, *args: Any, **kwargs: Any) -> Any:
-            check()
-            return submit(self, *args, **kwargs)
-
-        Thread.start = checked_start  # type: ignore[method-assign]
-        ThreadPoolExecutor.submit = checked_submit  # type: ignore[method-assign, assignment]
+        Thread.start, ThreadPoolExecutor.submit = checked(start), checked(submit)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Thread.start = start  # type: ignore[method-assign]
-            ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+            Thread.start, ThreadPoolExecutor.submit = start, submit  # type: ignore[method-assign]

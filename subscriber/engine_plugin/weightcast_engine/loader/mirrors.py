@@ -95,7 +95,7 @@ class Storages:
         made_of, unfilled = self.of(given), self.is_unfilled(given)
         for key, result in new.items():
             self._come_from(key, made_of)
-            if made_of and call in _COPIES and _same_form(result, given[0]) and result.is_contiguous():
+            if made_of and call in _COPIES and result.is_contiguous():
                 self._copies = {key: Mirror(result, given[0], view_of(given[0]), self._loads)}
             if given or call in _EMPTY:
                 self._own[key] = StorageWeakRef(result.untyped_storage())
@@ -164,10 +164,6 @@ def living_tensors() -> list[Tensor]:
             gc.freeze()
 
 
-def _same_form(one: Tensor, other: Tensor) -> bool:
-    return bool(one.dtype == other.dtype and one.shape == other.shape)
-
-
 def _through(seen: View, copy: View, original: View) -> View | None:
     """`seen`, of all of a contiguous `copy` with its dimensions in any order, as a view of the `original`'s
     storage."""
@@ -215,7 +211,7 @@ def _cut(piece: Piece, beside: Iterable[Piece]) -> Iterator[Piece]:
     """The blocks of a piece that are mirrored, and what is left of it between them."""
     own = piece.block
     keys = _with_gaps(sorted({other.block.key for other in beside}), own.source, own.source + own.run)
-    if not tile([_moved(key, -own.source) for key in keys], own.run):
+    if not tile([(source - own.source, rows, step, run) for source, rows, step, run in keys], own.run):
         raise Scattered("is copied elsewhere in part")
     for source, rows, step, run in keys:
         yield Piece(piece.flat, Block(source, source - own.source + own.target, rows, step, step, run))
@@ -233,11 +229,6 @@ def _with_gaps(keys: Sequence[Key], start: int, end: int) -> list[Key]:
         found.append(key)
         at = source + run
     return found if at >= end else [*found, (at, 1, end - at, end - at)]
-
-
-def _moved(key: Key, by: int) -> Key:
-    source, rows, step, run = key
-    return (source + by, rows, step, run)
 
 
 def is_whole(pieces: Sequence[Piece]) -> bool:

@@ -55,15 +55,6 @@ _SAME = frozenset({"to", "cpu", "cuda", "type_as", "contiguous", "clone"})
 
 
 @dataclass(frozen=True)
-class _Known:
-    """Storages."""
-
-    weights: Collection[int]
-    kept: Collection[int]
-    """these, and what else modules keep"""
-
-
-@dataclass(frozen=True)
 class _Copy:
     live: Tensor
     source: View
@@ -73,7 +64,7 @@ def trace(load: Loader, forms: Mapping[str, Form], live: Iterable[Tensor], own: 
     """`live`: the model's parameters and buffers; `own`: what else its modules keep. Never raises for
     what a loader does."""
     weights = {storage(tensor) for tensor in live}
-    runs = _Runs(load, forms, _Known(weights, weights | {storage(tensor) for tensor in own}))
+    runs = _Runs(load, forms, weights | {storage(tensor) for tensor in own})
     with torch.no_grad():
         return Map(forms, runs.all(), weights, runs.unfilled)
 
@@ -238,8 +229,8 @@ class _Runs:
     """A loader that raises is run again over halves, until the tensors are alone that it raises for; then
     over all others at once, for it may do something only when several have come."""
 
-    def __init__(self, load: Loader, forms: Mapping[str, Form], known: _Known) -> None:
-        self._load, self._forms, self._known, self._left = load, forms, known, MOST_RUNS
+    def __init__(self, load: Loader, forms: Mapping[str, Form], kept: Collection[int]) -> None:
+        self._load, self._forms, self._kept, self._left = load, forms, kept, MOST_RUNS
         self.unfilled: list[StorageWeakRef] = []
 
     def all(self) -> list[_Record]:
@@ -268,9 +259,9 @@ class _Runs:
 
     def _run(self, names: list[str]) -> _Record:
         self._left -= 1
-        record = _Record({name: self._forms[name] for name in names}, self._known)
+        record = _Record({name: self._forms[name] for name in names}, self._kept)
         try:
-            with no_threads(), NoWrites(self._known.kept, record.computed), record:
+            with no_threads(), NoWrites(self._kept, record.computed), record:
                 self._load(iter([(name, record.sources[name]) for name in names]))
         except Exception as error:  # a loader may raise anything
             record.failed(error)
@@ -281,9 +272,9 @@ class _Runs:
 class _Record(TorchFunctionMode):  # type: ignore[misc]
     """What one run of a loader would do."""
 
-    def __init__(self, forms: Mapping[str, Form], known: _Known) -> None:
+    def __init__(self, forms: Mapping[str, Form], kept: Collection[int]) -> None:
         super().__init__()
-        self._known, self.made = known, Storages(known.kept)
+        self._kept, self.made = kept, Storages(kept)
         self.sources = {
             name: torch.empty(form.shape, dtype=DTYPES[form.dtype], device="meta")
             for name, form in forms.items()
@@ -303,7 +294,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         """by storage: the number of each copy of a checkpoint's tensor there, and its place"""
         self._whole = {storage(tensor): name for name, tensor in self.sources.items()}
         self._derived: dict[int, set[str]] = {}
-        self._kept: list[Tensor] = []
+        self._made_here: list[Tensor] = []
         """so that no storage takes the number of one before"""
 
     def refuse(self, names: Iterable[str], reason: str) -> None:
@@ -397,14 +388,14 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         seen = None if names or _is_turned(live) or _is_turned(source) else self.made.mirror(live, source)
         if seen is None or live.dtype != source.dtype or live.shape != source.shape:
             self._fill(live, [source])
-        elif storage(live) not in self._known.kept:
+        elif storage(live) not in self._kept:
             self.made.changed(live, [source])
         elif (storage(live), view_of(live)) != (storage(seen.weight), seen.source):
             self.mirrors.append(seen)
 
     def _fill(self, live: Tensor, others: Sequence[Tensor]) -> None:
         """With a value from outside the checkpoint that may be made of the weights in `others`."""
-        if storage(live) in self._known.kept:
+        if storage(live) in self._kept:
             self.filled.append(live)
             self.computed |= self.made.of(others) - {storage(live)}
         else:
@@ -448,7 +439,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         return result
 
     def _derive(self, tensor: Tensor, names: set[str]) -> None:
-        self._kept.append(tensor)
+        self._made_here.append(tensor)
         key = storage(tensor)
         if key in self._whole:
             self.refuse(names | {self._whole[key]}, "is changed by the loader before it is copied")

@@ -67,7 +67,7 @@ class World:
         if any(told["elements"] != self.elements for told in maps):
             raise BadPatch("the ranks have different checkpoints in their model directories", remedy=RELOAD)
         self.keys: Sequence[Mapping[str, Sequence[Key]]] = [
-            {name: [_key(key) for key in rows] for name, rows in told["keys"].items()} for told in maps
+            {name: [tuple(key) for key in rows] for name, rows in told["keys"].items()} for told in maps
         ]
         """per rank"""
         self.refused = {name: reason for told in maps for name, reason in told["refused"].items()}
@@ -108,8 +108,7 @@ class Front:
         held = _held(looks)
         return {
             **{key: looks[0][key] for key in ("plugin", "format", "process", "label", "drafter")},
-            "version": held["version"],
-            "root": held["root"],
+            **{key: held[key] for key in ("version", "root", "misplaced")},
             "ranks": len(looks),
             "paused": paused,
             "patchable": not reason,
@@ -117,7 +116,6 @@ class Front:
             "refused": dict(sorted(refused.items())[:100]),
             "refused_count": len(refused),
             "in_doubt": bool(held["doubt"]) and not (busy or self.busy),
-            "misplaced": _misplaced(looks),
         }
 
     async def _patchable(self, paused: bool) -> tuple[str, Mapping[str, str]]:
@@ -131,7 +129,7 @@ class Front:
                 return refusal.message, {}
 
     async def held(self) -> Answer:
-        """Version and root, and what makes them doubtful."""
+        """Version and root, what makes them doubtful, and why a reload would bring others."""
         return _held(await self._controls.ranks({"do": "look"}))
 
     async def hold(self, version: int, root: str, label: str) -> Answer:
@@ -260,9 +258,9 @@ class Front:
     async def reload(self, label: str) -> Answer:
         async with self._lock:
             await self._require_paused()
-            misplaced = _misplaced(await self._controls.ranks({"do": "look"}))
-            if misplaced:
-                raise BadPatch(misplaced, remedy=PLACE)
+            held = await self.held()
+            if held["misplaced"]:
+                raise BadPatch(held["misplaced"], remedy=PLACE)
             began = time.monotonic()
             await self._certain({"do": "reload"})
             await self._named(label)
@@ -324,15 +322,12 @@ class Front:
         return {number: _of_tensor(world, number, name, found) for number, name in enumerate(names)}
 
 
-def _misplaced(looks: Sequence[Answer]) -> str:
-    return next((look["misplaced"] for look in looks if look["misplaced"]), "")
-
-
 def _held(looks: Sequence[Answer]) -> Answer:
     doubt = next((look["doubt"] for look in looks if look["doubt"]), "")
+    misplaced = next((look["misplaced"] for look in looks if look["misplaced"]), "")
     if len({(look["version"], look["root"]) for look in looks}) > 1:
         doubt = doubt or "the ranks hold different versions"
-    return {"version": looks[0]["version"], "root": looks[0]["root"], "doubt": doubt}
+    return {**{key: looks[0][key] for key in ("version", "root")}, "doubt": doubt, "misplaced": misplaced}
 
 
 def _of_tensor(
@@ -362,11 +357,6 @@ def _require_base(tensors: Iterable[Sequence[str]], totals: Mapping[int, list[La
                 tensor=name,
                 remedy=RELOAD_AND_TELL,
             )
-
-
-def _key(row: Sequence[int]) -> Key:
-    source, rows, step, run = row
-    return (source, rows, step, run)
 
 
 def _refusal(answers: Sequence[Answer]) -> Refusal:

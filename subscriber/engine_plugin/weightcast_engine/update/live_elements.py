@@ -7,7 +7,7 @@ makes the map (`blocks.on_whole_words`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,15 +24,6 @@ SHORT = 1 << 14
 """changes from which a part is written on its own"""
 PREPARED = 2 << 30
 """bytes on a rank's device that an update may take before the pause; what is beyond is prepared in it"""
-
-
-@dataclass(frozen=True)
-class Touched:
-    """Sums over 8-byte words that some changes touch, before and after them."""
-
-    changes: int
-    old: Lanes
-    new: Lanes
 
 
 @dataclass(frozen=True)
@@ -104,26 +95,27 @@ class LiveUpdate:
         short = (part for parts in self._short.values() for part in parts)
         return sum(part.nbytes for part in (*self._parts, *short) if isinstance(part, _Ready))
 
-    def touched(self, piece: Piece, change: Change) -> Iterator[Touched]:
-        """Sums in several parts, which add up. Nothing is written."""
+    def touched(self, piece: Piece, change: Change) -> Iterator[tuple[int, Sequence[int]]]:
+        """How many changes, and the sums over the 8-byte words that they touch, before and after them: in
+        several parts, which add up. Nothing is written."""
         start, end = change.bounds(piece.block.source, piece.block.source_end)
         while start < end:
             stop = _word_border(change, min(start + CHECKED, end))
-            yield self._touched(_Left(piece, change, start, stop))
+            yield stop - start, self._touched(_Left(piece, change, start, stop))
             start = stop
 
-    def _touched(self, part: _Left) -> Touched:
+    def _touched(self, part: _Left) -> Sequence[int]:
         elements, words = _chosen(
             part.piece.block, part.change, part.start, part.stop, part.piece.flat.device
         )
         if not len(elements):
-            return Touched(part.stop - part.start, Lanes(), Lanes())
+            return (*Lanes(), *Lanes())
         near, numbers, at = _neighbours(part.piece, part.change.form, elements)
         lay = near.view(-1).gather(0, at)
         self._keep(part, _Ready(part.piece.flat, _places(part.piece.block, elements), words, lay))
         old = sums(near.view(torch.int64).reshape(-1), numbers)
         near.view(-1).scatter_(0, at, words)
-        return Touched(part.stop - part.start, old, sums(near.view(torch.int64).reshape(-1), numbers))
+        return (*old, *sums(near.view(torch.int64).reshape(-1), numbers))
 
     def _keep(self, part: _Left, ready: _Ready) -> None:
         self._left -= ready.nbytes

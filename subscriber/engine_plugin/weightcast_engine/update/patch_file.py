@@ -94,16 +94,14 @@ def read_patch(directory: Path, name: str, limit: int = LIMIT) -> ReadPatch:
 
 def _content(directory: Path, name: str, limit: int) -> bytearray:
     fd = open_regular(directory, name)
-    with os.fdopen(fd, "rb", buffering=0) as file:
+    with os.fdopen(fd, "rb") as file:
         size = os.fstat(fd).st_size
         if not len(MAGIC) + 8 + _DIGEST <= size <= limit:
             raise ValueError(f"{size} bytes; a patch has at most {limit} here (WEIGHTCAST_PATCH_LIMIT)")
-        data, view = bytearray(size), 0
-        while view < size:
-            got = file.readinto(memoryview(data)[view:])
-            if not got:
-                raise ValueError(f"ends after {view} of {size} bytes")
-            view += got
+        data = bytearray(size)
+        got = file.readinto(data)
+    if got < size:
+        raise ValueError(f"ends after {got} of {size} bytes")
     return data
 
 
@@ -131,8 +129,8 @@ def parse_patch(name: str, data: bytearray) -> ReadPatch:
 def _stand(value: object, more: set[str], what: str) -> Stand:
     found = members(value, {"version", "root"} | more, what)
     if more and found["digest"] != "":
-        hexadecimal(found["digest"], 64, what)
-    return Stand(natural(found["version"], what), hexadecimal(found["root"], 64, what))
+        hexadecimal(found["digest"], what, 64)
+    return Stand(natural(found["version"], what), hexadecimal(found["root"], what, 64))
 
 
 def _changes(rows: object, data: bytearray, start: int, end: int) -> Iterator[Change]:
@@ -171,7 +169,7 @@ def _change(name: str, row: dict[str, object], data: bytearray, place: int, end:
     words = torch.frombuffer(data, dtype=INTEGERS[form.width], count=count, offset=words_at)
     _check_index(name, index, form.elements)
     _check_finite(name, form, words)
-    lanes = (Lanes.from_hex(hexadecimal(row[key], 32, name)) for key in ("lanes_old", "lanes_new"))
+    lanes = (Lanes.from_hex(hexadecimal(row[key], name, 32)) for key in ("lanes_old", "lanes_new"))
     return Change(name, form, index, words, *lanes), stop
 
 

@@ -168,7 +168,7 @@ class EngineRank:
         """the order's name: several servers may use one engine"""
         self._orders: Mapping[str, Callable[[Order], Answer]] = {
             "look": self._look,
-            "map": self._tell_map,
+            "map": lambda order: self._residence.told(order["known"]),
             "hold": self._hold,
             "stage": self._read_patch,
             "sums": self._sum_touched,
@@ -230,9 +230,6 @@ class EngineRank:
         self._held, self._label = Stand(order["version"], order["root"]), order["label"]
         return {}
 
-    def _tell_map(self, order: Order) -> Answer:
-        return self._residence.told(order["known"])
-
     # a patch, beside an engine that serves
 
     def _read_patch(self, order: Order) -> Answer:
@@ -274,8 +271,8 @@ class EngineRank:
         def work() -> Iterator[tuple[int, Row]]:
             for number, change in enumerate(patch.changes):
                 for at, piece in enumerate(found.pieces[change.name]):
-                    for part in update.touched(piece, change):
-                        yield part.changes, [number, at, *part.old, *part.new]
+                    for changes, sums in update.touched(piece, change):
+                        yield changes, [number, at, *sums]
             update.join()
             self._update = update
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from functools import partial
 from types import coroutine
 from typing import Any
 
@@ -94,12 +95,8 @@ def _file(value: object, what: str) -> str:
     return value
 
 
-def _label(value: object, what: str) -> str:
-    return strict_json.text(value, what, 128)
-
-
-def _root(value: object, what: str) -> str:
-    return strict_json.hexadecimal(value, 64, what)
+_label = partial(strict_json.text, limit=128)
+_root = partial(strict_json.hexadecimal, digits=64)
 
 
 def _policy(value: object, what: str) -> str:

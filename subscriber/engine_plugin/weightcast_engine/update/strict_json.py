@@ -46,7 +46,7 @@ def text(value: object, what: str, limit: int = NAME_LIMIT) -> str:
     return value
 
 
-def hexadecimal(value: object, digits: int, what: str) -> str:
+def hexadecimal(value: object, what: str, digits: int) -> str:
     if type(value) is not str or len(value) != digits or not _HEX.issuperset(value):
         raise ValueError(f"{what}: not {digits} lowercase hex digits")
     return value
