@@ -49,7 +49,7 @@ class Undelivered(Exception):
     """The message says where to, and why."""
 
 
-class Door(Protocol):
+class Endpoint(Protocol):
     def deliver(self, report: Report) -> float | None:
         """Returns the receiver's time, as far as it tells. Raises Undelivered."""
 
@@ -117,9 +117,12 @@ class Reporter:
     raised. `start` and `stop` belong to one thread."""
 
     def __init__(
-        self, door: Door, every_seconds: float = EVERY_SECONDS, clock: Callable[[], float] = time.monotonic
+        self,
+        endpoint: Endpoint,
+        every_seconds: float = EVERY_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._door, self._every, self._clock = door, every_seconds, clock
+        self._endpoint, self._every, self._clock = endpoint, every_seconds, clock
         self._last: Report | None = None
         self._due = self._free = 0.0
         """when a report is due, changed or not, and when the next may be delivered"""
@@ -158,7 +161,7 @@ class Reporter:
         status = look()
         if status is not None:
             self.last(status)
-        self._door.close()
+        self._endpoint.close()
 
     def report(self, status: HostStatus) -> None:
         """Called often: mostly nothing is due."""
@@ -186,7 +189,7 @@ class Reporter:
         self._counter += 1
         began = time.time()
         try:
-            there = self._door.deliver(replace(report, counter=self._counter, clock_offset=self._offset))
+            there = self._endpoint.deliver(replace(report, counter=self._counter, clock_offset=self._offset))
         except Undelivered as error:
             self._fail(str(error), now)
             return

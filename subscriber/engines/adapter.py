@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from weightcast.shared.base.errors import EngineFailed
 from weightcast.shared.checkpoint.update.engine_patch import EnginePatch
 from weightcast.subscriber.engines.base import (
+    NO_ROUTE,
     QUOTED,
     Confirmation,
     EngineFacts,
@@ -33,7 +34,9 @@ from weightcast.subscriber.engines.base import (
     Timeouts,
     unreachable,
 )
-from weightcast.subscriber.engines.wire import NO_ROUTE, Wire
+
+if TYPE_CHECKING:
+    from weightcast.subscriber.engines.wire import Wire
 
 ASKED = 8
 """times at the first look, and after a change: a balancer that picks one of two at random shows only one of

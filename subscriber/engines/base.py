@@ -35,6 +35,8 @@ SYNTAX = (
     "[,name=NAME][,copies=true|false][,api_key_env=VARIABLE][,admin_api_key_env=VARIABLE][,deadline=SECONDS]"
     "[,ca=FILE][,verify=true|false][,drafter=refuse|keep]; kinds: sglang, vllm, webhook"
 )
+NO_ROUTE = frozenset({404, 405})
+"""what an HTTP server answers where it has no such route"""
 QUOTED = 300
 """characters of a reply that an error message repeats"""
 Address = tuple[str, int, str, str]

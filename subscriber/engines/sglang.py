@@ -35,6 +35,7 @@ from weightcast.subscriber.engines.adapter import (
     drafter_named,
 )
 from weightcast.subscriber.engines.base import (
+    NO_ROUTE,
     QUOTED,
     Confirmation,
     Done,
@@ -55,7 +56,6 @@ from weightcast.subscriber.engines.base import (
 from weightcast.subscriber.engines.wire import (
     ADMIN_LOOK,
     NEVER_HANDLED,
-    NO_ROUTE,
     READ_LOOK,
     Reply,
     Wire,

@@ -32,6 +32,7 @@ from weightcast.subscriber.engines.adapter import (
     drafter_named,
 )
 from weightcast.subscriber.engines.base import (
+    NO_ROUTE,
     Confirmation,
     Done,
     EngineFacts,
@@ -46,7 +47,6 @@ from weightcast.subscriber.engines.base import (
 )
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
-    NO_ROUTE,
     Reply,
     Wire,
     not_an_engine,

@@ -28,6 +28,7 @@ from weightcast.shared.daemon.environment import port_of
 from weightcast.shared.daemon.timing import Deadline
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.subscriber.engines.base import (
+    NO_ROUTE,
     QUOTED,
     BadEngineOption,
     EngineFacts,
@@ -138,7 +139,6 @@ def refusal(url: str, response: httpx.Response, key: Key) -> KeyRefused | None:
 REPLY_LIMIT = 4 << 20
 """bytes; the largest honest reply is a page of metrics"""
 
-NO_ROUTE = frozenset({404, 405})
 NEVER_HANDLED = DENIED | NO_ROUTE
 """An HTTP server answers these in front of the handler: the request had no effect."""
 

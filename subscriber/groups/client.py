@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pydantic import TypeAdapter, ValidationError
 
 from weightcast.shared.base.errors import EngineFailed
-from weightcast.subscriber.engines.base import Timeouts
-from weightcast.subscriber.engines.wire import NO_ROUTE, Reply, Wire, one_key
+from weightcast.subscriber.engines.base import NO_ROUTE, Timeouts
+from weightcast.subscriber.engines.wire import Reply, Wire, one_key
 from weightcast.subscriber.groups.messages import HOLD_PATH, RELEASE_PATH, Hold, Order, Release
 
 MOST_SECONDS = 5.0

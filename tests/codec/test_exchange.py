@@ -269,15 +269,15 @@ def test_an_unexpected_one_of_all_words_is_named(room: ModuleType, width: str, p
 
 @pytest.mark.parametrize("room", KERNELS)
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("door", ["packed", "masked", "all"])
+@pytest.mark.parametrize("entry", ["packed", "masked", "all"])
 @pytest.mark.parametrize("size", [40, 3_000])
-def test_what_does_not_stay_written_is_told(room: ModuleType, width: str, door: str, size: int) -> None:
+def test_what_does_not_stay_written_is_told(room: ModuleType, width: str, entry: str, size: int) -> None:
     """The words to be written lie in the same memory, one further: they are others once all are written."""
     memory = (np.arange(size + 1) % 250).astype(width)
     words, after, before = memory[:size], memory[1:], memory[:size].copy()
-    if door == "all":
+    if entry == "all":
         failed = room.exchange_all(words, before, after)
-    elif door == "masked":
+    elif entry == "masked":
         masks = oracle.masks_of(np.arange(size, dtype=np.uint32), -(-size // 64) * 64)
         failed = room.exchange_masked(words, 0, size, masks, before, after, again=False)
     else:

@@ -1,7 +1,7 @@
 """Inference servers in a process of their own, which outlives the subscribers that are killed.
 
 One copies the weights when it loads (SGLang's dialect), one maps the files (the webhook's), one is patched in
-memory (the plugin's doors). All note what they held whenever they began to serve.
+memory (the plugin's routes). All note what they held whenever they began to serve.
 """
 
 from __future__ import annotations

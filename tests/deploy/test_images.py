@@ -104,7 +104,7 @@ class _Answers(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def door() -> Iterator[str]:
+def url() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -118,17 +118,17 @@ def healthcheck(url: str) -> int:
     return subprocess.run([sys.executable, "-I", script, url], check=False, timeout=30).returncode
 
 
-def test_healthcheck_tells_200_from_all_else(door: str) -> None:
-    assert healthcheck(f"{door}/healthz") == 0
-    assert healthcheck(f"{door}/readyz") == 1
+def test_healthcheck_tells_200_from_all_else(url: str) -> None:
+    assert healthcheck(f"{url}/healthz") == 0
+    assert healthcheck(f"{url}/readyz") == 1
 
 
 def test_healthcheck_shows_the_token_of_the_daemon_beside_it(
-    door: str, monkeypatch: pytest.MonkeyPatch
+    url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert healthcheck(f"{door}/guarded") == 1
+    assert healthcheck(f"{url}/guarded") == 1
     monkeypatch.setenv("WEIGHTCAST_TOKEN", TOKEN)
-    assert healthcheck(f"{door}/guarded") == 0
+    assert healthcheck(f"{url}/guarded") == 0
 
 
 def test_healthcheck_of_nobody(unused_port: int) -> None:

@@ -65,8 +65,8 @@ class Server:
             for updater in self.updaters
         ]
 
-    def update(self, door: str, **body: Any) -> tuple[bool, Any]:
-        return self.send(json.dumps({"door": door, "body": body}))
+    def update(self, route: str, **body: Any) -> tuple[bool, Any]:
+        return self.send(json.dumps({"door": route, "body": body}))
 
     def send(self, name: str, load_format: str = hook.LOADER) -> tuple[bool, Any]:
         def on_rank(rank: int) -> tuple[bool, str]:
@@ -86,9 +86,9 @@ class Server:
         )
         return first[0], json.loads(first[1])
 
-    def ask(self, door: str, **body: Any) -> Any:
+    def ask(self, route: str, **body: Any) -> Any:
         """Until it is answered, however many steps it takes."""
-        while (told := self.question(json.dumps({"door": door, "body": body})))["status"] == 202:
+        while (told := self.question(json.dumps({"door": route, "body": body})))["status"] == 202:
             pass
         return told
 

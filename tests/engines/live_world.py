@@ -1,7 +1,7 @@
-"""A real vLLM with the plugin, its doors called directly, and what lies in its memory
+"""A real vLLM with the plugin, its routes called directly, and what lies in its memory
 compared with fresh loads.
 
-`tests/subscriber` has the doors' caller; here is what they do to a real engine.
+`tests/subscriber` has the routes' caller; here is what they do to a real engine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LiveServer(Server):
             "VLLM_SERVER_DEV_MODE": str(int(dev_mode)),
         }
         super().__init__(model, room / "vllm.log", arguments=arguments, api_key=KEY)
-        self.doors = httpx.Client(
+        self.routes = httpx.Client(
             base_url=f"{self.url}/v1/weightcast",
             headers={"Authorization": f"Bearer {KEY}"},
             timeout=STEP_SECONDS,
@@ -64,15 +64,15 @@ class LiveServer(Server):
         return {**super()._environment(), **self._added}
 
     def state(self) -> Any:
-        return self.doors.get(f"{self.url}/v1/weightcast").raise_for_status().json()
+        return self.routes.get(f"{self.url}/v1/weightcast").raise_for_status().json()
 
-    def post(self, door: str, **body: Any) -> tuple[int, Any]:
-        reply = self.doors.post(f"/{door}", json=body)
+    def post(self, route: str, **body: Any) -> tuple[int, Any]:
+        reply = self.routes.post(f"/{route}", json=body)
         return reply.status_code, reply.json()
 
-    def must(self, door: str, **body: Any) -> Any:
-        status, told = self.post(door, **body)
-        assert status == 200, (door, status, told, self.process.tail())
+    def must(self, route: str, **body: Any) -> Any:
+        status, told = self.post(route, **body)
+        assert status == 200, (route, status, told, self.process.tail())
         return told
 
     @property
@@ -81,7 +81,7 @@ class LiveServer(Server):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self.doors.close()
+        self.routes.close()
 
 
 class LiveWorld:

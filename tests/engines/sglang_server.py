@@ -201,7 +201,7 @@ async def update_from_tensor(
 
 @app.api_route("/weights_checker", methods=["GET", "POST"])
 async def question(obj: Annotated[models.CheckWeightsReqInput, Body()]) -> JSONResponse:
-    """The hook's other door: it does not wait for the requests in flight."""
+    """The hook's other route: it does not wait for the requests in flight."""
     if not obj.action.startswith(ACTION):
         return answer(False, f"Unsupported action={obj.action!r}")
     order = json.loads(obj.action.removeprefix(ACTION))
@@ -213,14 +213,14 @@ async def question(obj: Annotated[models.CheckWeightsReqInput, Body()]) -> JSONR
     return JSONResponse({"success": reply.success, "message": reply.message}, status_code=code)
 
 
-def carried_out(door: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    if door == "look":
+def carried_out(route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    if route == "look":
         return 200, {"plugin": "0.1.0", "patchable": True, "in_doubt": False, **server.held}
-    if door == "holds":
+    if route == "holds":
         server.held = body
         return 200, {}
     header = patch_header(Path(server.model_path) / ".weightcast" / "engine" / body["file"])
-    if door == "check":
+    if route == "check":
         wanted, server.next_update = server.next_update, ""
         if wanted == "refuse":
             return 422, {"error": "w is transposed", "tensor": "w"}

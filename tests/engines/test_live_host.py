@@ -40,7 +40,7 @@ ENTRY_POINTS = """\
 weightcast = weightcast_engine.vllm.worker:register
 
 [vllm.endpoint_plugins]
-weightcast = weightcast_engine.vllm.routes:WeightcastDoors
+weightcast = weightcast_engine.vllm.routes:WeightcastRoutes
 """
 
 

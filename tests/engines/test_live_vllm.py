@@ -95,13 +95,13 @@ def world(
         yield LiveWorld(server, judge, room)
 
 
-def test_the_doors_are_guarded_by_the_api_key_and_dev_mode_is_off(world: LiveWorld) -> None:
+def test_the_routes_are_guarded_by_the_api_key_and_dev_mode_is_off(world: LiveWorld) -> None:
     server = world.server
     assert server.status("/is_paused") == 404 and server.status("/collective_rpc") in (404, 405)
     with httpx.Client(base_url=server.url, timeout=STEP_SECONDS, trust_env=False) as bare:
         assert bare.get("/v1/weightcast").status_code == 401
         assert bare.post("/v1/weightcast/pause", json={"policy": "wait"}).status_code == 401
-    assert server.doors.post("/check", content=b"x" * 70_000).status_code == 413
+    assert server.routes.post("/check", content=b"x" * 70_000).status_code == 413
     state = server.state()
     assert state["patchable"] and state["refused"] == {} and state["ranks"] == 1
 
@@ -302,7 +302,7 @@ def test_what_others_make_vllm_load_is_known_by_nobody(
         world = LiveWorld(server, judge, tmp_path)
         world.update(world.next_tensors())
         assert server.state()["version"] == 1
-        reply = server.doors.post(f"{server.url}/collective_rpc", json={"method": "reload_weights"})
+        reply = server.routes.post(f"{server.url}/collective_rpc", json={"method": "reload_weights"})
         assert reply.status_code == 200, reply.text
         state = server.state()
         assert (state["version"], state["label"], state["in_doubt"]) == (None, None, False)

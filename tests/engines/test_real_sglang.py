@@ -137,9 +137,9 @@ class SGLangServer(Server):
         except (httpx.HTTPError, ValueError, LookupError) as error:
             return Answer(0, prompt, [], [], "", began, time.monotonic(), repr(error))
 
-    def order(self, door: str, body: dict[str, Any]) -> dict[str, Any]:
+    def order(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
         """What the hook answers while the server serves, and the daemon may ask it something too."""
-        action = ACTION + json.dumps({"door": door, "body": body})
+        action = ACTION + json.dumps({"door": route, "body": body})
         told: dict[str, Any] = {"status": 202}
         while told["status"] in (202, 503):
             told = json.loads(self._question(action))

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from fuzz_doors import Doors
+from fuzz_api import Api
 from fuzz_records import RECORDS, Target
 from test_fuzz_parsers import PARSERS, STATE
 
@@ -68,12 +68,12 @@ def _read_chunk(data: bytes) -> object:
     return changes
 
 
-DOORS = Doors()
+API = Api()
 
 TARGETS: dict[str, Target] = {
     **PARSERS,
     **RECORDS,
-    "publish request": (DOORS.example(), DOORS.try_body),
+    "publish request": (API.example(), API.try_body),
     "state": (_state(), lambda data: read_state(_on_disk("state.json", data))),
     "settings": (SETTINGS, lambda d: load_settings(SubscriberSettings, {}, _on_disk("s.toml", d))),
     "blob-fast": (encode_chunk(CHUNK, OLD, NEW, compare(OLD, NEW), "fast"), _read_chunk),

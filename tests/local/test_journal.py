@@ -211,12 +211,12 @@ def test_a_mask_of_another_number_of_words_is_damage(tmp_path: Path) -> None:
     words = old[:count].copy()
     with JournalReader(path, table) as journal:
         (record,) = journal.packed()
-        for door in (
+        for entry in (
             lambda: journal.compare_and_swap(record, words, Direction.FORWARD, again=False),
             lambda: list(journal.records()),
         ):
             with pytest.raises(DamagedFile, match="out of order"):
-                door()
+                entry()
     assert not words.any()
 
 

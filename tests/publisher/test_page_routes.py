@@ -1,4 +1,4 @@
-"""The page's files: for everybody who reaches the door, and nothing else with them."""
+"""The page's files: for everybody who reaches the port, and nothing else with them."""
 
 from __future__ import annotations
 

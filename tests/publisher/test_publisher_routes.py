@@ -23,7 +23,7 @@ from weightcast.shared.daemon.settings import ServiceSettings
 from weightcast.shared.daemon.status import LoopStatus, Readiness
 
 
-class Door:
+class Api:
     """The routes on a real port; the queue comes when the test says so."""
 
     def __init__(self, root: Path) -> None:
@@ -68,46 +68,46 @@ class Door:
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
+def api(tmp_path: Path) -> Iterator[Api]:
     write(tmp_path / "watch" / "step_1", base_tensors())
-    found = Door(tmp_path)
+    found = Api(tmp_path)
     yield found
     found.close()
 
 
-def test_while_the_publisher_starts_it_asks_for_patience(door: Door) -> None:
-    answer = door.post({"checkpoint": str(door.root / "watch" / "step_1")})
+def test_while_the_publisher_starts_it_asks_for_patience(api: Api) -> None:
+    answer = api.post({"checkpoint": str(api.root / "watch" / "step_1")})
     assert answer.status_code == 503 and "starting" in answer.json()["message"]
-    assert door.client.get("/v1/publications/00").status_code == 503
+    assert api.client.get("/v1/publications/00").status_code == 503
 
 
-def test_the_queue_is_bounded_and_survives_a_restart(door: Door) -> None:
-    door.open_queue()
-    body = {"checkpoint": str(door.root / "watch" / "step_1"), "step": 1}
-    answers = [door.post({**body, "key": str(n)}) for n in range(QUEUE_LIMIT + 1)]
+def test_the_queue_is_bounded_and_survives_a_restart(api: Api) -> None:
+    api.open_queue()
+    body = {"checkpoint": str(api.root / "watch" / "step_1"), "step": 1}
+    answers = [api.post({**body, "key": str(n)}) for n in range(QUEUE_LIMIT + 1)]
     assert [answer.status_code for answer in answers] == [202] * QUEUE_LIMIT + [429]
-    assert answers[-1].headers["retry-after"] and door.woken == QUEUE_LIMIT
-    reopened = door.open_queue()
+    assert answers[-1].headers["retry-after"] and api.woken == QUEUE_LIMIT
+    reopened = api.open_queue()
     assert [job.model_dump() for job in reopened.open()] == [answer.json() for answer in answers[:-1]]
     # A key that is known needs no room.
-    assert door.post({**body, "key": "3"}).json() == answers[3].json()
+    assert api.post({**body, "key": "3"}).json() == answers[3].json()
 
 
-def test_a_key_belongs_to_one_request(door: Door) -> None:
-    door.open_queue()
-    body = {"checkpoint": str(door.root / "watch" / "step_1"), "step": 1}
-    first = door.post(body, **{"Idempotency-Key": "one"}).json()
-    assert door.post({**body, "key": "one"}).json() == first
-    other = door.post({**body, "step": 2, "key": "one"})
+def test_a_key_belongs_to_one_request(api: Api) -> None:
+    api.open_queue()
+    body = {"checkpoint": str(api.root / "watch" / "step_1"), "step": 1}
+    first = api.post(body, **{"Idempotency-Key": "one"}).json()
+    assert api.post({**body, "key": "one"}).json() == first
+    other = api.post({**body, "step": 2, "key": "one"})
     assert other.status_code == 409 and "key" in other.json()["message"]
     assert "a new key" in other.json()["remedy"]
-    assert door.post(body).json()["id"] != first["id"]
-    assert door.client.get(f"/v1/publications/{first['id']}").json() == first
-    unknown = door.client.get("/v1/publications/0000")
+    assert api.post(body).json()["id"] != first["id"]
+    assert api.client.get(f"/v1/publications/{first['id']}").json() == first
+    unknown = api.client.get("/v1/publications/0000")
     assert unknown.status_code == 404 and "channel log" in unknown.json()["remedy"]
-    nowhere = door.client.get("/v1/nowhere")
+    nowhere = api.client.get("/v1/nowhere")
     assert nowhere.status_code == 404 and "/docs" in nowhere.json()["remedy"]
-    torn = door.client.post("/v1/publish", content=b"{", headers={"Content-Type": "application/json"})
+    torn = api.client.post("/v1/publish", content=b"{", headers={"Content-Type": "application/json"})
     assert torn.status_code == 422 and "one JSON object" in torn.json()["remedy"]
 
 
@@ -125,20 +125,20 @@ def test_a_key_belongs_to_one_request(door: Door) -> None:
         [],
     ],
 )
-def test_requests_of_another_form(door: Door, body: Any) -> None:
-    queue = door.open_queue()
-    assert door.post(body).status_code == 422 and queue.open() == ()
+def test_requests_of_another_form(api: Api, body: Any) -> None:
+    queue = api.open_queue()
+    assert api.post(body).status_code == 422 and queue.open() == ()
 
 
-def test_only_checkpoints_below_a_root(door: Door) -> None:
-    queue, watch = door.open_queue(), door.root / "watch"
-    outside = write(door.root / "outside", base_tensors())
+def test_only_checkpoints_below_a_root(api: Api) -> None:
+    queue, watch = api.open_queue(), api.root / "watch"
+    outside = write(api.root / "outside", base_tensors())
     (watch / "link").symlink_to(outside)
     (watch / "loop").symlink_to(watch / "loop")
-    (door.root / "watching").mkdir()
+    (api.root / "watching").mkdir()
     for path in (
         str(outside),
-        str(door.root / "watching"),
+        str(api.root / "watching"),
         str(watch / "link"),
         str(watch / "loop"),
         str(watch),
@@ -149,12 +149,12 @@ def test_only_checkpoints_below_a_root(door: Door) -> None:
         f"{watch}/step_1/config.json",
         f"{watch}/step\x01",
     ):
-        refused = door.post({"checkpoint": path})
+        refused = api.post({"checkpoint": path})
         assert (refused.status_code, refused.json()["error"]) == (422, "Refused"), path
     assert queue.open() == ()
-    assert door.post({"checkpoint": f"{watch}/../watch/step_1"}).status_code == 202
+    assert api.post({"checkpoint": f"{watch}/../watch/step_1"}).status_code == 202
     write(watch, base_tensors())
-    assert door.post({"checkpoint": str(watch)}).status_code == 202
+    assert api.post({"checkpoint": str(watch)}).status_code == 202
 
 
 def test_without_roots_any_directory(tmp_path: Path) -> None:

@@ -101,9 +101,9 @@ def overtaken(place: Place, stack: ExitStack, model: Model) -> Publisher:
     return new
 
 
-@pytest.mark.parametrize("door", ["obey_orders", "recover", "publish"])
+@pytest.mark.parametrize("entry", ["obey_orders", "recover", "publish"])
 def test_a_pointer_that_the_old_owner_puts_back_is_put_right(
-    place: Place, rng: np.random.Generator, door: str
+    place: Place, rng: np.random.Generator, entry: str
 ) -> None:
     """It was suspended between its last look at the claims and the rename, and is told afterwards."""
     model = all_changed(place.model, rng)
@@ -117,11 +117,11 @@ def test_a_pointer_that_the_old_owner_puts_back_is_put_right(
             old.publish_checkpoint(place.new(all_changed(model, rng)))
         latest, new = place.channel / "latest", taken[0]
         assert latest.read_text() == "000001"
-        if door == "publish":
+        if entry == "publish":
             model = all_changed(model, rng)
             assert new.publish_checkpoint(place.new(model)).version == 5
         else:
-            getattr(new, door)()
+            getattr(new, entry)()
             assert latest.read_text() == "000004"
         place.arrives(model, new.version)
         whole(place)

@@ -1,4 +1,4 @@
-"""An engine that runs weightcast-engine itself: the plugin's doors over HTTP, around a small model whose
+"""An engine that runs weightcast-engine itself: the plugin's routes over HTTP, around a small model whose
 tensor parallel ranks lie on as many hosts as there are local checkpoints."""
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ class CoreEngine(Double):
     def behave(self, call: Call) -> Answer:
         if call.method == "GET" and call.path == routes.PREFIX:
             return self._answer(routes.look(self.front))
-        door = call.path.removeprefix(f"{routes.PREFIX}/")
-        if call.method != "POST" or door not in routes.ROUTES:
+        route = call.path.removeprefix(f"{routes.PREFIX}/")
+        if call.method != "POST" or route not in routes.ROUTES:
             return Answer(404, {"detail": "Not Found"})
-        return self._answer(routes.order(self.front, door, json.dumps(call.body).encode()))
+        return self._answer(routes.order(self.front, route, json.dumps(call.body).encode()))
 
     def _answer(self, reply: Any) -> Answer:
         return Answer(*asyncio.run_coroutine_threadsafe(reply, self._loop).result())
 
-    def doors(self) -> list[str]:
+    def routes(self) -> list[str]:
         """What was done, in order."""
         return [call.path.rpartition("/")[2] for call in self.calls if call.method == "POST"]
 

@@ -1,4 +1,4 @@
-"""weightcast-engine's doors, as its interface says: a patch file is read, and written into the weights that
+"""weightcast-engine's routes, as its interface says: a patch file is read, and written into the weights that
 the double holds. Written from docs/FORMAT.md, with none of weightcast's code but the lanes of bytes.
 """
 
@@ -18,7 +18,7 @@ from hosts import digest
 
 from weightcast.shared.digest.checksums import hash_bytes
 
-DOOR = "/v1/weightcast"
+ROUTES = "/v1/weightcast"
 WIDTHS = {**ITEM_SIZES, "U16": 2}
 FILE = re.compile(r"[0-9]+-[0-9a-f]{8}\.patch")
 
@@ -102,7 +102,7 @@ class PluginDouble(Double):
         data[len(data) // 2] ^= 1
         self.weights[name] = bytes(data)
 
-    def doors(self) -> list[str]:
+    def routes(self) -> list[str]:
         """What was done, in order: the last part of each path."""
         return [call.path.rpartition("/")[2] for call in self.calls if call.method == "POST"]
 
@@ -111,12 +111,14 @@ class PluginDouble(Double):
             return Answer(404, {"detail": "Not Found"})
         if self.key is not None and call.headers.get("authorization") != f"Bearer {self.key}":
             return Answer(401, {"error": "Unauthorized"})
-        if call.method == "GET" and call.path == DOOR:
+        if call.method == "GET" and call.path == ROUTES:
             return Answer(200, self.facts())
-        door: Callable[[Any], Answer] | None = getattr(self, f"on_{call.path.removeprefix(DOOR + '/')}", None)
-        if call.method != "POST" or not call.path.startswith(DOOR + "/") or door is None:
+        act: Callable[[Any], Answer] | None = getattr(
+            self, f"on_{call.path.removeprefix(ROUTES + '/')}", None
+        )
+        if call.method != "POST" or not call.path.startswith(ROUTES + "/") or act is None:
             return Answer(404, {"detail": "Not Found"})
-        return door(call.body)
+        return act(call.body)
 
     def facts(self) -> dict[str, Any]:
         return {

@@ -34,7 +34,7 @@ class SGLangPlugin(PluginDouble):
         self.loaders = [LOADER]
         self.settings: dict[str, object] = {"pp_size": 1, "dp_size": 1, "offload_group_size": -1}
         self.waited = 0
-        """orders that came through the door for tensors while it served"""
+        """orders that came through the route for tensors while it served"""
         self.answers = True
         """a hook that can be asked while it serves"""
         self.steps = 2

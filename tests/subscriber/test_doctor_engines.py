@@ -70,7 +70,7 @@ def test_an_engine_whose_memory_is_patched(ask: Ask, tmp_path: Path) -> None:
         engine.installed = False
         code, found = ask(f"vllm={url},via=live")
     assert code == 5 and "install weightcast-engine" in found["answers"]["says"]
-    assert engine.doors() == [], "nothing was told"
+    assert engine.routes() == [], "nothing was told"
 
 
 def test_nobody_there(ask: Ask) -> None:

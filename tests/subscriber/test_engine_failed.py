@@ -1,4 +1,4 @@
-"""An engine that has failed: what a supervisor is told, and by which door."""
+"""An engine that has failed: what a supervisor is told, and by which route."""
 
 from __future__ import annotations
 

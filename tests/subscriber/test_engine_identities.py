@@ -145,7 +145,7 @@ def test_plugins_behind_one_address(site: Site) -> None:
     replicas = [PluginDouble(site.root / "host"), PluginDouble(site.root / "host")]
     host = site.host(site.run(), f"vllm={site.serve(Balancer(*replicas))},via=live")
     assert not host.step().ready and SAYS in host.status.not_ready_reasons[0]
-    assert all(replica.doors() == [] for replica in replicas)
+    assert all(replica.routes() == [] for replica in replicas)
 
 
 def test_an_engine_that_maps_files_is_not_patched_under_by_way_of_a_balancer(site: Site) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from doubles import Answer, Call, Drop
 from hosts import Clock, Host, Run, Site, on_disk
-from plugin_double import DOOR, PluginDouble
+from plugin_double import ROUTES, PluginDouble
 
 from weightcast.shared.checkpoint.state.state import Mark
 from weightcast.shared.cli.main import run
@@ -90,7 +90,7 @@ def test_an_engine_in_doubt_says_so_until_it_is_reloaded(world: World) -> None:
         return Answer(500, {"error": "?", "state": "in-doubt"})
 
     world.engine.flip("model.steps")
-    world.engine.script(f"{DOOR}/reload", *([look] * 2))
+    world.engine.script(f"{ROUTES}/reload", *([look] * 2))
     world.turn()
     assert seen == [(Mark.SUSPECT, True)] * 2 and world.engine.paused
     assert not world.host.status.ready
@@ -103,7 +103,7 @@ def test_the_pace_is_that_of_the_rate(site: Site) -> None:
     for _ in range(3):
         world.turn()
     # the first piece is all of so small a model; the next one waits until it is paid for
-    assert world.engine.doors().count("digest") == 1
+    assert world.engine.routes().count("digest") == 1
     world.turn(10.0)
     assert world.status.passes == 2
 
@@ -113,7 +113,7 @@ def test_engines_of_a_host_are_read_by_turns(site: Site) -> None:
     world = World(site, 1000, 0, f"vllm={site.serve(second)},via=live,name=second")
     for _ in range(40):
         world.turn()
-    asked = [engine.doors().count("digest") for engine in (world.engine, second)]
+    asked = [engine.routes().count("digest") for engine in (world.engine, second)]
     assert min(asked) > 0 and abs(asked[0] - asked[1]) <= 1
 
 
@@ -124,7 +124,7 @@ def test_without_a_rate_only_every_nth_version_is_read(site: Site) -> None:
         world.run.publish()
         world.host.step()
         world.turn()
-        asked.append(world.engine.doors().count("digest"))
+        asked.append(world.engine.routes().count("digest"))
     assert asked == [0, 0, 1, 1]
     assert world.host.status.ready
 
@@ -148,7 +148,7 @@ def test_tensors_that_an_engine_cannot_read_back_are_counted(world: World) -> No
 
 def test_a_tensor_that_is_neither_told_nor_refused_is_a_fault(world: World) -> None:
     lanes = Answer(200, {"version": 0, "lanes": {}, "refused": {}, "next": None, "changed": False})
-    world.engine.script(f"{DOOR}/digest", lanes)
+    world.engine.script(f"{ROUTES}/digest", lanes)
     assert "model.embed.weight" in world.turn()["live"]
 
 
@@ -162,7 +162,7 @@ def test_a_tensor_that_is_neither_told_nor_refused_is_a_fault(world: World) -> N
     ],
 )
 def test_an_answer_that_proves_nothing_is_asked_again(world: World, act: Answer | Drop) -> None:
-    world.engine.script(f"{DOOR}/digest", *([act] * 2 if isinstance(act, Drop) else [act]))
+    world.engine.script(f"{ROUTES}/digest", *([act] * 2 if isinstance(act, Drop) else [act]))
     assert world.turn() == {}
     assert world.turn(61.0) == {}
     assert world.status.passes == 1 and world.engine.reloaded == 1

@@ -1,4 +1,4 @@
-"""Orders, leases and grants of an engine group, by the doors that daemons use; time is a number."""
+"""Orders, leases and grants of an engine group, by the routes that daemons use; time is a number."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_a_leader_that_restarts_outdoes_its_own_terms() -> None:
 
 
 class Answers(Double):
-    """A member behind its real door."""
+    """A member behind its real API."""
 
     term: int | None = None
 
@@ -386,7 +386,7 @@ def test_the_door_of_a_follower(site: Site) -> None:
     assert not (follower.local / "config.json").exists(), "another run's leader moves nothing"
 
 
-def test_only_a_follower_has_the_door(site: Site) -> None:
+def test_only_a_follower_has_the_route(site: Site) -> None:
     host = Host(site.run(), site.root / "host", site.stack).start()
     assert host.call("POST", HOLD_PATH, json=GOOD).status_code in (404, 405)
     leader = Host(

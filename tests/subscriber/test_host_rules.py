@@ -248,10 +248,10 @@ def test_a_publisher_whose_answer_never_ends_is_given_up(act: Trickle) -> None:
     publisher.script(REPORTS_PATH, act)
     with (
         serve(publisher) as url,
-        closing(ToPublisher(url, None, seconds=0.2)) as door,
+        closing(ToPublisher(url, None, seconds=0.2)) as endpoint,
         pytest.raises(Undelivered, match="incomplete after"),
     ):
-        door.deliver(describe(STATUS))
+        endpoint.deliver(describe(STATUS))
 
 
 def test_a_host_that_is_not_seeded_is_heard_of_and_nothing_is_made_without_a_channel(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Versions as patches of an engine's memory: through the real subscriber, against the plugin's doors."""
+"""Versions as patches of an engine's memory: through the real subscriber, against the plugin's routes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import groups
 import pytest
 from doubles import Answer, Call, Drop, Hang, nobody
 from hosts import QUICK, Host, SGLang, Site, Weights, on_disk
-from plugin_double import DOOR, PluginDouble
+from plugin_double import ROUTES, PluginDouble
 from waiting import wait_until
 
 from weightcast.shared.checkpoint.state.state import Mark
@@ -67,7 +67,7 @@ def test_versions_are_patched_into_memory_and_nothing_is_reloaded(world: World) 
         world.engine.calls.clear()
         world.follow()
         assert world.serves(version)
-        assert world.engine.doors() == ["check", "update"]
+        assert world.engine.routes() == ["check", "update"]
     assert (world.live.way, world.live.patches, world.live.reloads, world.live.reason) == ("live", 3, 1, "")
     assert "offer" in world.host.status.updates[-1].seconds
     assert world.host.status.engines[0].via == "live"
@@ -84,7 +84,7 @@ def test_an_engine_that_tells_no_such_time_is_measured_from_here(world: World, s
         told = world.engine.behave(call)
         return Answer(200, {**told.body, "seconds": {"still": still}})  # type: ignore[dict-item]
 
-    world.engine.script(f"{DOOR}/update", odd)
+    world.engine.script(f"{ROUTES}/update", odd)
     world.follow()
     pause = world.host.status.updates[-1].pause_seconds
     assert world.serves(1) and pause is not None and pause > 0 and pause != 0.125
@@ -96,9 +96,9 @@ def test_an_engine_that_patched_and_did_not_resume_is_resumed(world: World) -> N
         world.engine.paused = True
         return Answer(200, {**told.body, "resumed": False})  # type: ignore[dict-item]
 
-    world.engine.script(f"{DOOR}/update", stays)
+    world.engine.script(f"{ROUTES}/update", stays)
     world.follow()
-    assert world.serves(1) and world.engine.doors() == ["check", "update", "resume"]
+    assert world.serves(1) and world.engine.routes() == ["check", "update", "resume"]
     assert world.live.patches == 1
     assert world.host.status.updates[-1].pause_seconds != 0.125, "it stood still until it was resumed"
 
@@ -106,8 +106,8 @@ def test_an_engine_that_patched_and_did_not_resume_is_resumed(world: World) -> N
 def test_an_engine_that_does_not_pause_serves_on_and_the_version_is_not_blamed(world: World) -> None:
     world.follow()
     refusal = Answer(423, {"error": "the engine does not pause", "remedy": "see its log"})
-    world.engine.script(f"{DOOR}/update", refusal)
-    world.engine.script(f"{DOOR}/pause", Drop(after=True), Drop(after=True))
+    world.engine.script(f"{ROUTES}/update", refusal)
+    world.engine.script(f"{ROUTES}/pause", Drop(after=True), Drop(after=True))
     world.follow()
     assert world.engine.held == world.run.digest(1) and not world.host.status.ready
     assert world.host.state.unanswered == {"live"} and world.host.state.blocked == ()
@@ -119,21 +119,21 @@ def test_where_requests_are_waited_for_the_pause_is_an_order_of_its_own(site: Si
     world = World(site, policy="wait")
     world.follow()
     assert world.serves(1) and world.live.patches == 1
-    assert world.engine.doors() == ["check", "pause", "apply", "resume"]
+    assert world.engine.routes() == ["check", "pause", "apply", "resume"]
 
 
 def test_the_disk_is_patched_before_the_engine_and_after_its_check(world: World) -> None:
     seen: dict[str, int] = {}
 
-    def note(door: str) -> Callable[[Call], Answer]:
+    def note(route: str) -> Callable[[Call], Answer]:
         def act(call: Call) -> Answer:
-            seen[door] = world.host.state.position.version
+            seen[route] = world.host.state.position.version
             return world.engine.behave(call)
 
         return act
 
-    for door in ("check", "update"):
-        world.engine.script(f"{DOOR}/{door}", note(door))
+    for route in ("check", "update"):
+        world.engine.script(f"{ROUTES}/{route}", note(route))
     world.follow()
     assert seen == {"check": 0, "update": 1}
 
@@ -178,22 +178,22 @@ REFUSALS: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("door", "answer", "why"), REFUSALS)
-def test_a_patch_that_is_not_taken_becomes_a_reload(world: World, door: str, answer: Any, why: str) -> None:
-    world.engine.script(f"{DOOR}/{door}", *([answer] * (2 if answer == Drop() else 1)))
+@pytest.mark.parametrize(("route", "answer", "why"), REFUSALS)
+def test_a_patch_that_is_not_taken_becomes_a_reload(world: World, route: str, answer: Any, why: str) -> None:
+    world.engine.script(f"{ROUTES}/{route}", *([answer] * (2 if answer == Drop() else 1)))
     world.follow()
     assert world.serves(1)
     assert (world.engine.applied, world.engine.reloaded) == (0, 2)
     assert world.live.way == "reload" and world.live.because == {"align": 1, why: 1}
-    assert f"{DOOR}/{door}" in world.live.reason
+    assert f"{ROUTES}/{route}" in world.live.reason
     assert world.host.status.degraded == ()
 
 
 def test_what_was_rolled_back_is_reloaded_in_a_pause_of_its_own(world: World) -> None:
-    world.engine.script(f"{DOOR}/update", world.engine.rolls_back)
+    world.engine.script(f"{ROUTES}/update", world.engine.rolls_back)
     world.follow()
     assert world.serves(1)
-    assert world.engine.doors() == ["check", "update", "pause", "reload", "holds", "resume"]
+    assert world.engine.routes() == ["check", "update", "pause", "reload", "holds", "resume"]
     assert world.live.because["rolled-back"] == 1 and "out of memory" in world.live.reason
 
 
@@ -204,8 +204,8 @@ def test_an_engine_in_doubt_stays_paused_until_its_reload(world: World) -> None:
         marks.append((world.host.state.engines["live"].mark, world.engine.paused))
         return world.engine.behave(call)
 
-    world.engine.script(f"{DOOR}/update", world.engine.half_applied)
-    world.engine.script(f"{DOOR}/reload", look)
+    world.engine.script(f"{ROUTES}/update", world.engine.half_applied)
+    world.engine.script(f"{ROUTES}/reload", look)
     world.follow()
     assert world.serves(1)
     assert marks == [(Mark.SUSPECT, True)]
@@ -214,7 +214,7 @@ def test_an_engine_in_doubt_stays_paused_until_its_reload(world: World) -> None:
 
 @pytest.mark.parametrize("act", [Drop(), Drop(after=True), Answer(500, b"?"), Answer(200, {"version": 1})])
 def test_an_answer_that_says_nothing_leads_to_a_reload(world: World, act: Any) -> None:
-    world.engine.script(f"{DOOR}/update", act)
+    world.engine.script(f"{ROUTES}/update", act)
     world.follow()
     assert world.serves(1)
     assert world.engine.reloaded == 2 and world.live.because["in-doubt"] == 1
@@ -222,8 +222,8 @@ def test_an_answer_that_says_nothing_leads_to_a_reload(world: World, act: Any) -
 
 def test_a_hanging_patch_is_given_up_and_its_late_effect_is_undone(site: Site) -> None:
     world = World(site, timeouts=replace(QUICK, reload=0.5))
-    world.engine.script(f"{DOOR}/update", Hang())
-    world.engine.script(f"{DOOR}/reload", lambda call: _late(world, call))
+    world.engine.script(f"{ROUTES}/update", Hang())
+    world.engine.script(f"{ROUTES}/reload", lambda call: _late(world, call))
     world.follow()
     assert world.serves(1)
     assert world.live.because["in-doubt"] == 1
@@ -235,7 +235,7 @@ def _late(world: World, call: Call) -> Answer:
 
 
 def test_an_engine_replaced_in_the_pause_is_reloaded(world: World) -> None:
-    world.engine.script(f"{DOOR}/update", world.engine.dies)
+    world.engine.script(f"{ROUTES}/update", world.engine.dies)
     world.follow()
     world.host.retry()
     assert world.serves(1)
@@ -246,7 +246,7 @@ def test_an_engine_replaced_in_the_pause_is_reloaded(world: World) -> None:
 @pytest.mark.parametrize("moment", ["check", "update"])
 def test_an_engine_that_started_since_is_reloaded_once(world: World, moment: str) -> None:
     world.engine.script(
-        f"{DOOR}/{moment}", lambda call: (world.engine.restart(), world.engine.behave(call))[1]
+        f"{ROUTES}/{moment}", lambda call: (world.engine.restart(), world.engine.behave(call))[1]
     )
     world.follow()
     world.host.retry()
@@ -309,15 +309,15 @@ def test_an_engine_that_cannot_be_patched_says_why(world: World) -> None:
     world.follow()
     assert world.serves(1)
     assert world.live.because["unpatchable"] == 1 and world.live.reason == "the weights are packed"
-    assert "check" not in world.engine.doors()
+    assert "check" not in world.engine.routes()
 
 
 def test_an_engine_that_cannot_be_told_what_it_holds_is_reloaded_the_next_time_too(world: World) -> None:
     world.engine.restart()
-    world.engine.script(f"{DOOR}/holds", Answer(500, b""))
+    world.engine.script(f"{ROUTES}/holds", Answer(500, b""))
     world.host.step()
     assert world.host.status.ready and world.engine.version is None
-    assert f"{DOOR}/holds" in world.live.reason
+    assert f"{ROUTES}/holds" in world.live.reason
     world.follow()
     assert world.serves(1) and world.live.because == {"align": 2, "unknown": 1}
 
@@ -332,7 +332,7 @@ def test_a_tensor_that_is_refused_reloads_only_the_versions_that_change_it(world
 
 
 def test_after_failures_in_the_pause_versions_are_reloaded_for_a_while(world: World) -> None:
-    world.engine.script(f"{DOOR}/update", *([world.engine.rolls_back] * 2))
+    world.engine.script(f"{ROUTES}/update", *([world.engine.rolls_back] * 2))
     ways = []
     for _ in range(5):
         world.follow()
@@ -387,7 +387,7 @@ def test_an_absent_engine_is_patched_on_from_its_reload(world: World, site: Site
     assert host.at(world.run, 1) and not host.status.ready
 
 
-def test_the_api_key_opens_the_doors(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_opens_the_routes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINE_KEY", "s3cret")
     run, engine = site.run(), PluginDouble(site.root / "host")
     engine.key = "s3cret"
@@ -407,7 +407,7 @@ def test_several_engines_of_a_host(site: Site, order: str) -> None:
     world.follow()
     assert world.serves(1) and second.held == world.run.digest(1)
     assert [engine.applied for engine in (world.engine, second)] == [1, 1]
-    world.engine.script(f"{DOOR}/update", world.engine.rolls_back)
+    world.engine.script(f"{ROUTES}/update", world.engine.rolls_back)
     world.follow()
     assert world.serves(2) and (world.engine.applied, second.applied) == (1, 2)
     ways = {
@@ -428,8 +428,8 @@ def test_an_engine_that_holds_another_version_than_the_others_is_reloaded(site: 
 def test_a_version_that_no_engine_takes_is_gone_back_from_on_disk_and_in_the_engine(world: World) -> None:
     world.follow()
     refusal = Answer(422, {"error": "no", "tensor": "w", "remedy": ""})
-    world.engine.script(f"{DOOR}/check", refusal)
-    world.engine.script(f"{DOOR}/reload", refusal)
+    world.engine.script(f"{ROUTES}/check", refusal)
+    world.engine.script(f"{ROUTES}/reload", refusal)
     world.follow()
     assert world.host.state.blocked[0].version == 2
     assert world.host.at(world.run, 1) and world.engine.held == world.run.digest(1)
@@ -477,4 +477,4 @@ def test_a_group_is_patched_when_every_host_stages_the_patch(
     assert live is not None
     assert (live.patches, live.because) == (0 if because else 2, {"align": 1, **because})
     # the group is asked whether it stood, before the engine goes on
-    assert "update" not in engine.doors()
+    assert "update" not in engine.routes()

@@ -157,14 +157,14 @@ def stepped(world: World) -> Stepped:
     return Stepped(world)
 
 
-def before(stepped: Stepped, door: str, act: Any) -> None:
-    """`act` happens right before the engine handles its next call of this door."""
+def before(stepped: Stepped, route: str, act: Any) -> None:
+    """`act` happens right before the engine handles its next call of this route."""
 
     def handle(call: Call) -> Answer:
         act()
         return stepped.engine.behave(call)
 
-    stepped.engine.script(f"{ROUTES}/{door}", handle)
+    stepped.engine.script(f"{ROUTES}/{route}", handle)
 
 
 def staged(stepped: Stepped) -> Path:
@@ -186,11 +186,11 @@ def test_a_file_that_is_removed_before_its_check_means_a_reload(stepped: Stepped
     assert stepped.serves() and stepped.live.patches == 1
 
 
-@pytest.mark.parametrize("door", ["check", "update"])
+@pytest.mark.parametrize("route", ["check", "update"])
 def test_an_engine_that_starts_anew_during_an_update_comes_to_the_version(
-    stepped: Stepped, door: str
+    stepped: Stepped, route: str
 ) -> None:
-    before(stepped, door, stepped.engine.restart)
+    before(stepped, route, stepped.engine.restart)
     stepped.follow()
     stepped.host.retry()
     assert stepped.serves()
@@ -248,7 +248,7 @@ def test_a_plugin_of_another_format_is_not_spoken_to(stepped: Stepped, spoken: o
 
     stepped.engine.script(ROUTES, *[other] * 50)
     stepped.follow()
-    assert not stepped.host.status.ready and stepped.engine.doors() == []
+    assert not stepped.host.status.ready and stepped.engine.routes() == []
     assert "not 1" in stepped.host.status.not_ready_reasons[0]
 
 
@@ -258,7 +258,7 @@ def test_versions_of_a_quantised_model_are_loaded_from_disk_and_the_status_says_
         stepped.follow()
         assert stepped.serves() and stepped.live.reason == "the model is quantised: fp8"
     assert stepped.live.because == {"align": 1, "unpatchable": 2} and stepped.live.patches == 0
-    assert "check" not in stepped.engine.doors()
+    assert "check" not in stepped.engine.routes()
 
 
 def test_an_engine_that_loads_another_directory_is_never_told_that_it_holds_a_version(world: World) -> None:
@@ -269,6 +269,6 @@ def test_an_engine_that_loads_another_directory_is_never_told_that_it_holds_a_ve
     host.step()
     world.publish()
     host.step()
-    assert not host.status.ready and engine.doors() == []
+    assert not host.status.ready and engine.routes() == []
     [reason] = host.status.not_ready_reasons
     assert str(other) in reason and "not the same local checkpoint" in reason

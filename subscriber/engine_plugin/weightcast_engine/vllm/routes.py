@@ -16,7 +16,7 @@ from weightcast_engine.vllm.worker import METHOD
 _MODES = {"recompute": "keep", "wait": "wait", "abort": "abort"}
 
 
-class WeightcastDoors:
+class WeightcastRoutes:
     name = "weightcast"
     required_tasks = ("generate",)
 

@@ -1,4 +1,4 @@
-"""The doors' rules: what a request may say, and what it is answered."""
+"""The routes' rules: what a request may say, and what it is answered."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Site:
         self.base = checkpoint()
         self.host = ToyHost(models, self.base, room)
 
-    def post(self, door: str, body: Any) -> tuple[int, dict[str, Any]]:
+    def post(self, route: str, body: Any) -> tuple[int, dict[str, Any]]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        status, answer = asyncio.run(routes.order(self.host.front, door, data))
+        status, answer = asyncio.run(routes.order(self.host.front, route, data))
         return status, json.loads(json.dumps(answer))
 
     def get(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def test_an_update_through_the_doors(site: Site) -> None:
+def test_an_update_through_the_routes(site: Site) -> None:
     fresh = site.get()
     assert fresh == {
         "plugin": "0.1.0", "format": 1, "process": fresh["process"],
@@ -189,19 +189,19 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("door", GOOD)
-def test_members_are_exactly_those_of_the_door(site: Site, door: str) -> None:
+@pytest.mark.parametrize("route", GOOD)
+def test_members_are_exactly_those_of_the_route(site: Site, route: str) -> None:
     before = site.host.live()
-    assert site.post(door, {**GOOD[door], "path": "/etc"})[0] == 400
-    for member in GOOD[door]:
-        assert site.post(door, {key: value for key, value in GOOD[door].items() if key != member})[0] == 400
+    assert site.post(route, {**GOOD[route], "path": "/etc"})[0] == 400
+    for member in GOOD[route]:
+        assert site.post(route, {key: value for key, value in GOOD[route].items() if key != member})[0] == 400
         for wrong in (None, -1, True, 1.5, [], {}, "\n", "../x", "x" * 5000):
             if (member, wrong) in [("tensors", None), ("tensors", []), ("label", "../x")]:
                 continue
-            status, told = site.post(door, {**GOOD[door], member: wrong})
+            status, told = site.post(route, {**GOOD[route], member: wrong})
             assert status == 400 and told["remedy"], (member, wrong)
     for body in (b"", b"[]", b"{", b'{"a":1,"a":1}', b"\xff", b"[" * 9999, b'{"x":NaN}'):
-        assert site.post(door, body)[0] == 400
+        assert site.post(route, body)[0] == 400
     assert site.host.live() == before and site.host.controls.orders == []
 
 

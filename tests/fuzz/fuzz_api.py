@@ -1,4 +1,4 @@
-"""The HTTP doors of both daemons as an ASGI server would call them, and what may be said of any answer."""
+"""The HTTP APIs of both daemons as an ASGI server would call them, and what may be said of any answer."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def tree(root: Path) -> str:
     return digest.hexdigest()
 
 
-class Doors:
+class Api:
     """A publisher's and a subscriber's application over a directory of their own. With `token` both ask for
     it."""
 
     def __init__(self, token: str | None = None) -> None:
-        self._room = tempfile.TemporaryDirectory(prefix="fuzz-doors-")
+        self._room = tempfile.TemporaryDirectory(prefix="fuzz-api-")
         self.root = Path(self._room.name)
         self.checkpoint = self.root / "watch" / "step_1"
         self.checkpoint.mkdir(parents=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import h11
 import pytest
-from fuzz_doors import ALLOWED, JSON, TOKEN, Doors, Request, tree
+from fuzz_api import ALLOWED, JSON, TOKEN, Api, Request, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fuzz_parsers import EXAMPLES, QUICK, damaged, damaged_bytes
@@ -54,44 +54,44 @@ HEADERS = st.lists(st.tuples(NAMES, HEADER_VALUES), max_size=3)
 
 
 @pytest.fixture(scope="module")
-def doors() -> Doors:
-    return Doors()
+def api() -> Api:
+    return Api()
 
 
 @pytest.fixture(scope="module")
-def closed() -> Doors:
+def closed() -> Api:
     """With a token."""
-    return Doors(TOKEN)
+    return Api(TOKEN)
 
 
-def test_the_example_is_queued(doors: Doors) -> None:
-    answer = doors.try_body(doors.example())
+def test_the_example_is_queued(api: Api) -> None:
+    answer = api.try_body(api.example())
     assert answer.status == 202 and json.loads(answer.body)["step"] == 5
 
 
 @pytest.mark.parametrize("twice", ['"step": 1, "step": 5', '"checkpoint": "/", "step": 5'])
-def test_a_key_that_stands_twice_is_refused(doors: Doors, twice: str) -> None:
-    answer = doors.try_body(f'{{{twice}, "checkpoint": {json.dumps(str(doors.checkpoint))}}}'.encode())
+def test_a_key_that_stands_twice_is_refused(api: Api, twice: str) -> None:
+    answer = api.try_body(f'{{{twice}, "checkpoint": {json.dumps(str(api.checkpoint))}}}'.encode())
     assert answer.status == 422 and b"duplicate key" in answer.body
 
 
 @pytest.mark.parametrize("query", [b"", b"\x80"])
-def test_a_slash_too_many_is_another_path(doors: Doors, query: bytes) -> None:
-    answer = doors.check(doors.publisher, Request("GET", "/v1/status/", query))
+def test_a_slash_too_many_is_another_path(api: Api, query: bytes) -> None:
+    answer = api.check(api.publisher, Request("GET", "/v1/status/", query))
     assert answer.status == 404
 
 
 @QUICK
 @given(data=st.data())
-def test_bodies(doors: Doors, data: st.DataObject) -> None:
-    doors.try_body(damaged(data, doors.example()))
+def test_bodies(api: Api, data: st.DataObject) -> None:
+    api.try_body(damaged(data, api.example()))
 
 
 @QUICK
 @given(method=METHODS, path=PATHS, query=st.binary(max_size=8), headers=HEADERS, body=st.binary(max_size=64))
 @pytest.mark.parametrize("side", ["publisher", "subscriber"])
 def test_requests(
-    doors: Doors,
+    api: Api,
     side: str,
     method: str,
     path: str,
@@ -99,16 +99,16 @@ def test_requests(
     headers: list[tuple[bytes, bytes]],
     body: bytes,
 ) -> None:
-    app = doors.publisher if side == "publisher" else doors.subscriber
-    doors.check(app, Request(method, path, query, (*headers, *JSON), body))
-    doors.check(app, Request(method, path, query, headers, doors.example()))
+    app = api.publisher if side == "publisher" else api.subscriber
+    api.check(app, Request(method, path, query, (*headers, *JSON), body))
+    api.check(app, Request(method, path, query, headers, api.example()))
 
 
 @QUICK
 @given(path=PATHS, headers=HEADERS, body=st.binary(max_size=8))
 @pytest.mark.parametrize("side", ["publisher", "subscriber"])
 def test_nobody_comes_in_without_the_token(
-    closed: Doors, side: str, path: str, headers: Listed, body: bytes
+    closed: Api, side: str, path: str, headers: Listed, body: bytes
 ) -> None:
     app = closed.publisher if side == "publisher" else closed.subscriber
     answer = closed.check(app, Request("POST", path, headers=(*headers, *JSON), body=body))
@@ -119,13 +119,13 @@ def test_nobody_comes_in_without_the_token(
 
 
 @pytest.fixture(scope="module")
-def port(doors: Doors, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Of the publisher's door."""
-    file = tmp_path_factory.mktemp("door") / "port"
+def port(api: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Of the publisher's API."""
+    file = tmp_path_factory.mktemp("api") / "port"
     stop = Stop()
     daemon_settings = ServiceSettings(port_file=file, poll_seconds=3600)
     run = threading.Thread(
-        target=lambda: run_daemon(doors.publisher, lambda _: None, Wakeup(), daemon_settings, stop=stop)
+        target=lambda: run_daemon(api.publisher, lambda _: None, Wakeup(), daemon_settings, stop=stop)
     )
     run.start()
     try:
@@ -182,19 +182,19 @@ def request_bytes(body: bytes) -> bytes:
     return head.encode() + body
 
 
-def test_a_request_in_bytes_is_answered(doors: Doors, port: int) -> None:
-    doors.forget()
-    assert send(port, request_bytes(doors.example())).startswith(b"HTTP/1.1 202 ")
+def test_a_request_in_bytes_is_answered(api: Api, port: int) -> None:
+    api.forget()
+    assert send(port, request_bytes(api.example())).startswith(b"HTTP/1.1 202 ")
 
 
 @settings(QUICK, max_examples=max(30, EXAMPLES // 2))
 @given(data=st.data())
-def test_bytes_to_a_real_server(doors: Doors, port: int, data: st.DataObject) -> None:
-    doors.forget()
-    before = tree(doors.root)
-    answer = send(port, data.draw(damaged_bytes(request_bytes(doors.example()))))
+def test_bytes_to_a_real_server(api: Api, port: int, data: st.DataObject) -> None:
+    api.forget()
+    before = tree(api.root)
+    answer = send(port, data.draw(damaged_bytes(request_bytes(api.example()))))
     statuses = [int(line.split()[1]) for line in answer.splitlines() if line.startswith(b"HTTP/1.1 ")]
     assert not answer or set(statuses) <= ALLOWED, answer
     if 202 not in statuses:
-        assert tree(doors.root) == before
+        assert tree(api.root) == before
     assert send(port, b"GET /healthz HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n").startswith(b"HTTP/1.1 200 ")
