@@ -307,7 +307,7 @@ class Server(Adapter):
     _told: Mapping[str, object] | None = None
     """its settings"""
     _asked: str | None = None
-    """the process that told them"""
+    """the process that they are of"""
 
     @abstractmethod
     def _look(self) -> EngineFacts:

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 from urllib.parse import unquote, urlsplit
 
 from weightcast.shared.base.errors import USAGE, EngineFailed, Refused
@@ -68,6 +68,12 @@ OPTIONS: Mapping[str, Callable[[str], object]] = {
     "drafter": get_args(Drafter).__contains__,
 }
 """Whether a value fits."""
+_CONVERTED: Mapping[str, Callable[[str], object]] = {
+    "copies": "true".__eq__,
+    "verify": "true".__eq__,
+    "deadline": float,
+    "ca": Path,
+}
 
 
 def without_query(url: str) -> str:
@@ -248,22 +254,14 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
     kind = cast("Kind", kind_text)
     url = _checked_url(text, url)
     given = _options(text, rest)
-    spec = EngineSpec(
-        kind=kind,
-        url=url,
-        path=given.get("path", str(local.absolute())),
-        name=given.get("name", f"{kind}@{urlsplit(url).netloc}"),
-        policy=cast("Policy", given.get("policy", "recompute")),
-        copies_weights=given.get("copies", "false" if kind == "webhook" else "true") == "true",
-        api_key_env=given.get("api_key_env"),
-        admin_api_key_env=given.get("admin_api_key_env"),
-        deadline=float(given["deadline"]) if "deadline" in given else None,
-        ca=Path(given["ca"]) if "ca" in given else None,
-        verify=given.get("verify", "true") == "true",
-        via=cast("Via", given.get("via", "reload")),
-        drafter=cast("Drafter", given.get("drafter", "refuse")),
-        local=local,
-    )
+    values: dict[str, Any] = {
+        "path": str(local.absolute()),
+        "name": f"{kind}@{urlsplit(url).netloc}",
+        "copies": "false" if kind == "webhook" else "true",
+        **given,
+    }
+    values |= {key: convert(values[key]) for key, convert in _CONVERTED.items() if key in values}
+    spec = EngineSpec(kind, url, copies_weights=values.pop("copies"), local=local, **values)
     _check(text, "name", spec.name)
     for fault, applies in _contradictions(spec, given.keys()).items():
         if applies:

@@ -221,7 +221,6 @@ class HostEngine:
         return f"{facts.hindrance}{remedy}" if facts.hindrance else f"{self.spec.shown_url} does not answer"
 
     def see(self, facts: EngineFacts) -> None:
-        """What a look found."""
         self.facts = facts
         self._steady = self._steady and facts.reachable
         loaded = None if self.last is None else self.last.process
@@ -369,7 +368,6 @@ class Engines:
             self.look()
 
     def look(self) -> None:
-        """Asks every engine what it is."""
         jitter = 1 - LOOK_JITTER + 2 * LOOK_JITTER * self._jitter()
         self._next_look = self._clock() + self._look_seconds * jitter
         self._look_at(self.engines)
@@ -398,7 +396,6 @@ class Engines:
         return frozenset(name for name in self.in_sync(state) if not self[name].facts.paused)
 
     def due(self, state: LocalState) -> tuple[HostEngine, ...]:
-        """Engines to reload now."""
         in_sync = self.in_sync(state)
         return tuple(one for one in self.engines if one.is_due and one.name not in in_sync)
 

@@ -42,7 +42,9 @@ CANNOT_TELL = "cannot tell whether a draft model is loaded: a reload would leave
 def look(option: str, local: Path, names: Sequence[str], advance: Advance | None) -> EngineFound:
     """Reads the memory of the engine while it serves. Raises BadEngineOption, EngineFailed, RetryLater, and
     Refused when the local checkpoint is not a whole version."""
-    spec = _spec(option, local)
+    # a bare URL is a vLLM's; who asks for its memory means that it can be read
+    text = f"vllm={option}" if option.lower().startswith(("http://", "https://")) else option
+    spec = parse_engine(text if ",via=" in text else f"{text},via=live", local)
     paths = LocalPaths(local)
     table = parse_base(durable.read_file(paths.base, BASE_LIMIT)).table
     unknown = [name for name in names if name not in table.numbers]
@@ -93,12 +95,6 @@ def _root(table: TensorTable, lanes: Mapping[str, str]) -> str | None:
         return root(table, [Lanes.from_hex(lanes[spec.name]) for spec in table])
     except (KeyError, ValueError):
         return None
-
-
-def _spec(option: str, local: Path) -> EngineSpec:
-    """A bare URL is a vLLM's. Who asks for its memory means that it can be read."""
-    text = f"vllm={option}" if option.lower().startswith(("http://", "https://")) else option
-    return parse_engine(text if ",via=" in text else f"{text},via=live", local)
 
 
 def _position(paths: LocalPaths) -> Position:

@@ -85,24 +85,17 @@ def hold_still(local: Path, lock: FileLock, seconds: float) -> LocalState:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return _hold(local, lock)
-        except (RetryLater, NeedsReseed):
-            if time.monotonic() >= deadline:
+            if not is_directory(lock.path.parent):
+                raise RetryLater(
+                    f"{local} is not seeded yet", remedy="run `weightcast sync`, or start the subscriber"
+                )
+            lock.acquire(shared=True, text=f"run-engine, {owner_text()}")
+            return require_loadable(local)
+        except BaseException as error:
+            lock.release()
+            if not isinstance(error, RetryLater | NeedsReseed) or time.monotonic() >= deadline:
                 raise
         time.sleep(_TRY_SECONDS)
-
-
-def _hold(local: Path, lock: FileLock) -> LocalState:
-    if not is_directory(lock.path.parent):
-        raise RetryLater(
-            f"{local} is not seeded yet", remedy="run `weightcast sync`, or start the subscriber"
-        )
-    lock.acquire(shared=True, text=f"run-engine, {owner_text()}")
-    try:
-        return require_loadable(local)
-    except BaseException:
-        lock.release()
-        raise
 
 
 def _spawn(command: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ files that an engine maps between `Reload.pause_mapping` and the first batch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -29,7 +29,6 @@ from weightcast.subscriber.engines.rules import (
     is_another,
     label_of,
     noted,
-    reload_order,
     with_record,
 )
 
@@ -314,6 +313,11 @@ class EngineReload:
         )
 
 
+def reload_order(engines: Sequence[HostEngine], suspects: Collection[str]) -> tuple[HostEngine, ...]:
+    """Engines in doubt come last: a hanging engine must not keep the healthy ones waiting."""
+    return tuple(sorted(engines, key=lambda engine: engine.name in suspects))
+
+
 def pause_together(reloads: Sequence[EngineReload], paused: list[EngineReload]) -> list[EngineResult]:
     """Pauses all of them, and appends each to `paused` at once. Returns nothing when all are paused; else the
     results of the engine that did not pause and of those paused before: they are resumed in reverse order."""
@@ -342,13 +346,11 @@ class Notes:
     own."""
 
     def __init__(self, local: LocalCheckpoint, report: Callable[[], None]) -> None:
-        self._local = local
+        self._local, self._before = local, local.state
         self.suspects = in_doubt(local.state.engines)
         """engines whose weights were in doubt before: only a good reload resumes them"""
-        self._unanswered = local.state.unanswered
-        self.serving = frozenset(local.state.engines) - self.suspects - self._unanswered
+        self.serving = frozenset(local.state.engines) - self.suspects - local.state.unanswered
         """a pause that these are found in is somebody else's"""
-        self._before: Mapping[str, EngineState] = dict(local.state.engines)
         self._report = report
         self._lock = threading.Lock()
 
@@ -366,15 +368,15 @@ class Notes:
         with self._lock:
             now = self._local.state.engines.get(name)
             if now is not None and now.mark is Mark.PAUSING and name not in self.suspects:
-                self._save(name, self._before.get(name), unanswered=name in self._unanswered)
+                self._save(name, self._before.engines.get(name), unanswered=name in self._before.unanswered)
                 self._report()
 
     def record(self, result: EngineResult) -> None:
         """What an engine came to, after it was resumed: killed before, the older note is the safer one."""
         with self._lock:
             name = result.name
-            before, now = self._before.get(name), self._local.state.engines.get(name)
-            late = name in self._unanswered and not is_another(before, result)
+            before, now = (state.engines.get(name) for state in (self._before, self._local.state))
+            late = name in self._before.unanswered and not is_another(before, result)
             self._save(name, after(before, result, now), unanswered=result.unanswered or late)
             failpoint("engine.recorded")
             self._report()

@@ -9,16 +9,13 @@ failed   as suspect (or absent, or paused with the right weights), and the bound
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from weightcast.shared.checkpoint.state.state import Blocked, EngineState, LocalState, Mark, Position
 from weightcast.shared.daemon.timing import Backoff
 from weightcast.subscriber.engines.base import Confirmation, EngineFacts, HeldWeights
-
-if TYPE_CHECKING:
-    from weightcast.subscriber.engines.host import HostEngine
 
 ResultState = Literal["served", "refused", "suspect", "failed"]
 ReloadOrder = Literal["together", "rolling"]
@@ -57,11 +54,6 @@ class EngineResult:
     @property
     def label(self) -> str:
         return label_of(self.version)
-
-
-def reload_order(engines: Sequence[HostEngine], suspects: Collection[str]) -> tuple[HostEngine, ...]:
-    """Engines in doubt come last: a hanging engine must not keep the healthy ones waiting."""
-    return tuple(sorted(engines, key=lambda engine: engine.name in suspects))
 
 
 def needs_reload(

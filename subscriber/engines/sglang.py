@@ -107,7 +107,30 @@ class SGLang(Server):
         return facts if facts.tell_something or self._unread else not_an_engine(metrics)
 
     def _drafter_in(self, settings: Mapping[str, object]) -> str:
-        return require_sglang(self.spec, settings)
+        """By the releases' sources: from 0.5.11 the draft model is loaded after the main model, from the same
+        directory; before that it stays as it is. A draft model with its own directory is not in it.
+        """
+        if "speculative_algorithm" not in settings:
+            return UNKNOWN
+        algorithm = settings["speculative_algorithm"]
+        drafter = NONE if algorithm is None else drafter_named(algorithm)
+        if drafter == NONE or self.spec.drafter == "keep":
+            return drafter
+        draft, main = (settings.get(key) for key in ("speculative_draft_model_path", "model_path"))
+        release, runs = settings.get("version"), f"{self.spec.shown_url} runs a draft model ({drafter})"
+        if isinstance(release, str) and _numbers(release) < RELOADS_DRAFTERS:
+            raise StaleDrafter(
+                f"{runs}, which SGLang {release[:20]} would leave at its old weights",
+                remedy="upgrade SGLang to 0.5.11 or later, start it without a draft model, or give "
+                "drafter=keep",
+            )
+        places = [posixpath.normpath(str(path)) for path in (draft, main, self.spec.path)]
+        if draft and places[0] not in places[1:]:
+            raise StaleDrafter(
+                f"{runs} of another checkpoint, {str(draft)[:100]}",
+                remedy="start SGLang without --speculative-draft-model-path, or give drafter=keep",
+            )
+        return drafter
 
     def _start_of(self, settings: Mapping[str, object]) -> str | None:
         """The seed is drawn at each start; how long the start took came with 0.5.2x."""
@@ -230,35 +253,6 @@ class SGLang(Server):
                     )
                 return self._label
         return None
-
-
-def require_sglang(spec: EngineSpec, settings: Mapping[str, object]) -> str:
-    """The draft model, as it is shown. `settings`: of the server, as `/server_info` tells them. Raises
-    StaleDrafter where a reload would leave it old.
-
-    By the releases' sources: from 0.5.11 the draft model is loaded after the main model, from the same
-    directory; before that it stays as it is. A draft model with its own directory is not in it.
-    """
-    if "speculative_algorithm" not in settings:
-        return UNKNOWN
-    algorithm = settings["speculative_algorithm"]
-    drafter = NONE if algorithm is None else drafter_named(algorithm)
-    if drafter == NONE or spec.drafter == "keep":
-        return drafter
-    draft, main = (settings.get(key) for key in ("speculative_draft_model_path", "model_path"))
-    release, runs = settings.get("version"), f"{spec.shown_url} runs a draft model ({drafter})"
-    if isinstance(release, str) and _numbers(release) < RELOADS_DRAFTERS:
-        raise StaleDrafter(
-            f"{runs}, which SGLang {release[:20]} would leave at its old weights",
-            remedy="upgrade SGLang to 0.5.11 or later, start it without a draft model, or give drafter=keep",
-        )
-    places = [posixpath.normpath(str(path)) for path in (draft, main, spec.path)]
-    if draft and places[0] not in places[1:]:
-        raise StaleDrafter(
-            f"{runs} of another checkpoint, {str(draft)[:100]}",
-            remedy="start SGLang without --speculative-draft-model-path, or give drafter=keep",
-        )
-    return drafter
 
 
 def _numbers(release: str) -> tuple[int, ...]:

@@ -50,7 +50,8 @@ class Webhook(Adapter):
         if reply.refusal is not None and reply.status != httpx.codes.FORBIDDEN:
             return unreachable(reply.refusal)
         if not _accepted(reply):
-            silent = _takes_no_get(reply) and not self._tells
+            takes_no_get = 400 <= reply.status < 500 or reply.status == httpx.codes.NOT_IMPLEMENTED
+            silent = takes_no_get and not self._tells
             return EngineFacts(reachable=True) if silent else not_an_engine(reply)
         self._tells = True
         paused = reply.fields().get("paused")
@@ -126,10 +127,6 @@ def _process_of(reply: Reply) -> str | None:
 
 def _accepted(reply: Reply) -> bool:
     return 200 <= reply.status < 300
-
-
-def _takes_no_get(reply: Reply) -> bool:
-    return httpx.codes.is_client_error(reply.status) or reply.status == httpx.codes.NOT_IMPLEMENTED
 
 
 def _denied(reply: Reply) -> bool:

@@ -24,8 +24,8 @@ from weightcast.shared.checkpoint.state.state import Mark
 from weightcast.subscriber.engines.base import HeldWeights, Timeouts, parse_engine
 from weightcast.subscriber.engines.host import HostEngine, RetryPace
 from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.engines.reload import EngineReload, abandon_all, pause_together
-from weightcast.subscriber.engines.rules import EngineResult, reload_order
+from weightcast.subscriber.engines.reload import EngineReload, abandon_all, pause_together, reload_order
+from weightcast.subscriber.engines.rules import EngineResult
 
 DOUBLES: dict[str, Callable[[], Double]] = {
     "sglang": SGLangDouble,

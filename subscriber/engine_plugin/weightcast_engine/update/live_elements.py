@@ -89,12 +89,6 @@ class LiveUpdate:
         self._left = budget
         self._written = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Of what is ready."""
-        short = (part for parts in self._short.values() for part in parts)
-        return sum(part.nbytes for part in (*self._parts, *short) if isinstance(part, _Ready))
-
     def touched(self, piece: Piece, change: Change) -> Iterator[tuple[int, Sequence[int]]]:
         """How many changes, and the sums over the 8-byte words that they touch, before and after them: in
         several parts, which add up. Nothing is written."""

@@ -155,7 +155,7 @@ class EngineRank:
         self._doubt = ""
         self._changes = 0
         """raised by whatever may change weights, so that sums in several parts can tell"""
-        self._residence = _Residence(engine, self._process, self._hindrance)
+        self._residence = _Residence(engine, self._process, patches)
         self._stage: Stage | None = None
         self._passed = _NOTHING
         self._update: LiveUpdate | None = None
@@ -199,9 +199,6 @@ class EngineRank:
             return refusal.told()
         except Exception as error:  # an order must not end the engine
             return InDoubt(f"{type(error).__name__}: {error}"[:500]).told()
-
-    def _hindrance(self) -> str | None:
-        return self._residence.barred or self._engine.hindrance() or self._engine.misplaced(self._patches)
 
     def _look(self, order: Order) -> Answer:
         held = self._held
@@ -375,8 +372,8 @@ class EngineRank:
 class _Residence:
     """Where the checkpoint's tensors lie on this rank, for as long as they stay there."""
 
-    def __init__(self, engine: EngineHere, process: str, hindrance: Callable[[], str | None]) -> None:
-        self._engine, self._process, self._hindrance = engine, process, hindrance
+    def __init__(self, engine: EngineHere, process: str, patches: Path) -> None:
+        self._engine, self._process, self._patches = engine, process, patches
         self.barred = ""
         """why this model is never traced again"""
         self.forget()
@@ -391,7 +388,7 @@ class _Residence:
 
     def current(self) -> Map:
         """Traced again when a weight moved. Raises BadPatch."""
-        hindrance = self._hindrance()
+        hindrance = self.barred or self._engine.hindrance() or self._engine.misplaced(self._patches)
         if hindrance is not None:
             raise BadPatch(hindrance, remedy=RELOAD)
         places = places_of(self._engine.model)
