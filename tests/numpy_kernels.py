@@ -553,9 +553,8 @@ def step_bytes(old: Words, new: Words, kind: WordKind, out: ByteArray) -> int:
     return int(np.count_nonzero(out == _LONG))
 
 
-def escaped(steps: ByteArray, new: Words, count: int) -> Words:
-    kept: Words = new[steps == _LONG]
-    return kept
+def escapes(steps: ByteArray, count: int) -> NDArray[np.int64]:
+    return np.flatnonzero(steps == _LONG)
 
 
 def add_steps(old: Words, steps: ByteArray, kept: Words, kind: WordKind) -> Words | None:

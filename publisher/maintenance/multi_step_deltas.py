@@ -26,9 +26,9 @@ from weightcast.shared.channel.layout import multi_step_key
 from weightcast.shared.channel.signing import PrivateKey
 from weightcast.shared.channel.store import AlreadyExists, Store
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes
-from weightcast.shared.codec.changes import compare
+from weightcast.shared.codec.changes import changes_of
 from weightcast.shared.codec.container import StepEncoding
-from weightcast.shared.digest.checksums import LanesArray, StepSums, span_sums
+from weightcast.shared.digest.checksums import LanesArray, StepSums
 from weightcast.shared.digest.root import root
 
 _SHARD = "model-00000-of-00001.safetensors"
@@ -92,11 +92,11 @@ def write_steps(
 def _append(
     writer: ShardWriter, chunk: Chunk, old: Words, new: Words, add: Callable[[Chunk, ChunkStep], None]
 ) -> None:
-    changes = compare(old, new)
+    changes, sums = changes_of(chunk, old, new)
     if not len(changes):
         writer.append(chunk, b"", lambda: new, None)
         return
-    step = ChunkStep(changes, span_sums(chunk, old, changes.index, changes.new))
+    step = ChunkStep(changes, sums)
     add(chunk, step)
     writer.append(chunk, writer.prepare(chunk, old, lambda: new, changes), lambda: new, step)
 

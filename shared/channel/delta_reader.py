@@ -21,10 +21,10 @@ from weightcast.shared.channel.index import (
 )
 from weightcast.shared.channel.layout import from_name, version_name
 from weightcast.shared.channel.store import NotFound, Store
-from weightcast.shared.codec.changes import compare
+from weightcast.shared.codec.changes import changes_of
 from weightcast.shared.codec.container import decode_step
 from weightcast.shared.codec.slime import PayloadReader, digest_stream, open_payload
-from weightcast.shared.digest.checksums import SpanSums, span_sums
+from weightcast.shared.digest.checksums import SpanSums
 from weightcast.shared.files.safetensors import Header, header_from
 
 PayloadEncoding = Literal["xor", "overwrite", "xor_sparse"]
@@ -208,8 +208,7 @@ class FieldReader:
                 new[place] = np.frombuffer(decoded, new.dtype)
                 if span.stop == spec.words:
                     self._finish_tensor(span.tensor)
-        changes = compare(old, new)
-        sums = span_sums(chunk, old, changes.index, changes.new)
+        changes, sums = changes_of(chunk, old, new)
         self._check(chunk, sums)
         return ChunkStep(changes, sums)
 

@@ -315,12 +315,6 @@ class LocalCheckpoint(TensorFiles):
             populate(found)
         return found
 
-    def words_in(self, tensor: int, start: int, stop: int) -> Words:
-        words = self.words(tensor)[start:stop]
-        if self._in_memory:
-            populate(words)
-        return words
-
     def begin_writing(self, words: Words, changes: int) -> None:
         """`words`: a stretch of a tensor in which so many words will be written. Where few pages stay as they
         are, all of them are made ready at once; memory of tmpfs is never written back, and is ready."""
@@ -332,12 +326,7 @@ class LocalCheckpoint(TensorFiles):
         place = run_of(chunk, self.checkpoint.places.__getitem__)
         if place is None or place.offset % chunk.kind.width:
             return gather(chunk, self.words_in)
-        home, _ = self.home(chunk.spans[0].tensor)
-        start = place.offset // chunk.kind.width
-        words = home[start : start + chunk.words]
-        if self._in_memory:
-            populate(words)
-        return words
+        return self.bytes_at(place).view(chunk.kind.numpy)
 
     @contextlib.contextmanager
     def patching(self, seconds: float = PATCH_LOCK_SECONDS, wait: Wait = time.sleep) -> Iterator[None]:

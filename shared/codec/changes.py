@@ -133,7 +133,8 @@ def compare(old: Words, new: Words) -> Changes:
     """Changes between two 1-D arrays of equal length and dtype, by bits."""
     if old.shape != new.shape or old.dtype != new.dtype:
         raise ValueError(f"{old.shape} words of {old.dtype} compared with {new.shape} of {new.dtype}")
-    return Changes(*kernels().compared(np.ascontiguousarray(old), np.ascontiguousarray(new)))
+    index = np.flatnonzero(old != new).astype(np.uint32)
+    return Changes(index, old[index], new[index])
 
 
 @dataclass(frozen=True)

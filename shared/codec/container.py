@@ -32,14 +32,7 @@ import xxhash
 from weightcast.shared.base.elements import ByteArray, Chunk, WordKind, Words
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.codec import dense, magnitudes, positions, sparse
-from weightcast.shared.codec.changes import (
-    Changes,
-    Counted,
-    all_of,
-    changes_of,
-    masked_changes,
-    worth_masks,
-)
+from weightcast.shared.codec.changes import Changes, Counted, all_of, changes_of, masked_changes, worth_masks
 from weightcast.shared.codec.sparse import DecodedStep
 
 StepEncoding = Literal["fast", "small"]
@@ -77,37 +70,9 @@ _DENSE = 1 / 4
 """share of changed words from which payloads of all words are considered"""
 
 
-def encode(
-    changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
-) -> tuple[int, bytes | memoryview]:
-    """Mode and payload, never longer than the raw words of the spans; valid until the thread encodes again.
-    `old`: with padding."""
-    mode = None
-    if len(changes) > _DENSE * counted.words and counted.words >= _WORTH_FRAMES:
-        mode = _dense(changes, old, new, counted, kind, encoding)
-    if mode == Mode.RAW:
-        return Mode.RAW, _bytes_of(counted.pick(new()))
-    if mode == Mode.PLANES:
-        found: _Found = (Mode.PLANES, dense.encode_planes(counted.pick(new())))
-    elif mode == Mode.STEPS:
-        found = Mode.STEPS, dense.encode_steps(counted.pick(old), counted.pick(new()), kind)
-    else:
-        found = _changewise(changes, old, counted, kind, encoding)
-    if found is None or len(found[1]) >= counted.words * kind.width:
-        return Mode.RAW, _bytes_of(counted.pick(new()))
-    return found
-
-
-def _bytes_of(words: Words) -> memoryview:
-    return np.ascontiguousarray(words).view(np.uint8).data
-
-
-_Found = tuple[int, bytes | memoryview] | None
-
-
 def _dense(
     changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
-) -> int | None:
+) -> Mode | None:
     """A mode that holds every word, chosen from a sample; None if listing changes is better."""
     after = dense.sampled(counted.pick(new()))
     if len(changes) >= _MANY * counted.words:
@@ -143,25 +108,19 @@ def _magnitude_bits(changes: Changes, kind: WordKind) -> float:
 
 def _changewise(
     changes: Changes, old: Words, counted: Counted, kind: WordKind, encoding: StepEncoding
-) -> _Found:
+) -> tuple[Mode, bytes | memoryview | None]:
+    """No payload where it would be longer than the raw words."""
     most = counted.words * kind.width
     if encoding == "small" and kind.exponent_mask and len(changes) >= _WORTH_CLASSES:
-        small = _small(changes, old, counted, kind, most)
-        if small is not None:
-            return Mode.SMALL, small
-    fast = sparse.encode_fast(changes, counted, kind, most)
-    return None if fast is None else (Mode.FAST, fast)
-
-
-def _small(changes: Changes, old: Words, counted: Counted, kind: WordKind, most: int) -> bytes | None:
-    measured = magnitudes.measure(changes, kind)
-    grouped = magnitudes.grouped(measured, kind)
-    for exact in (False, True):
-        classes = positions.classify(measured, old, counted, kind, exact=exact)
-        payload = sparse.encode_small(changes.index, old, counted, classes, measured, grouped, kind, most)
-        if payload is not None or classes.exact:
-            return payload
-    return None
+        grouped = magnitudes.grouped(magnitudes.measure(changes, kind), kind)
+        for exact in (False, True):
+            classes = positions.classify(grouped.steps, old, counted, kind, exact=exact)
+            small = sparse.encode_small(changes.index, old, counted, classes, grouped, kind, most)
+            if small is not None:
+                return Mode.SMALL, small
+            if classes.exact:
+                break
+    return Mode.FAST, sparse.encode_fast(changes, counted, kind, most)
 
 
 _FACTS = struct.Struct("<BBHIII")
@@ -177,14 +136,22 @@ def encode_chunk(
     """`old`, `new`: word[chunk.words] with the zero padding, `new` fetched only if the mode needs
     all of it; `changes`: all differences between them. The blob is at most `HEADER` bytes longer than the
     spans' words."""
-    counted = Counted.of(chunk)
+    counted, kind = Counted.of(chunk), chunk.kind
     fetch = new if callable(new) else lambda: new
-    mode, payload = encode(changes, old, fetch, counted, chunk.kind, encoding)
-    return _blob(mode, chunk, counted.words, len(changes), payload)
-
-
-def _blob(mode: int, chunk: Chunk, words: int, changed: int, payload: bytes | memoryview) -> bytes:
-    facts = _FACTS.pack(mode, chunk.kind.width, 0, words, changed, len(payload))
+    mode: Mode | None = None
+    payload: bytes | memoryview | None = None
+    if len(changes) > _DENSE * counted.words and counted.words >= _WORTH_FRAMES:
+        mode = _dense(changes, old, fetch, counted, kind, encoding)
+    match mode:
+        case None:
+            mode, payload = _changewise(changes, old, counted, kind, encoding)
+        case Mode.PLANES:
+            payload = dense.encode_planes(counted.pick(fetch()))
+        case Mode.STEPS:
+            payload = dense.encode_steps(counted.pick(old), counted.pick(fetch()), kind)
+    if payload is None or len(payload) >= counted.words * kind.width:
+        mode, payload = Mode.RAW, np.ascontiguousarray(counted.pick(fetch())).view(np.uint8).data
+    facts = _FACTS.pack(mode, kind.width, 0, counted.words, len(changes), len(payload))
     return b"".join((facts, _CHECKSUM.pack(_checksum(facts, payload)), payload))
 
 
@@ -223,35 +190,29 @@ def _step(
         case Mode.SMALL:
             return sparse.decode_small(payload, old, chunk, counted, changed)
         case Mode.RAW:
-            new = _raw(payload, chunk, counted)
+            if len(payload) != counted.words * chunk.kind.width:
+                raise ValueError("wrong length of raw words")
+            new = payload.view(chunk.kind.numpy)
         case Mode.STEPS:
             new = dense.decode_steps(payload, counted.pick(old), chunk.kind)
         case Mode.PLANES:
             new = dense.decode_planes(payload, counted.words, chunk.kind)
         case _:
             raise UnknownFormat(
-                f"{_name(chunk)}: unknown mode {mode}",
-                remedy="update weightcast on this host",
+                f"{_name(chunk)}: unknown mode {mode}", remedy="update weightcast on this host"
             )
     after = counted.spread(new, chunk.words)
-    changes, sums = _shown(chunk, old, after, counted, changed)
+    # as a list or as masks, whichever is smaller
+    if _FEW_STAY * (counted.words - changed) <= counted.words:
+        changes, sums = all_of(chunk, old, after, counted)
+    elif worth_masks(changed, counted.words):
+        changes, sums = masked_changes(chunk, old, after)
+    else:
+        changes, sums = changes_of(chunk, old, after)
     found = int(sums.changed.sum())
     if found != changed:
         raise ValueError(f"{found} words change, expected {changed}")
     return replace(changes, whole=after), sums
-
-
-def _shown(chunk: Chunk, old: Words, new: Words, counted: Counted, changed: int) -> DecodedStep:
-    """As a list or as masks, whichever is smaller."""
-    if _FEW_STAY * (counted.words - changed) <= counted.words:
-        return all_of(chunk, old, new, counted)
-    return (masked_changes if worth_masks(changed, counted.words) else changes_of)(chunk, old, new)
-
-
-def _raw(payload: ByteArray, chunk: Chunk, counted: Counted) -> Words:
-    if len(payload) != counted.words * chunk.kind.width:
-        raise ValueError("wrong length of raw words")
-    return payload.view(chunk.kind.numpy)
 
 
 def _name(chunk: Chunk) -> str:

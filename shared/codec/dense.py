@@ -123,7 +123,7 @@ def _planes(words: Words) -> ByteArray:
 def encode_steps(old: Words, new: Words, kind: WordKind) -> bytes:
     each, longer = _step_bytes(old, new, kind)
     frame = _compressed(each)
-    kept = kernels().escaped(each, new, longer)
+    kept = new[kernels().escapes(each, longer)]
     return b"".join((_FRAME.pack(len(frame)), frame, kept.tobytes()))
 
 

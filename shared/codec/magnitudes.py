@@ -7,9 +7,7 @@ docs/FORMAT.md, Chunk blob.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +48,8 @@ def measure(changes: Changes, kind: WordKind) -> Steps:
     return Steps(magnitude, exponents, signs[: (count + 7) // 8], tallies)
 
 
-CONTEXT = struct.Struct("<BBBBI")
-"""coding, k (of runs: k of their lengths), k of what ends a run, 0, bytes of the stream"""
+CONTEXT = np.dtype([("plan", np.uint8, 3), ("zero", np.uint8), ("size", "<u4")])
+"""plan: coding, k (of runs: k of their lengths), k of what ends a run; bytes of the stream"""
 MOST_CONTEXTS = 16
 _WORTH_CONTEXTS = 1024
 """changes from which 16 contexts are worth their headers"""
@@ -83,13 +81,9 @@ class GroupedMagnitudes:
 
 def heads_of(contexts: NDArray[np.int64], sizes: NDArray[np.int64]) -> bytes:
     """CONTEXT of each, with the bytes of its stream."""
-    heads = np.zeros(len(sizes), _HEAD)
+    heads = np.zeros(len(sizes), CONTEXT)
     heads["plan"], heads["size"] = contexts[:, CODING:], sizes
     return heads.tobytes()
-
-
-_HEAD = np.dtype([("plan", np.uint8, 3), ("zero", np.uint8), ("size", "<u4")])
-"""as CONTEXT"""
 
 
 def grouped(steps: Steps, kind: WordKind) -> GroupedMagnitudes:
@@ -114,18 +108,14 @@ def read_contexts(payload: ByteArray, at: int, count: int, start: int) -> NDArra
     streams follow each other from `start` to the last SLACK bytes, which are zeros. Raises ValueError."""
     if count not in (1, MOST_CONTEXTS):
         raise ValueError("damaged header of the payload")
-    if at + count * CONTEXT.size > len(payload) - SLACK:
+    if at + count * CONTEXT.itemsize > len(payload) - SLACK:
         raise ValueError("payload shorter than its header says")
-    codings, ks, ks_rest, zeros, sizes = zip(*CONTEXT.iter_unpack(_heads(payload, at, count)), strict=True)
-    lawful = max(codings) <= RUNS and max(ks) <= K_LIMIT and max(ks_rest) <= K_LIMIT and not any(zeros)
-    odd = [(coding == NOTHING) != (size == 0) for coding, size in zip(codings, sizes, strict=True)]
-    if not lawful or any(odd):
+    heads = np.frombuffer(payload, CONTEXT, count, at)
+    plans, sizes = heads["plan"].astype(np.int64), heads["size"].astype(np.int64)
+    lawful = (plans <= (RUNS, K_LIMIT, K_LIMIT)).all() and not heads["zero"].any()
+    if not lawful or ((plans[:, 0] == NOTHING) != (sizes == 0)).any():
         raise ValueError("damaged header of a context")
-    borders = list(accumulate(sizes, initial=start))
-    if borders[-1] + SLACK != len(payload) or payload[-SLACK:].any():
+    stops = start + np.cumsum(sizes)
+    if stops[-1] + SLACK != len(payload) or payload[-SLACK:].any():
         raise ValueError("payload length differs from its header")
-    return np.array([codings, ks, ks_rest, borders[:-1], borders[1:]], np.int64)
-
-
-def _heads(payload: ByteArray, at: int, count: int) -> memoryview:
-    return payload[at : at + count * CONTEXT.size].data
+    return np.stack([*plans.T, stops - sizes, stops])

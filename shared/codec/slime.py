@@ -308,7 +308,8 @@ class _SparseReader:
 
 
 class PayloadWriter:
-    """Compresses a tensor's step into `sink`, piece by piece. A context manager."""
+    """Compresses a tensor's step into `sink`, piece by piece. Positions and values of `overwrite` wait in
+    temporary files until their count is known. A context manager."""
 
     def __init__(
         self,
@@ -321,22 +322,42 @@ class PayloadWriter:
         """`name` is for messages. Raises Refused for a tensor that `overwrite` cannot address."""
         if encoding == "overwrite" and nbytes > OVERWRITE_LIMIT:
             raise _too_long(name, nbytes)
-        self._nbytes, self._at, self._name = nbytes, 0, name
-        self._form = _XorForm(nbytes, sink) if encoding == "xor" else _OverwriteForm(sink, name)
+        self._nbytes, self._at, self._changed, self._name = nbytes, 0, 0, name
+        self._sink, self._files = sink, ExitStack()
+        self._frame = FrameWriter(nbytes, sink) if encoding == "xor" else None
+        if self._frame is None:
+            self._positions, self._values = (self._files.enter_context(_spool()) for _ in range(2))
 
     def step(self, old: ByteArray, new: ByteArray) -> None:
         """The next bytes of the tensor: uint8, of equal length."""
-        self._form.step(self._at, old, new)
+        if self._frame is not None:
+            self._frame.write((old ^ new).tobytes())
+        else:
+            near = np.flatnonzero(old != new)
+            self._changed += len(near)
+            self._positions.write((near + self._at).astype("<u4").tobytes())
+            self._values.write(new[near].tobytes())
         self._at += len(old)
 
     def finish(self) -> None:
         if self._at != self._nbytes:
             raise ValueError(f"{self._name}: got {self._at} bytes, expected {self._nbytes}")
-        self._form.finish()
+        (self._sparse_frame() if self._frame is None else self._frame).finish()
         self.close()
 
+    def _sparse_frame(self) -> FrameWriter:
+        if self._changed >= OVERWRITE_LIMIT:
+            raise _too_long(self._name, self._changed)
+        frame = FrameWriter(4 + 5 * self._changed, self._sink)
+        frame.write(struct.pack("<I", self._changed))
+        for file in (self._positions, self._values):
+            file.seek(0)
+            while block := file.read(BLOCK):
+                frame.write(block)
+        return frame
+
     def close(self) -> None:
-        self._form.close()
+        self._files.close()
 
     def __enter__(self) -> PayloadWriter:
         return self
@@ -352,53 +373,5 @@ def _too_long(name: str, changed: int) -> Refused:
     )
 
 
-class _XorForm:
-    def __init__(self, nbytes: int, sink: Callable[[bytes], None]) -> None:
-        self._frame = FrameWriter(nbytes, sink)
-
-    def step(self, at: int, old: ByteArray, new: ByteArray) -> None:
-        self._frame.write((old ^ new).tobytes())
-
-    def finish(self) -> None:
-        self._frame.finish()
-
-    def close(self) -> None:
-        pass
-
-
-class _OverwriteForm:
-    """Positions and values wait in temporary files until their count is known."""
-
-    def __init__(self, sink: Callable[[bytes], None], name: str) -> None:
-        self._sink, self._name, self._changed = sink, name, 0
-        self._files = ExitStack()
-        self._positions, self._values = (self._files.enter_context(_spool()) for _ in range(2))
-
-    def step(self, at: int, old: ByteArray, new: ByteArray) -> None:
-        near = np.flatnonzero(old != new)
-        self._changed += len(near)
-        self._positions.write((near + at).astype("<u4").tobytes())
-        self._values.write(new[near].tobytes())
-
-    def finish(self) -> None:
-        if self._changed >= OVERWRITE_LIMIT:
-            raise _too_long(self._name, self._changed)
-        frame = FrameWriter(4 + 5 * self._changed, self._sink)
-        frame.write(struct.pack("<I", self._changed))
-        for file in (self._positions, self._values):
-            for block in _blocks(file):
-                frame.write(block)
-        frame.finish()
-
-    def close(self) -> None:
-        self._files.close()
-
-
 def _spool() -> tempfile.SpooledTemporaryFile[bytes]:
     return tempfile.SpooledTemporaryFile(max_size=ONE_SHOT)
-
-
-def _blocks(file: IO[bytes]) -> Iterator[bytes]:
-    file.seek(0)
-    while block := file.read(BLOCK):
-        yield block

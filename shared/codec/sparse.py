@@ -24,14 +24,7 @@ from numpy.typing import NDArray
 from weightcast.shared.base.elements import ByteArray, Chunk, WordKind, Words
 from weightcast.shared.codec import positions
 from weightcast.shared.codec.changes import Changes, Counted, Index
-from weightcast.shared.codec.magnitudes import (
-    CONTEXT,
-    GroupedMagnitudes,
-    Steps,
-    heads_of,
-    read_contexts,
-    unplanned,
-)
+from weightcast.shared.codec.magnitudes import CONTEXT, GroupedMagnitudes, heads_of, read_contexts, unplanned
 from weightcast.shared.digest.checksums import SpanSums, spans_in
 from weightcast.shared.kernels.constants import (
     BAD_GAPS,
@@ -52,21 +45,12 @@ DecodedStep = tuple[Changes, SpanSums]
 _HEAD = struct.Struct("<BBBBI")
 
 
-@dataclass(frozen=True)
-class _Where:
-    """Positions, coded. `first`: the payload's first byte."""
-
-    first: int
-    heads: bytes
-    size: int
-
-
 def encode_fast(changes: Changes, counted: Counted, kind: WordKind, most: int) -> memoryview | None:
     """None if the streams would exceed `most` bytes. In the thread's scratch, valid until it
     encodes again."""
     contexts = unplanned(len(changes), kind)
     k = rice_parameter(counted.words - len(changes), len(changes))
-    start = _HEAD.size + len(contexts) * CONTEXT.size
+    start = _HEAD.size + len(contexts) * CONTEXT.itemsize
     out = scratch().take("out", np.uint8, start + most + MARGIN)
     near = counted.without_padding(changes.index)
     done = kernels().put_fast(near, changes.old, changes.new, kind, k, contexts, out[start:], most)
@@ -86,7 +70,6 @@ def encode_small(
     old: Words,
     counted: Counted,
     classes: positions.Classes,
-    steps: Steps,
     grouped: GroupedMagnitudes,
     kind: WordKind,
     most: int,
@@ -94,21 +77,17 @@ def encode_small(
     """`index`: positions with padding. None if the streams would exceed `most` bytes, or if the sample behind
     `classes` was misleading."""
     out = scratch().take("out", np.uint8, most + MARGIN)
-    done = positions.put_classes(classes, index, old, counted, kind, out, most)
-    return None if done is None else _joined(_Where(len(classes.each), *done), steps, grouped, out, most)
-
-
-def _joined(
-    where: _Where, steps: Steps, grouped: GroupedMagnitudes, out: ByteArray, most: int
-) -> bytes | None:
-    start = where.size
+    placed = positions.put_classes(classes, index, old, counted, kind, out, most)
+    if placed is None:
+        return None
+    class_heads, start = placed
     done = grouped.put(out[start:], most - start)
     if done is None:
         return None
     heads, size = done
-    head = _HEAD.pack(where.first, len(grouped.contexts), grouped.first, 0, start)
+    head = _HEAD.pack(len(classes.each), len(grouped.contexts), grouped.first, 0, start)
     gaps, magnitudes = out[:start].data, out[start : start + size].data
-    return b"".join((head, heads, where.heads, gaps, steps.signs.data, magnitudes, bytes(SLACK)))
+    return b"".join((head, heads, class_heads, gaps, grouped.steps.signs.data, magnitudes, bytes(SLACK)))
 
 
 @dataclass(frozen=True)
@@ -176,12 +155,12 @@ def _decoded(chunk: Chunk, index: Index, taken: Taken) -> DecodedStep:
 
 
 def _layout(payload: ByteArray, changed: int, *, small: bool) -> _Layout:
-    if len(payload) < _HEAD.size + CONTEXT.size + SLACK:
+    if len(payload) < _HEAD.size + CONTEXT.itemsize + SLACK:
         raise ValueError("payload shorter than its header")
     first, contexts, first_exponent, zero, gap_bytes = _HEAD.unpack_from(payload.data)
     if zero or (small and not 1 <= first <= positions.MOST_CLASSES):
         raise ValueError("damaged header of the payload")
-    classes_at = _HEAD.size + contexts * CONTEXT.size
+    classes_at = _HEAD.size + contexts * CONTEXT.itemsize
     gaps = classes_at + (first * positions.CLASS.size if small else 0)
     signs = gaps + gap_bytes
     magnitudes = signs + (changed + 7) // 8

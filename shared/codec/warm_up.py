@@ -6,7 +6,7 @@ import numpy as np
 
 from weightcast.shared.base.elements import Chunk, Span, Words
 from weightcast.shared.codec import dense
-from weightcast.shared.codec.changes import Changes, Counted, all_of, compare, masked_changes, scan
+from weightcast.shared.codec.changes import Changes, Counted, all_of, masked_changes, scan
 from weightcast.shared.codec.container import StepEncoding, decode_chunk, encode_chunk
 from weightcast.shared.digest.checksums import span_sums
 from weightcast.shared.kernels.load import kernels, mark_complete
@@ -38,7 +38,6 @@ def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> 
     blob = encode_chunk(chunk, old, new, scan(chunk, old, new).changes, encoding)
     changes = decode_chunk(blob, chunk, old)
     span_sums(chunk, old, changes.index, changes.new)
-    compare(old, new)
     all_of(chunk, old, new, Counted.of(chunk))
     written = old.copy()
     changes.apply(written)

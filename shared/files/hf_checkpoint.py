@@ -177,18 +177,18 @@ def index_for_copy(checkpoint: Checkpoint) -> bytes | None:
 
 
 def _regular_files(directory: Path, follow_links: bool) -> list[str]:
-    """Sorted names. Hidden files belong to tools, not to the checkpoint."""
+    """Sorted names. Hidden files belong to tools, not to the checkpoint; a link to nothing counts as missing
+    unless it is one to weights or JSON."""
+    names: list[str] = []
     with os.scandir(directory) as scan:
         entries = sorted((entry for entry in scan if not entry.name.startswith(".")), key=lambda e: e.name)
-    return [entry.name for entry in entries if _is_regular(entry, follow_links)]
-
-
-def _is_regular(entry: os.DirEntry[str], follow_links: bool) -> bool:
-    """False too for a link to nothing that is neither weights nor JSON."""
-    found = stat_entry(entry, follow_links)
-    if found is None and entry.name.endswith((".safetensors", ".json")):
-        raise dangling(Path(entry.path))
-    return found is not None and stat.S_ISREG(found.st_mode)
+    for entry in entries:
+        found = stat_entry(entry, follow_links)
+        if found is None and entry.name.endswith((".safetensors", ".json")):
+            raise dangling(Path(entry.path))
+        if found is not None and stat.S_ISREG(found.st_mode):
+            names.append(entry.name)
+    return names
 
 
 def stat_entry(entry: os.DirEntry[str], follow_links: bool) -> os.stat_result | None:

@@ -232,28 +232,22 @@ def pack_header(entries: Iterable[Entry], metadata: Mapping[str, str], reserve: 
 START = 512
 """bytes from the beginning of a file by which its kind is recognised"""
 _SAVE = "save it with safetensors (`save_pretrained`)"
-_LFS = ("a Git LFS pointer, not the file", "run `git lfs pull` in its repository, or download the file")
-_PAGE = ("an HTML or XML page, not the file", "download it again; check the address and the access token")
-_PICKLE = ("a torch or pickle file", _SAVE)
-_PACKED = ("a compressed file", "decompress it")
 _KINDS = (
-    (b"version https://git-lfs", *_LFS),
-    (b"version https://hawser", *_LFS),
-    (b"<", *_PAGE),
+    (
+        (b"version https://git-lfs", b"version https://hawser"),
+        "a Git LFS pointer, not the file",
+        "run `git lfs pull` in its repository, or download the file",
+    ),
+    (b"<", "an HTML or XML page, not the file", "download it again; check the address and the access token"),
     (b"/annex/objects/", "a git-annex pointer, not the file", "run `git annex get` in its repository"),
     (b"PK\x03\x04", "a zip archive, as torch.save writes", _SAVE),
-    (b"\x80\x02", *_PICKLE),
-    (b"\x80\x03", *_PICKLE),
-    (b"\x80\x04", *_PICKLE),
-    (b"\x80\x05", *_PICKLE),
+    ((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"), "a torch or pickle file", _SAVE),
     (b"GGUF", "a GGUF file", "give the safetensors checkpoint that it was made from"),
     (b"\x89HDF", "an HDF5 file", _SAVE),
     (b"\x93NUMPY", "a NumPy file", _SAVE),
-    (b"\x1f\x8b", *_PACKED),
-    (b"\x28\xb5\x2f\xfd", *_PACKED),
-    (b"\xfd7zXZ", *_PACKED),
-    (b"BZh", *_PACKED),
+    ((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh"), "a compressed file", "decompress it"),
 )
+"""first bytes, kind, remedy"""
 
 
 def check_kind(start: bytes, what: str | Path) -> None:

@@ -122,8 +122,8 @@ def rule(function: Function) -> Function:
     return function
 
 
-def intrinsic(function: Callable[..., Any]) -> Any:
-    return KernelPart(lambda: _extending.intrinsic(function))
+def intrinsic(function: Callable[..., Any], *, prefer_literal: bool = False) -> Any:
+    return KernelPart(lambda: _extending.intrinsic(prefer_literal=prefer_literal)(function))
 
 
 def _resolved(function: Any) -> Any:

@@ -6,21 +6,21 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, WordKind, Words
-from weightcast.shared.kernels.compiler import U64, frozen, intrinsic, kernel, types, unwritable
+from weightcast.shared.kernels.compiler import I64, U64, frozen, intrinsic, kernel, types, unwritable
 from weightcast.shared.kernels.parallel import scratch
 from weightcast.shared.kernels.vectors import (
     FLOATS,
     HALF,
     LOW,
     SIGN,
-    Arrays,
+    Lanes,
     excess,
     facts,
     ordinal,
     reaching64,
-    repeated,
     set_bits,
     step_between,
     trailing_zeros,
@@ -36,8 +36,8 @@ def step_bytes64(typing, old, new, at, kind, out):
     into a byte. `kind`: as `facts`."""
 
     def build(context, builder, signature, args):
-        lanes = _Lanes(context, builder, signature.args, args, old.dtype.bitwidth, args[3])
-        before, after = (lanes.ordinal(lanes.read(n)) for n in (0, 1))
+        lanes = _Lanes(context, builder, signature.args, args, old.dtype.bitwidth)
+        before, after = (lanes.ordinal(lanes.read(n, old.dtype.bitwidth)) for n in (0, 1))
         step = builder.sub(after, before)
         signs = builder.and_(builder.xor(after, before), builder.xor(after, step))
         unheld = builder.and_(lanes.negative(signs), lanes.fact(FLOATS))  # integers wrap
@@ -55,13 +55,13 @@ def add_steps64(typing, old, steps, at, kind, new):
     """The way back. Returns bits of longer steps, whose words stay, and of those that lead to no word."""
 
     def build(context, builder, signature, args):
-        lanes = _Lanes(context, builder, signature.args, args, old.dtype.bitwidth, args[3])
+        lanes = _Lanes(context, builder, signature.args, args, old.dtype.bitwidth)
         twice = lanes.read(1, 8)
         longer = builder.icmp_unsigned("==", twice, lanes.each(_LONG))
         down = builder.sub(lanes.each(0), builder.and_(twice, lanes.each(1)))
         length = builder.xor(builder.lshr(twice, lanes.each(1)), down)
         step = builder.select(longer, lanes.each(0), length)
-        before = lanes.ordinal(lanes.read(0))
+        before = lanes.ordinal(lanes.read(0, old.dtype.bitwidth))
         moved = builder.add(before, step)
         signs = builder.and_(builder.xor(moved, before), builder.xor(moved, step))
         over = builder.icmp_signed("<", builder.and_(signs, lanes.fact(FLOATS)), lanes.each(0))
@@ -74,30 +74,11 @@ def add_steps64(typing, old, steps, at, kind, new):
     return types.UniTuple(types.uint64, 2)(old, steps, types.int64, kind, new), build
 
 
-class _Lanes(Arrays):
-    """`bits`: of a word, and of a lane."""
+class _Lanes(Lanes):
+    """Lanes as wide as the words."""
 
-    def __init__(self, context: Any, builder: Any, kinds: Any, args: Any, bits: int, kind: Any) -> None:
-        super().__init__(context, builder, kinds, args)
-        self._bits, self._kind = bits, kind
-        self._form = ir.VectorType(ir.IntType(bits), _COUNT)
-
-    def each(self, value: int) -> Any:
-        return ir.Constant(self._form, [value] * _COUNT)
-
-    def fact(self, number: int) -> Any:
-        value = self._builder.extract_value(self._kind, number)
-        return repeated(self._builder, value, self._bits, _COUNT)
-
-    def read(self, number: int, bits: int = 0) -> Any:
-        """Of `bits` each in memory; 0: words."""
-        loaded = self.load(number, self._args[2], ir.VectorType(ir.IntType(bits or self._bits), _COUNT))
-        return self._builder.zext(loaded, self._form) if 0 < bits < self._bits else loaded
-
-    def write(self, number: int, values: Any, bits: int) -> None:
-        narrow = ir.VectorType(ir.IntType(bits), _COUNT)
-        kept = values if bits == self._bits else self._builder.trunc(values, narrow)
-        self.store(number, self._args[2], kept)
+    def __init__(self, context: Any, builder: Any, kinds: Any, args: Any, bits: int) -> None:
+        super().__init__(context, builder, kinds, args, _COUNT, bits, 2, 3)
 
     def negative(self, values: Any) -> Any:
         """All bits of a lane whose number is negative."""
@@ -131,25 +112,25 @@ def step_bytes(old: Words, new: Words, kind: WordKind, out: ByteArray) -> int:
 
 
 @kernel
-def _escaped(steps, new, like, kept):
+def _escapes(steps, like, places):
     found, whole = 0, steps.size & ~63
     for first in range(0, whole, 64):
         mask = reaching64(steps, first, like, U64(_LONG), U64(_LONG))
         while mask != U64(0):
-            kept[found] = new[first + int(trailing_zeros(mask))]
+            places[found] = first + I64(trailing_zeros(mask))
             found += 1
             mask &= mask - U64(1)
     for i in range(whole, steps.size):
         if steps[i] == _LONG:
-            kept[found] = new[i]
+            places[found] = i
             found += 1
 
 
-def escaped(steps: ByteArray, new: Words, count: int) -> Words:
-    """The new words whose step byte is 255."""
-    kept = np.empty(count, new.dtype)
-    _escaped(frozen(steps), unwritable(new), np.empty(0, np.uint8), kept)
-    return kept
+def escapes(steps: ByteArray, count: int) -> NDArray[np.int64]:
+    """The `count` words whose step byte is 255."""
+    places = np.empty(count, np.int64)
+    _escapes(frozen(steps), np.empty(0, np.uint8), places)
+    return places
 
 
 @kernel
@@ -170,28 +151,13 @@ def _add_steps(old, steps, kind, new):
     return longer if over < U64(2 * kind[HALF]) and beyond == U64(0) else -1
 
 
-@kernel
-def _put_escaped(steps, like, kept, new):
-    found, whole = 0, steps.size & ~63
-    for first in range(0, whole, 64):
-        mask = reaching64(steps, first, like, U64(_LONG), U64(_LONG))
-        while mask != U64(0):
-            new[first + int(trailing_zeros(mask))] = kept[found]
-            found += 1
-            mask &= mask - U64(1)
-    for i in range(whole, steps.size):
-        if steps[i] == _LONG:
-            new[i] = kept[found]
-            found += 1
-
-
 def add_steps(old: Words, steps: ByteArray, kept: Words, kind: WordKind) -> Words | None:
-    """New words after step bytes and the words that `escaped` gave."""
+    """New words after step bytes and, `kept`, the words of the longer steps."""
     new = scratch().lend("dense words", old.dtype, len(old))
     if _add_steps(unwritable(old), unwritable(steps), facts(kind), new) != len(kept):
         return None
     if len(kept):
-        _put_escaped(frozen(steps), np.empty(0, np.uint8), unwritable(kept), new)
+        new[escapes(steps, len(kept))] = kept
     return new
 
 

@@ -21,16 +21,7 @@ from weightcast.shared.kernels.compiler import (
     unwritable,
 )
 from weightcast.shared.kernels.constants import Array32
-from weightcast.shared.kernels.mix import (
-    SUMS,
-    closed,
-    empty,
-    keep8,
-    mix64,
-    mix_changed64,
-    mixed_tail,
-    opened,
-)
+from weightcast.shared.kernels.mix import SUMS, closed, empty, keep8, mix64, mix_changed64, mixed_tail, opened
 from weightcast.shared.kernels.parallel import scratch
 from weightcast.shared.kernels.vectors import (
     FLOATS,
@@ -39,7 +30,7 @@ from weightcast.shared.kernels.vectors import (
     MASK,
     SHIFT,
     SIGN,
-    Arrays,
+    Lanes,
     copy16,
     differing64,
     exponent,
@@ -50,7 +41,6 @@ from weightcast.shared.kernels.vectors import (
     on_stack,
     prefetch,
     prefetch64_early,
-    repeated,
     set_bits,
     set_word,
     step_between,
@@ -79,46 +69,28 @@ def split16(typing, old, new, at, kind, magnitude, exponents):
     return types.uint64(old, new, types.int64, kind, magnitude, exponents), build
 
 
-class _Split(Arrays):
+class _Split(Lanes):
     """16 old and 16 new words in lanes that hold any step between them."""
 
     def __init__(self, context: Any, builder: Any, kinds: Any, args: Any) -> None:
-        super().__init__(context, builder, kinds, args)
-        self._word = kinds[_OLD].dtype.bitwidth
-        self._bits = 64 if self._word == 32 else 32
-        self._lanes = ir.VectorType(ir.IntType(self._bits), _COUNT)
-        self._before, self._after = self._loaded(_OLD), self._loaded(_NEW)
-
-    def each(self, value: int) -> Any:
-        return ir.Constant(self._lanes, [value] * _COUNT)
-
-    def _fact(self, number: int) -> Any:
-        value = self._builder.extract_value(self._args[_KIND], number)
-        return repeated(self._builder, value, self._bits, _COUNT)
-
-    def _loaded(self, number: int) -> Any:
-        words = self.load(number, self._args[_AT], ir.VectorType(ir.IntType(self._word), _COUNT))
-        return self._builder.zext(words, self._lanes)
-
-    def write(self, number: int, values: Any, bits: int) -> None:
-        lanes = ir.VectorType(ir.IntType(bits), _COUNT)
-        narrow = values if bits == self._bits else self._builder.trunc(values, lanes)
-        self.store(number, self._args[_AT], narrow)
+        word = kinds[_OLD].dtype.bitwidth
+        super().__init__(context, builder, kinds, args, _COUNT, 64 if word == 32 else 32, _AT, _KIND)
+        self._before, self._after = (self.read(number, word) for number in (_OLD, _NEW))
 
     def _ordinal(self, words: Any) -> Any:
         builder = self._builder
-        signed = builder.icmp_unsigned("!=", builder.and_(words, self._fact(SIGN)), self.each(0))
-        return builder.xor(builder.and_(words, self._fact(LOW)), builder.sext(signed, self._lanes))
+        signed = builder.icmp_unsigned("!=", builder.and_(words, self.fact(SIGN)), self.each(0))
+        return builder.xor(builder.and_(words, self.fact(LOW)), builder.sext(signed, self.form))
 
     def step(self) -> Any:
         """Of floats as it is, of integers modulo their width."""
-        builder, half = self._builder, self._fact(HALF)
+        builder, half = self._builder, self.fact(HALF)
         step = builder.sub(self._ordinal(self._after), self._ordinal(self._before))
-        kept = builder.or_(self._fact(LOW), self._fact(FLOATS))
+        kept = builder.or_(self.fact(LOW), self.fact(FLOATS))
         return builder.sub(builder.and_(builder.add(step, half), kept), half)
 
     def exponent(self) -> Any:
-        return self._builder.and_(self._builder.lshr(self._before, self._fact(SHIFT)), self._fact(MASK))
+        return self._builder.and_(self._builder.lshr(self._before, self.fact(SHIFT)), self.fact(MASK))
 
 
 Tallies = NDArray[np.int64]
@@ -128,43 +100,6 @@ _BLOCK = 1 << 12
 _MASKS = (_BLOCK >> 6) + 1
 _AHEAD = 48
 """changes between the prefetch of a cache line and its use"""
-
-
-@kernel
-def _compared(old, new, size, index, before, after):
-    """`index` has room for three more than all positions: three are written for every mask."""
-    found, taken = 0, 0
-    for start in range(0, size, _BLOCK):
-        stop = min(size, start + _BLOCK)
-        whole = start + ((stop - start) & ~63)
-        for first in range(start, whole, 64):
-            mask = differing64(old, new, first, before)
-            if mask != U64(0):
-                place, found = found, found + set_bits(mask)
-                for j in range(place, place + 3):
-                    index[j] = first + I64(trailing_zeros(mask))
-                    mask &= mask - U64(1)
-                for j in range(place + 3, found):
-                    index[j] = first + I64(trailing_zeros(mask))
-                    mask &= mask - U64(1)
-        for i in range(whole, stop):
-            if word_at(old, i, before) != word_at(new, i, before):
-                index[found] = i
-                found += 1
-        for j in range(taken, found):
-            before[j] = word_at(old, I64(index[j]), before)
-            after[j] = word_at(new, I64(index[j]), before)
-        taken = found
-    return found
-
-
-def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
-    """Positions where two arrays differ, and the words there."""
-    room = scratch()
-    index = room.take("index", np.uint32, len(old) + 3)
-    before, after = room.take("before", old.dtype, len(old)), room.take("after", old.dtype, len(old))
-    count = _compared(frozen(old), frozen(new), len(old), index, before, after)
-    return index[:count].copy(), before[:count].copy(), after[:count].copy()
 
 
 _WORTH_LENDING = 1024
@@ -278,10 +213,10 @@ def _scanned(old, new, spans, shift, all_new, index, before, after, book):
 def scanned(
     old: Words, new: Words, spans: NDArray[np.int64], book: NDArray[np.uint64], *, whole: bool = True
 ) -> tuple[Array32, Words, Words]:
-    """As `compared`. `spans`: int64[n, 3], offset, words, number of the chunk's 8-byte word 0 in the tensor's
-    count. Into `book`, uint64[n, 7], zeros, per span: lanes of its new words; lanes of the old and the new
-    8-byte words that hold changes; how many words change. Padding between spans is zeros. Lanes of
-    all new words only if `whole`."""
+    """Positions where two arrays differ, and the words there. `spans`: int64[n, 3], offset, words, number of
+    the chunk's 8-byte word 0 in the tensor's count. Into `book`, uint64[n, 7], zeros, per span: lanes of its
+    new words; lanes of the old and the new 8-byte words that hold changes; how many words change. Padding
+    between spans is zeros. Lanes of all new words only if `whole`."""
     room, most = scratch(), len(old) + _ROOM
     index = room.lend("scanned index", np.uint32, most)
     index[0] = _NO_POSITION

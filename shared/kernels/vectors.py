@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import binding, ir
@@ -12,8 +13,6 @@ from weightcast.shared.base.elements import WordKind
 from weightcast.shared.kernels.compiler import (
     I64,
     U64,
-    KernelPart,
-    _extending,
     array_at,
     cgutils,
     chosen_features,
@@ -208,11 +207,7 @@ def repeated(builder: Any, value: Any, bits: int, count: int) -> Any:
     return builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(number, count), [0] * count))
 
 
-def _prefers_literals(function: Callable[..., Any]) -> Any:
-    return KernelPart(lambda: _extending.intrinsic(prefer_literal=True)(function))
-
-
-@_prefers_literals
+@partial(intrinsic, prefer_literal=True)
 def on_stack(typing, count, like):
     """An array of `count` words, a constant, of `like`'s type: uninitialised, at a multiple of 64 bytes, gone
     when the kernel returns."""
@@ -226,6 +221,34 @@ def on_stack(typing, count, like):
         return array_at(context, builder, form, room, [size])
 
     return form(count, like), build
+
+
+class Lanes(Arrays):
+    """`count` words at a time in lanes of `bits`. Numbers of arguments: `at`, the first word; `kind`, as
+    `facts`."""
+
+    def __init__(
+        self, context: Any, builder: Any, kinds: Any, args: Any, count: int, bits: int, at: int, kind: int
+    ) -> None:
+        super().__init__(context, builder, kinds, args)
+        self._count, self._bits, self._at, self._kind = count, bits, args[at], args[kind]
+        self.form = ir.VectorType(ir.IntType(bits), count)
+
+    def each(self, value: int) -> Any:
+        return ir.Constant(self.form, [value] * self._count)
+
+    def fact(self, number: int) -> Any:
+        value = self._builder.extract_value(self._kind, number)
+        return repeated(self._builder, value, self._bits, self._count)
+
+    def read(self, number: int, bits: int) -> Any:
+        """Of `bits` each in memory."""
+        loaded = self.load(number, self._at, ir.VectorType(ir.IntType(bits), self._count))
+        return self._builder.zext(loaded, self.form) if bits < self._bits else loaded
+
+    def write(self, number: int, values: Any, bits: int) -> None:
+        narrow = ir.VectorType(ir.IntType(bits), self._count)
+        self.store(number, self._at, values if bits == self._bits else self._builder.trunc(values, narrow))
 
 
 SIGN, LOW, HALF, SHIFT, MASK, FLOATS = range(6)
@@ -366,6 +389,17 @@ class _Piece:
     found: Any
 
 
+def moved(builder: Any, operation: str, words: Any, mask: Any, lanes: Any) -> Any:
+    """Inside an intrinsic, in vectors of type `lanes`, whose lanes hold a word. `compress`: chosen lanes to
+    the front; `expand`: the first to the chosen lanes. Others are 0."""
+    wide = words if words.type == lanes else builder.zext(words, lanes)
+    form = ir.FunctionType(lanes, [lanes, lanes, mask.type])
+    name = f"llvm.x86.avx512.mask.{operation}.v{lanes.count}i{lanes.element.width}"
+    function = cgutils.get_or_insert_function(builder.module, form, name)
+    found = builder.call(function, [wide, ir.Constant(lanes, [0] * lanes.count), mask])
+    return found if words.type == lanes else builder.trunc(found, words.type)
+
+
 class _Masked(Arrays):
     """Lanes are as wide as a word where the machine moves such, else of 32 bits."""
 
@@ -387,15 +421,7 @@ class _Masked(Arrays):
             found = builder.add(found, taken if count == _COUNT else builder.zext(taken, _WORD))
 
     def moved(self, operation: str, words: Any, mask: Any) -> Any:
-        """`compress`: chosen lanes to the front; `expand`: the first to the chosen lanes. Others are 0."""
-        builder, lanes = self._builder, self._lanes
-        narrow = self.words != lanes
-        wide = builder.zext(words, lanes) if narrow else words
-        form = ir.FunctionType(lanes, [lanes, lanes, mask.type])
-        name = f"llvm.x86.avx512.mask.{operation}.v{lanes.count}i{lanes.element.width}"
-        function = cgutils.get_or_insert_function(builder.module, form, name)
-        moved = builder.call(function, [wide, ir.Constant(lanes, [0] * lanes.count), mask])
-        return builder.trunc(moved, self.words) if narrow else moved
+        return moved(self._builder, operation, words, mask, self._lanes)
 
     def bits(self, lanes: Any, first: int) -> Any:
         """Truth values of lanes as bits, from bit `first` on."""
@@ -433,30 +459,13 @@ class _Listing(Arrays):
         builder = self._builder
         words = [self.load(n, self._args[_AT], self._words) for n in (_OLD, _NEW)]
         mask = builder.icmp_unsigned("!=", *words)
-        self._keep(_INDEX, self._positions(), mask)
-        for array, each in zip((_BEFORE, _AFTER), words, strict=True):
-            self._keep(array, each, mask)
+        first = repeated(builder, self._args[_AT], 32, _LISTED)
+        positions = builder.add(first, ir.Constant(_LANES, list(range(_LISTED))))
+        for array, each in zip((_INDEX, _BEFORE, _AFTER), (positions, *words), strict=True):
+            # all lanes: storing only those that count is slow on some machines
+            self.store(array, self._args[_FOUND], moved(builder, "compress", each, mask, _LANES))
         count = builder.ctpop(builder.bitcast(mask, ir.IntType(_LISTED)))
         return builder.add(self._args[_FOUND], builder.zext(count, _WORD))
-
-    def _positions(self) -> Any:
-        builder = self._builder
-        first = builder.trunc(self._args[_AT], _NUMBER)
-        single = builder.insert_element(ir.Constant(_LANES, ir.Undefined), first, ir.Constant(_NUMBER, 0))
-        each = builder.shuffle_vector(single, single, ir.Constant(_LANES, [0] * _LISTED))
-        return builder.add(each, ir.Constant(_LANES, list(range(_LISTED))))
-
-    def _keep(self, array: int, words: Any, mask: Any) -> None:
-        """Stores all lanes: storing only those that count is slow on some machines."""
-        builder = self._builder
-        wide = words if words.type == _LANES else builder.zext(words, _LANES)
-        form = ir.FunctionType(_LANES, [_LANES, _LANES, mask.type])
-        compress = cgutils.get_or_insert_function(
-            builder.module, form, "llvm.x86.avx512.mask.compress.v16i32"
-        )
-        moved = builder.call(compress, [wide, ir.Constant(_LANES, [0] * _LISTED), mask])
-        narrow = moved if words.type == _LANES else builder.trunc(moved, words.type)
-        self.store(array, self._args[_FOUND], narrow)
 
     def one_by_one(self) -> Any:
         """Without branches: each is written, and written over unless it differs."""

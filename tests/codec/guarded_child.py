@@ -61,7 +61,7 @@ def all_words(kind: WordKind, length: int) -> None:
     assert kernels().exchange_all(words, old, new) is None and np.array_equal(words, new)
     steps = at_the_end(np.zeros(length, np.uint8))
     longer = kernels().step_bytes(old, new, kind, steps)
-    kept = at_the_end(kernels().escaped(steps, new, longer))
+    kept = at_the_end(new[kernels().escapes(steps, longer)])
     assert np.array_equal(kernels().add_steps(old, steps, kept, kind), new)
     index = at_the_end(np.flatnonzero(old != new).astype(np.uint32))
     if len(index):

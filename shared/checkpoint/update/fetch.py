@@ -259,12 +259,7 @@ class Fetcher:
 
 
 def _copy(
-    delta: Delta,
-    target: Path,
-    record: FileRecord,
-    spare: Path,
-    incoming: Incoming,
-    advance: Advance | None,
+    delta: Delta, target: Path, record: FileRecord, spare: Path, incoming: Incoming, advance: Advance | None
 ) -> None:
     """`spare`: the file that `target` is written over, where it exists."""
     place = delta.files.place(record.name)

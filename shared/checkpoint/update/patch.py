@@ -18,13 +18,7 @@ from weightcast.shared.checkpoint.update import buffer_reuse
 from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
 from weightcast.shared.checkpoint.update.journal import Direction, JournalReader
 from weightcast.shared.checkpoint.update.journal_records import PackedRecord
-from weightcast.shared.checkpoint.verify.hashing import (
-    Damaged,
-    Differs,
-    differing,
-    full_hash,
-    hash_tensors,
-)
+from weightcast.shared.checkpoint.verify.hashing import Damaged, Differs, differing, full_hash, hash_tensors
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
 
@@ -44,7 +38,7 @@ def patch(local: LocalCheckpoint, step: Step, *, undoable: bool = True) -> None:
     failpoint("patch.written", local.directory)
     require_files(local)
     before = local.state.undo
-    local.save(_arrived(local, step.target, (*before, step) if undoable else ()))
+    local.save(arrived(local, step.target, (*before, step) if undoable else ()))
     failpoint("patch.recorded", local.directory)
     if not undoable:
         for one in before:
@@ -86,7 +80,7 @@ def undo(local: LocalCheckpoint) -> None:
         _write_all(local, step, Direction.BACK, replay=False)
         failpoint("undo.written", local.directory)
         require_files(local)
-        local.save(_arrived(local, step.base, local.state.undo[:-1]))
+        local.save(arrived(local, step.base, local.state.undo[:-1]))
         failpoint("undo.recorded", local.directory)
         drop_journal(local, step)
 
@@ -107,7 +101,8 @@ def forget_undo(local: LocalCheckpoint) -> None:
             drop_journal(local, step)
 
 
-def _arrived(local: LocalCheckpoint, position: Position, undo_steps: tuple[Step, ...]) -> LocalState:
+def arrived(local: LocalCheckpoint, position: Position, undo_steps: tuple[Step, ...]) -> LocalState:
+    """Its state at `position`, from which `undo_steps` lead back."""
     state = local.state
     return state.but(
         phase=Phase.CLEAN,
@@ -126,16 +121,12 @@ def _write_all(local: LocalCheckpoint, step: Step, way: Direction, *, replay: bo
         try:
             compare_and_swap(local, journal, way, again=replay)
         except UnexpectedWordError as found:  # no thread writes any more
-            _dirty(local, found)
-
-
-def _dirty(local: LocalCheckpoint, found: UnexpectedWordError) -> None:
-    local.save(local.state.but(phase=Phase.DIRTY))
-    name = local.table[found.tensor].name
-    raise NeedsReseed(
-        f"{local.directory}: word {found.word} of {name} is not what the journal expects",
-        remedy="stop whatever else writes to the local checkpoint; the next sync seeds it again",
-    )
+            local.save(local.state.but(phase=Phase.DIRTY))
+            name = local.table[found.tensor].name
+            raise NeedsReseed(
+                f"{local.directory}: word {found.word} of {name} is not what the journal expects",
+                remedy="stop whatever else writes to the local checkpoint; the next sync seeds it again",
+            ) from found
 
 
 def is_replayed(local: LocalCheckpoint) -> bool:
@@ -178,8 +169,8 @@ def _replay(local: LocalCheckpoint, advance: Advance | None) -> None:
     position = step.target if forward else step.base
     began = _require_bytes(local, position, advance)
     kept = tuple(known for known in local.state.undo if known != step)
-    arrived = _arrived(local, position, (*kept, step) if forward else kept)
-    local.save(arrived.but(last_full_hash=began))
+    undo_steps = (*kept, step) if forward else kept
+    local.save(arrived(local, position, undo_steps).but(last_full_hash=began))
 
 
 def _after_reboot(local: LocalCheckpoint, advance: Advance | None) -> None:
@@ -187,7 +178,7 @@ def _after_reboot(local: LocalCheckpoint, advance: Advance | None) -> None:
     report = full_hash(local, advance=advance)
     for position in known_positions(local.state):
         if report.root == position.root:
-            local.save(_arrived(local, position, ()).but(last_full_hash=report.began))
+            local.save(arrived(local, position, ()).but(last_full_hash=report.began))
             return
     # no way back leads over a journal that was not synced, once this boot counts as the state's
     local.save(local.state.but(phase=Phase.DIRTY, undo=()))
@@ -284,13 +275,26 @@ class UnexpectedWordError(Exception):
 def compare_and_swap(local: LocalCheckpoint, journal: JournalReader, way: Direction, *, again: bool) -> None:
     """Every record, as `JournalReader.compare_and_swap`. Raises UnexpectedWordError once no thread writes any
     more; some words are written then."""
+    begin = local.begin_writing
+
+    def swap(records: Sequence[PackedRecord]) -> None:
+        for record in records:
+            word = journal.compare_and_swap(record, local.words(record.tensor), way, again=again, begin=begin)
+            if word is not None:
+                raise UnexpectedWordError(record.tensor, word)
+            failpoint("patch.record", local.directory)
+
+    def swap_many(records: Sequence[PackedRecord]) -> None:
+        words, _ = local.home(records[0].tensor)
+        places = [(local.home(one.tensor)[1], local.table.forms[one.tensor][1]) for one in records]
+        failed = journal.compare_and_swap_many(records, words, places, way, again=again, begin=begin)
+        if failed is not None:
+            raise UnexpectedWordError(failed[0].tensor, failed[1])
+        failpoint("patch.record", local.directory)
 
     def work(batch: Sequence[PackedRecord]) -> None:
         for alike in _alike(local, batch):
-            if len(alike) < _MANY or not alike[0].listed:
-                _one_by_one(local, journal, alike, way, again)
-            else:
-                _at_once(local, journal, alike, way, again)
+            (swap_many if len(alike) >= _MANY and alike[0].listed else swap)(alike)
 
     for _ in ordered(work, _batches(journal.packed()), local.threads, each=SMALL_RESULTS):
         pass
@@ -318,29 +322,3 @@ def _alike(local: LocalCheckpoint, batch: Sequence[PackedRecord]) -> Sequence[Se
     for record in batch:
         found.setdefault((record.listed, id(local.home(record.tensor)[0])), []).append(record)
     return list(found.values())
-
-
-def _one_by_one(
-    local: LocalCheckpoint,
-    journal: JournalReader,
-    records: Sequence[PackedRecord],
-    way: Direction,
-    again: bool,
-) -> None:
-    for record in records:
-        words = local.words(record.tensor)
-        failed = journal.compare_and_swap(record, words, way, again=again, begin=local.begin_writing)
-        if failed is not None:
-            raise UnexpectedWordError(record.tensor, failed)
-        failpoint("patch.record", local.directory)
-
-
-def _at_once(
-    local: LocalCheckpoint, journal: JournalReader, lists: Sequence[PackedRecord], way: Direction, again: bool
-) -> None:
-    words, _ = local.home(lists[0].tensor)
-    places = [(local.home(one.tensor)[1], local.table.forms[one.tensor][1]) for one in lists]
-    failed = journal.compare_and_swap_many(lists, words, places, way, again=again, begin=local.begin_writing)
-    if failed is not None:
-        raise UnexpectedWordError(failed[0].tensor, failed[1])
-    failpoint("patch.record", local.directory)

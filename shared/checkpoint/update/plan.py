@@ -10,8 +10,9 @@ read, and a source that contradicts them is not used.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Literal
 
 from weightcast.shared.base.errors import MEND_CHANNEL
@@ -291,28 +292,34 @@ def _legs(facts: PlanFacts, way: _Way) -> Patch:
 def _search(facts: PlanFacts, here: Position | None) -> _Way | Need | None:
     """The way of the fewest bytes to the target, from `here` or full weights, its indexes all read; None
     without one."""
-    reached: set[int] = set()
-    tie = 0
-    queue: list[tuple[int, int, int, int, _Source | None, _Trail | None]]
-    queue = [(0, 0, tie, facts.target, None, None)]
+    onward: dict[int, _Hop | None] = {}
+    """the hop from each version that was reached towards the target"""
+    tie = count()
+    queue: list[tuple[int, int, int, int, _Source | None, _Hop | None]]
+    queue = [(0, 0, next(tie), facts.target, None, None)]
     while queue:
-        cost, hops, _, version, source, trail = heapq.heappop(queue)
+        cost, hops, _, version, source, hop = heapq.heappop(queue)
         if source is not None:
-            way = _Way(source, version, _unrolled(trail))
+            way = _Way(source, version, _from(version, onward))
             return _unread(facts, here, way) or way
-        if version in reached:
+        if version in onward:
             continue
-        reached.add(version)
+        onward[version] = hop
         for kind, nbytes in _sources(facts, here, version):
-            tie += 1
-            heapq.heappush(queue, (cost + nbytes, hops, tie, version, kind, trail))
+            heapq.heappush(queue, (cost + nbytes, hops, next(tie), version, kind, None))
         if version not in facts.links and version not in facts.shown and _beyond(here, version):
             return Need(version)
-        for hop in _hops(facts, here, version):
-            tie += 1
-            longer = _Trail(hop, trail)
-            heapq.heappush(queue, (cost + hop.nbytes, hops + 1, tie, hop.base_version, None, longer))
-    return _full_weights(facts, reached)
+        for one in _hops(facts, here, version):
+            heapq.heappush(queue, (cost + one.nbytes, hops + 1, next(tie), one.base_version, None, one))
+    return _full_weights(facts, onward)
+
+
+def _from(version: int, onward: Mapping[int, _Hop | None]) -> tuple[_Hop, ...]:
+    hops: list[_Hop] = []
+    while (hop := onward[version]) is not None:
+        hops.append(hop)
+        version = hop.version
+    return tuple(hops)
 
 
 def _full_weights(facts: PlanFacts, reached: Collection[int]) -> Need | None:
@@ -321,20 +328,6 @@ def _full_weights(facts: PlanFacts, reached: Collection[int]) -> Need | None:
     if not unread:
         return None
     return Need(max(unread, key=lambda version: (facts.shown[version].nbytes, version)))
-
-
-@dataclass(frozen=True)
-class _Trail:
-    hop: _Hop
-    after: _Trail | None
-
-
-def _unrolled(trail: _Trail | None) -> tuple[_Hop, ...]:
-    hops: list[_Hop] = []
-    while trail is not None:
-        hops.append(trail.hop)
-        trail = trail.after
-    return tuple(hops)
 
 
 def _beyond(here: Position | None, version: int) -> bool:
@@ -363,29 +356,22 @@ def _sources(facts: PlanFacts, here: Position | None, version: int) -> Iterator[
 
 def _hops(facts: PlanFacts, here: Position | None, version: int) -> Iterator[_Hop]:
     """Deltas that lead to `version`, as far as nothing that was read speaks against them."""
-    shown, lowest = facts.shown.get(version), 0 if here is None else here.version
-    known = version in facts.links
-    if not _beyond(here, version) or (known and facts.links[version] is None):
+    shown, link = facts.shown.get(version), facts.links.get(version)
+    lowest = 0 if here is None else here.version
+    if not _beyond(here, version) or (link is None and version in facts.links):
         return
-    for hop in (*_main_hop(facts, version), *_multi_step_hops(shown, version)):
+    found: list[_Hop] = []
+    if link is None and shown is not None:
+        # an unread one is taken for a step
+        found.append(_Hop(version, version - 1, shown.nbytes, False))
+    elif link is not None and link.kind == "delta":
+        found.append(_Hop(version, link.base_version, link.nbytes if shown is None else shown.nbytes, False))
+    if shown is not None:
+        found += [_Hop(version, base_version, nbytes, True) for base_version, nbytes in shown.skips.items()]
+    for hop in found:
         sound = (hop.version, hop.base_version) not in facts.avoid
         if sound and hop.base_version >= lowest and _holds(facts, here, hop):
             yield hop
-
-
-def _main_hop(facts: PlanFacts, version: int) -> Sequence[_Hop]:
-    link, shown = facts.links.get(version), facts.shown.get(version)
-    if link is None:
-        # an unread one is taken for a step
-        return () if shown is None else (_Hop(version, version - 1, shown.nbytes, False),)
-    if link.kind == "anchor":
-        return ()
-    return (_Hop(version, link.base_version, link.nbytes if shown is None else shown.nbytes, False),)
-
-
-def _multi_step_hops(shown: Shown | None, version: int) -> Iterator[_Hop]:
-    for base_version, nbytes in () if shown is None else shown.skips.items():
-        yield _Hop(version, base_version, nbytes, True)
 
 
 def _link(facts: PlanFacts, hop: _Hop) -> Link | None:

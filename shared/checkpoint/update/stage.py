@@ -193,8 +193,7 @@ def _check_version(index: Index, table: TensorTable, lanes: LanesArray, sums: St
     listed = records.numbers(table)
     for number in np.setxor1d(listed, sums.changed)[:1].tolist():
         raise DamagedFile(
-            f"{where}: {table[number].name} changes and is not listed, or the reverse",
-            remedy=remedy,
+            f"{where}: {table[number].name} changes and is not listed, or the reverse", remedy=remedy
         )
     for row in np.flatnonzero((lanes[listed] != records.lanes).any(axis=1))[:1].tolist():
         raise DamagedFile(f"{where}: {records.names[row]} does not get the stated lanes", remedy=remedy)

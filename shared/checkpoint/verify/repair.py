@@ -24,21 +24,11 @@ from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.delta_reader import open_delta
 from weightcast.shared.channel.index import STEP_ENCODINGS, ForeignIndex, Index
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, TensorFiles, gather
-from weightcast.shared.checkpoint.state.state import (
-    Mark,
-    Phase,
-    Position,
-    Step,
-)
+from weightcast.shared.checkpoint.state.state import Mark, Phase, Position, Step
 from weightcast.shared.checkpoint.update.buffer_reuse import make_room
 from weightcast.shared.checkpoint.update.fetch import Delta
-from weightcast.shared.checkpoint.update.patch import repairable, require_files
-from weightcast.shared.checkpoint.verify.hashing import (
-    Differs,
-    differing,
-    full_hash,
-    hash_tensors,
-)
+from weightcast.shared.checkpoint.update.patch import arrived, repairable, require_files
+from weightcast.shared.checkpoint.verify.hashing import Differs, differing, full_hash, hash_tensors
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint, check_table
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_errors, error_text
@@ -241,19 +231,9 @@ def _way_back(local: LocalCheckpoint) -> tuple[Step, ...]:
 def _arrive(local: LocalCheckpoint, position: Position, *, hashed: float | None) -> None:
     """`hashed`: unix time at which every byte was last read, if all were."""
     state = local.state
-    moved = position != state.position
-    local.save(
-        state.but(
-            phase=Phase.CLEAN,
-            active=None,
-            position=position,
-            undo=() if moved or state.active is not None else _way_back(local),
-            epoch=state.followed(position),
-            files=local.file_identities(),
-            generation=state.generation + 1,
-            last_full_hash=state.last_full_hash if hashed is None else hashed,
-        )
-    )
+    stays = position == state.position and state.active is None
+    after = arrived(local, position, _way_back(local) if stays else ())
+    local.save(after if hashed is None else after.but(last_full_hash=hashed))
 
 
 def _build(

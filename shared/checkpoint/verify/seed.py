@@ -16,14 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from weightcast.shared.base.elements import ByteArray, TensorTable
-from weightcast.shared.base.errors import (
-    MEND_CHANNEL,
-    DamagedFile,
-    NeedsReseed,
-    Refused,
-    WrongRun,
-    counted,
-)
+from weightcast.shared.base.errors import MEND_CHANNEL, DamagedFile, NeedsReseed, Refused, WrongRun, counted
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, file_record
