@@ -150,14 +150,16 @@ class Scan:
 def scan(chunk: Chunk, old: Words, new: Words) -> Scan:
     """`old`, `new`: word[chunk.words] with the zero padding. As `compare`, `hash_bytes` of each span's new
     words and `span_sums`, reading both once. Raises ValueError for words of another chunk."""
-    found, book = _scanned(chunk, old, new, whole=True)
-    return Scan(found, book[:, :2], _sums(chunk, book))
+    both, book = _opened(chunk, old, new)
+    found = kernels().scanned(*both, chunk.places, book)
+    return Scan(Changes(*found), book[:, :2], _sums(chunk, book))
 
 
 def changes_of(chunk: Chunk, old: Words, new: Words) -> tuple[Changes, SpanSums]:
     """As `scan`, without lanes of all words."""
-    found, book = _scanned(chunk, old, new, whole=False)
-    return found, _sums(chunk, book)
+    both, book = _opened(chunk, old, new)
+    found = kernels().scanned(*both, chunk.places, book, whole=False)
+    return Changes(*found), _sums(chunk, book)
 
 
 def masked_changes(chunk: Chunk, old: Words, new: Words) -> tuple[Changes, SpanSums]:
@@ -174,12 +176,6 @@ def all_of(chunk: Chunk, old: Words, new: Words, counted: Counted) -> tuple[Chan
     index = counted.with_padding(_numbers(counted.words))
     found = Changes(index, counted.pick(old), counted.pick(new), new, all_shown=True)
     return found, _sums(chunk, book)
-
-
-def _scanned(chunk: Chunk, old: Words, new: Words, *, whole: bool) -> tuple[Changes, NDArray[np.uint64]]:
-    both, book = _opened(chunk, old, new)
-    found = kernels().scanned(*both, chunk.places, book, whole=whole)
-    return Changes(*found), book
 
 
 def _opened(chunk: Chunk, old: Words, new: Words) -> tuple[tuple[Words, Words], NDArray[np.uint64]]:

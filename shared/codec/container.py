@@ -102,7 +102,7 @@ def _magnitude_bits(changes: Changes, kind: WordKind) -> float:
     """Estimated from a sample of the changes."""
     before = dense.sampled(changes.old)
     some = Changes(changes.index[: len(before)], before, dense.sampled(changes.new))
-    bits = magnitudes.grouped(magnitudes.measure(some, kind), kind).expected_bits
+    bits = magnitudes.grouped(some, kind).expected_bits
     return bits * len(changes) / len(before)
 
 
@@ -112,7 +112,7 @@ def _changewise(
     """No payload where it would be longer than the raw words."""
     most = counted.words * kind.width
     if encoding == "small" and kind.exponent_mask and len(changes) >= _WORTH_CLASSES:
-        grouped = magnitudes.grouped(magnitudes.measure(changes, kind), kind)
+        grouped = magnitudes.grouped(changes, kind)
         for exact in (False, True):
             classes = positions.classify(grouped.steps, old, counted, kind, exact=exact)
             small = sparse.encode_small(changes.index, old, counted, classes, grouped, kind, most)

@@ -23,7 +23,7 @@ from weightcast.shared.kernels.parallel import scratch
 class Steps:
     """Of each change: |step| - 1 and the exponent of the old word; `signs` has a bit each, least significant
     first, 1 for a step down. `tallies`: int64[256, 3], of each exponent its changes, the sum of |step| - 1,
-    how many of those are not 0. In the thread's scratch: good until it measures again."""
+    how many of those are not 0. In the thread's scratch: valid until it groups others."""
 
     magnitude: NDArray[np.uint32]
     exponents: ByteArray
@@ -37,15 +37,6 @@ class Steps:
     def histogram(self) -> NDArray[np.int64]:
         """Changes per exponent."""
         return self.tallies[:, 0]
-
-
-def measure(changes: Changes, kind: WordKind) -> Steps:
-    count, room = len(changes), scratch()
-    magnitude = room.take("magnitude", np.uint32, count)
-    exponents = room.take("exponents", np.uint8, count)
-    signs = room.take("signs", np.uint8, count // 8 + 2)
-    tallies = kernels().split(changes.old, changes.new, kind, magnitude, exponents, signs)
-    return Steps(magnitude, exponents, signs[: (count + 7) // 8], tallies)
 
 
 CONTEXT = np.dtype([("plan", np.uint8, 3), ("zero", np.uint8), ("size", "<u4")])
@@ -86,9 +77,15 @@ def heads_of(contexts: NDArray[np.int64], sizes: NDArray[np.int64]) -> bytes:
     return heads.tobytes()
 
 
-def grouped(steps: Steps, kind: WordKind) -> GroupedMagnitudes:
-    contexts = unplanned(len(steps), kind)
-    return GroupedMagnitudes(steps, kernels().plan_contexts(steps.tallies, contexts), contexts)
+def grouped(changes: Changes, kind: WordKind) -> GroupedMagnitudes:
+    count, room = len(changes), scratch()
+    magnitude = room.take("magnitude", np.uint32, count)
+    exponents = room.take("exponents", np.uint8, count)
+    signs = room.take("signs", np.uint8, count // 8 + 2)
+    tallies = kernels().split(changes.old, changes.new, kind, magnitude, exponents, signs)
+    steps = Steps(magnitude, exponents, signs[: (count + 7) // 8], tallies)
+    contexts = unplanned(count, kind)
+    return GroupedMagnitudes(steps, kernels().plan_contexts(tallies, contexts), contexts)
 
 
 def unplanned(changes: int, kind: WordKind) -> NDArray[np.int64]:

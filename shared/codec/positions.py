@@ -74,10 +74,6 @@ class Classes:
     each: tuple[_Class, ...]
     exact: bool
 
-    @property
-    def bits(self) -> float:
-        return sum(one.bits + _HEAD_BITS for one in self.each)
-
 
 def classify(steps: Steps, old: Words, counted: Counted, kind: WordKind, *, exact: bool = False) -> Classes:
     """`old` with its padding."""
