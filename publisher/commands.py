@@ -10,7 +10,6 @@ from rich.console import Console
 
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.channel_repair import ask_for_repair, repair_channel, sign_channel
-from weightcast.publisher.commands_publish import show_facts
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.publisher.maintenance.prune import (
@@ -42,7 +41,7 @@ from weightcast.shared.cli.options import (
     threads_option,
     trusted_key_option,
 )
-from weightcast.shared.cli.output import Output, time_text
+from weightcast.shared.cli.output import Output, facts_table, time_text
 from weightcast.shared.cli.settings_options import settings_command, show_settings_command
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.logs import setup_logs
@@ -158,7 +157,9 @@ def init(
         "notes": "; ".join(opened.notes) or "-",
         **({"left behind": left_text(left, most=20)} if left else {}),
     }
-    output.result(facts | {"left_behind": list(left)}, lambda console: show_facts(console, shown))
+    output.result(
+        facts | {"left_behind": list(left)}, lambda console: console.print(facts_table(shown.items()))
+    )
 
 
 @click.command
@@ -178,7 +179,7 @@ def sign(channel: ChannelAddress, sign_key: Path, as_json: bool) -> None:
     with output.progress(f"reading {channel}", None) as advance:
         versions = sign_channel(open_store(channel), key, advance)
     facts = {"channel": str(channel), "versions": versions, "signed_by": key.public.id}
-    output.result(facts, lambda console: show_facts(console, facts))
+    output.result(facts, lambda console: console.print(facts_table(facts.items())))
 
 
 def _alias(text: str) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Encoding
-from weightcast.shared.channel.run_files import Base, ChannelFile
+from weightcast.shared.channel.run_files import Base
 from weightcast.shared.cli.options import (
     channel_option,
     json_option,
@@ -36,7 +36,7 @@ from weightcast.shared.cli.options import (
     threads_option,
     trusted_key_option,
 )
-from weightcast.shared.cli.output import Output
+from weightcast.shared.cli.output import Output, facts_table, or_dash
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.files.paths import ChannelAddress, exists, printable
@@ -103,7 +103,7 @@ def publish(
     """Publish one checkpoint as the channel's next version."""
     output = Output(json=as_json)
     rules = ExportRules.of(cast, rename, drop)
-    _, described = _look(Channel.open(open_store(channel)), checkpoint, local, base, take_over, rules)
+    described = _look(Channel.open(open_store(channel)), checkpoint, local, base, take_over, rules)
     with (
         ServicePublisher.open(
             channel,
@@ -138,7 +138,7 @@ def _look(
     base: Path | None,
     take_over: bool,
     rules: ExportRules,
-) -> tuple[ChannelFile, Base]:
+) -> Base:
     """Before anything is claimed: what will be refused must not take the channel from a publisher."""
     file, described = channel.require_ours()
     order = standing(channel)
@@ -152,7 +152,7 @@ def _look(
         own = next((known for known in (local, base) if known is not None and exists(known / CONFIG)), None)
         if own is not None:
             check_config(checkpoint / CONFIG, own, described.files)
-    return file, described
+    return described
 
 
 def _beside(make: Callable[[], object]) -> None:
@@ -166,36 +166,22 @@ def _beside(make: Callable[[], object]) -> None:
 def _show(console: Console, done: Publication) -> None:
     ratio = done.full_bytes / done.delta_bytes if done.delta_bytes else 0.0
     adapted = ", ".join(f"{count:,} tensors {what}" for what, count in done.adapted.items() if count)
-    show_facts(
-        console,
-        {
-            "version": done.version,
-            "step": "-" if done.step is None else done.step,
-            **({} if done.resumed_from_step is None else {"resumed from step": done.resumed_from_step}),
-            "changed elements": f"{done.changed_elements:,} ({done.density_elements:.4%})",
-            "changed bytes": f"{done.density_bytes:.4%}",
-            "delta": f"{done.delta_bytes:,} bytes",
-            "full": f"{done.full_bytes:,} bytes (ratio {ratio:,.1f})",
-            "bits per change": f"{done.bits_per_change:.2f}",
-            "seconds": f"{done.total_seconds:.3f}",
-            **(
-                {"became NaN or infinite": f"{done.non_finite_elements:,} elements"}
-                if done.non_finite_elements
-                else {}
-            ),
-            **({"names": ", ".join(f"{r}: {n}" for r, n in done.mapped.items())} if done.mapped else {}),
-            **({"adapted": adapted} if adapted else {}),
-            **({"notes": "; ".join(done.notes)} if done.notes else {}),
-            **({"config changed": config_text(done.not_carried)} if done.not_carried else {}),
-            **({"config carried": ", ".join(done.carried)} if done.carried else {}),
-        },
-    )
-
-
-def show_facts(console: Console, facts: dict[str, object]) -> None:
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in facts.items():
-        table.add_row(name, str(value))
-    console.print(table)
+    finite = not done.non_finite_elements
+    facts = {
+        "version": done.version,
+        "step": or_dash(done.step),
+        "resumed from step": "" if done.resumed_from_step is None else done.resumed_from_step,
+        "changed elements": f"{done.changed_elements:,} ({done.density_elements:.4%})",
+        "changed bytes": f"{done.density_bytes:.4%}",
+        "delta": f"{done.delta_bytes:,} bytes",
+        "full": f"{done.full_bytes:,} bytes (ratio {ratio:,.1f})",
+        "bits per change": f"{done.bits_per_change:.2f}",
+        "seconds": f"{done.total_seconds:.3f}",
+        "became NaN or infinite": "" if finite else f"{done.non_finite_elements:,} elements",
+        "names": ", ".join(f"{rule}: {count}" for rule, count in done.mapped.items()),
+        "adapted": adapted,
+        "notes": "; ".join(done.notes),
+        "config changed": config_text(done.not_carried) if done.not_carried else "",
+        "config carried": ", ".join(done.carried),
+    }
+    console.print(facts_table((name, value) for name, value in facts.items() if value != ""))

@@ -27,7 +27,7 @@ from weightcast.shared.cli.options import (
     threads_option,
     trusted_key_option,
 )
-from weightcast.shared.cli.output import Output
+from weightcast.shared.cli.output import Output, facts_table, or_dash
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.logs import setup_logs
 from weightcast.shared.files.paths import ChannelAddress, printable, require_places
@@ -216,8 +216,6 @@ def _judge(status: HostStatus) -> None:
 
 
 def _show(console: Console, status: HostStatus) -> None:
-    from rich.table import Table
-
     rows = [
         ("local", status.local),
         ("run", status.run_id or "-"),
@@ -239,10 +237,6 @@ def _show(console: Console, status: HostStatus) -> None:
         seconds = update.seconds["total"]
         rows.append((update.kind, f"to {update.version}, {update.bytes} bytes, {seconds:.2f} s{untaken}"))
     for engine in status.engines:
-        version = "-" if engine.version is None else engine.version
+        version = or_dash(engine.version)
         rows.append((engine.name, f"{engine.mark} {version} {engine.reason}"))
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, text in rows:
-        if text:
-            table.add_row(printable(name), printable(text))
-    console.print(table)
+    console.print(facts_table((printable(name), printable(text)) for name, text in rows if text))

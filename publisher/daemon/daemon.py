@@ -117,13 +117,13 @@ def run_publisher(settings: PublisherSettings) -> None:
         settings.upkeep.retention,
         settings.bounds,
         lambda: publish_loop.record.publish_seconds,
-        publisher=lambda: publish_loop.status().line(time.time()),
+        lambda: publish_loop.status().line(time.time()),
     )
-    FleetMetrics(registry, view.hosts, view.page)
+    FleetMetrics(registry, view.last_look)
     publish_loop = PublishLoop(settings, registry, wakeup, stop, renamed, process_began())
 
     def status() -> PublisherStatus:
-        hosts = tuple(map(host_status, view.hosts().hosts))
+        hosts = tuple(map(host_status, view.last_look()[0].hosts))
         facts = {"loop": loop.get(), "kernels": STATUS.get(), "hosts": hosts, "now": time.time()}
         return publish_loop.status().model_copy(update={**facts, "report_error": view.report_intake.problem})
 

@@ -205,33 +205,26 @@ def _of(update: Update, phases: Iterable[str]) -> float:
 def prune_plan(situation: Situation, retention: Retention) -> PrunePlan:
     """What the publisher would take out of the channel now, and why it keeps the rest."""
     verdict = decide(situation, retention)
-    gone = {removal.version for removal in verdict.removals}
     first = window(situation, retention) if verdict.horizon else 0
-    kept = [version for version in sorted(situation.versions) if version not in gone]
+
+    def why_kept(version: int) -> str:
+        if version in situation.wanted:
+            return "kept by name or tagged"
+        if not verdict.horizon:
+            return verdict.why_not
+        if version >= first:
+            return f"from version {first} on hosts take every step on their own"
+        if version >= verdict.horizon:
+            return f"from the full weights of version {verdict.horizon} hosts come to version {first}"
+        return "on the way to a version that is kept by name, or of hosts that join"
+
+    def planned(version: int, why: str) -> PlannedVersion:
+        return PlannedVersion(version=version, bytes=situation.versions[version].nbytes, why=why)
+
+    gone = {removal.version for removal in verdict.removals}
     return PrunePlan(
         horizon=verdict.horizon,
-        remove=tuple(
-            PlannedVersion(version=one.version, bytes=one.nbytes, why=one.why) for one in verdict.removals
-        ),
-        keep=tuple(
-            PlannedVersion(
-                version=version,
-                bytes=situation.versions[version].nbytes,
-                why=_why_kept(version, verdict.horizon, first, situation, verdict.why_not),
-            )
-            for version in kept
-        ),
+        remove=tuple(planned(one.version, one.why) for one in verdict.removals),
+        keep=tuple(planned(v, why_kept(v)) for v in sorted(situation.versions) if v not in gone),
         why_not=verdict.why_not,
     )
-
-
-def _why_kept(version: int, horizon: int, first: int, situation: Situation, why_not: str) -> str:
-    if version in situation.wanted:
-        return "kept by name or tagged"
-    if not horizon:
-        return why_not
-    if version >= first:
-        return f"from version {first} on hosts take every step on their own"
-    if version >= horizon:
-        return f"from the full weights of version {horizon} hosts come to version {first}"
-    return "on the way to a version that is kept by name, or of hosts that join"

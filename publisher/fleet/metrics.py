@@ -49,17 +49,15 @@ CHAIN_BYTES = MetricDoc(f"{PREFIX}_chain_bytes", "gauge", "Bytes of their deltas
 
 
 class FleetMetrics(Collector):
-    """`fleet` and `page` give the last look; they are asked at every scrape and must not block."""
+    """`last_look` is asked at every scrape and must not block."""
 
-    def __init__(
-        self, registry: Metrics, fleet: Callable[[], Fleet], page: Callable[[], ChannelPage]
-    ) -> None:
-        self._fleet, self._page = fleet, page
+    def __init__(self, registry: Metrics, last_look: Callable[[], tuple[Fleet, ChannelPage]]) -> None:
+        self._last_look = last_look
         registry.docs += [HOSTS, BEHIND, COST_BYTES, COST_SECONDS, CHAIN_VERSIONS, CHAIN_BYTES]
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        fleet, page = self._fleet(), self._page()
+        fleet, page = self._last_look()
         yield _family(HOSTS, Counter(host.standing for host in fleet.hosts))
         lags = (lag_label(host.lag) for host in fleet.hosts if host.takes_part)
         yield _family(BEHIND, Counter(lags))

@@ -30,11 +30,7 @@ _TOLD_SECONDS = 120.0
 
 
 class TooMany(Exception):
-    """`seconds`: when to try again."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"try again in {seconds:g} s")
-        self.seconds = seconds
+    """Reports come more quickly than they are taken."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class ReportIntake:
         packed = pack_report(report)
         with self._lock:
             if self._waiting_bytes + len(packed) > WAITING_BYTES:
-                raise TooMany(1.0)
+                raise TooMany
             self._admit(key)
             self._waiting_bytes += len(packed)
             self._waiting[key] = _Waiting(report.host, packed)
@@ -88,14 +84,14 @@ class ReportIntake:
         self._tokens = min(BURST, self._tokens + ALL_PER_SECOND * (now - self._filled))
         self._filled = now
         if self._tokens < 1:
-            raise TooMany(1.0)
+            raise TooMany
         self._tokens -= 1
 
     def _admit(self, key: str) -> None:
         now = self._clock()
         last = self._taken.get(key)
         if last is not None and now - last < PER_HOST_SECONDS:
-            raise TooMany(PER_HOST_SECONDS)
+            raise TooMany
         if last is None and len(self._taken) >= REPORTS_LIMIT:
             self._forget(now - SILENT_SECONDS)
         if last is None and len(self._taken) >= REPORTS_LIMIT:

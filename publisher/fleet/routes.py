@@ -133,37 +133,27 @@ class _Streams:
                 f"too many event streams ({MOST_STREAMS})", remedy="close a page, or poll /v1/fleet"
             )
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._counted(), media_type="text/event-stream", headers=headers)
-
-    async def _counted(self) -> AsyncIterator[bytes]:
-        self._open += 1
-        try:
-            async for event in self._events():
-                yield event
-        finally:
-            self._open -= 1
+        return StreamingResponse(self._events(), media_type="text/event-stream", headers=headers)
 
     async def _events(self) -> AsyncIterator[bytes]:
         serial, newest, said = -1, -1, 0.0
-        while not self._is_stopping():
-            now = time.monotonic()
-            page, versions = self._view.fleet(), self._view.versions().versions.versions
-            if now - said >= (_EVENT_SECONDS if page.serial != serial else REFRESH_SECONDS):
-                serial, said = page.serial, now
-                async for piece in _event("fleet", page.body):
-                    yield piece
-            if versions and versions[0].version != newest:
-                newest = versions[0].version
-                async for piece in _event("versions", b'{"newest":%d}' % newest):
-                    yield piece
-            await asyncio.sleep(_LOOK_SECONDS)
-
-
-async def _event(name: str, data: bytes) -> AsyncIterator[bytes]:
-    yield b"event: %s\ndata: " % name.encode()
-    async for piece in _pieces(data):
-        yield piece
-    yield b"\n\n"
+        self._open += 1
+        try:
+            while not self._is_stopping():
+                now = time.monotonic()
+                page, versions = self._view.fleet(), self._view.versions().versions.versions
+                if now - said >= (_EVENT_SECONDS if page.serial != serial else REFRESH_SECONDS):
+                    serial, said = page.serial, now
+                    yield b"event: fleet\ndata: "
+                    async for piece in _pieces(page.body):
+                        yield piece
+                    yield b"\n\n"
+                if versions and versions[0].version != newest:
+                    newest = versions[0].version
+                    yield b'event: versions\ndata: {"newest":%d}\n\n' % newest
+                await asyncio.sleep(_LOOK_SECONDS)
+        finally:
+            self._open -= 1
 
 
 _TYPES = {

@@ -20,7 +20,7 @@ from weightcast.publisher.fleet.catch_up_cost import (
     version_rows,
 )
 from weightcast.publisher.fleet.report_intake import ReportIntake
-from weightcast.publisher.fleet.version_history import History, VersionHistory
+from weightcast.publisher.fleet.version_history import VersionHistory
 from weightcast.publisher.maintenance.prune import ACTIVE_SECONDS
 from weightcast.publisher.maintenance.retention import Retention, Situation
 from weightcast.shared.base.errors import WeightcastError
@@ -74,15 +74,14 @@ class FleetView:
         store: Store,
         retention: Retention,
         bounds: Bounds,
-        publish_seconds: Callable[[], Mapping[int, float]] = dict,
-        clock: Callable[[], float] = time.monotonic,
-        publisher: Callable[[], PublisherLine | None] = lambda: None,
+        publish_seconds: Callable[[], Mapping[int, float]],
+        publisher: Callable[[], PublisherLine | None],
     ) -> None:
-        self._store, self._retention, self._clock = store, retention, clock
+        self._store, self._retention = store, retention
         self.report_intake = ReportIntake(self._store)
         self._publish_seconds = publish_seconds
         self._reader = FleetReader(self._store, bounds, publisher=publisher)
-        self._history = VersionHistory(self._store, clock)
+        self._history = VersionHistory(self._store)
         unread, place = (
             Verdict(level="warning", text="the channel has not been read yet"),
             self._store.place(),
@@ -90,14 +89,13 @@ class FleetView:
         empty = Fleet(now=time.time(), channel=place, run_id=None, latest=None, bounds=bounds, verdict=unread)
         self._fleet = Snapshot(_page(empty, 0))
         self._versions = Snapshot(ChannelPage())
-        self._asked = clock() - _WATCHED_SECONDS
-        self._look_seconds = 0.0
+        self._asked = time.monotonic() - _WATCHED_SECONDS
         self._ending = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(look, pause), name=name, daemon=True)
             for name, look, pause in (
                 ("fleet", self.read_hosts, self._hosts_pause),
-                ("versions", self.read_versions, self._versions_pause),
+                ("versions", self.read_versions, lambda seconds: _LOOK_SHARE * seconds),
             )
         ]
 
@@ -113,20 +111,17 @@ class FleetView:
 
     def fleet(self) -> FleetPage:
         """The last look; keeps looks frequent for a while."""
-        self._asked = self._clock()
+        self._asked = time.monotonic()
         return self._fleet.get()
 
-    def hosts(self) -> Fleet:
-        """The last look, for those who ask all the time."""
-        return self._fleet.get().fleet
-
-    def page(self) -> ChannelPage:
-        """As `hosts`."""
-        return self._versions.get()
-
     def versions(self) -> ChannelPage:
-        self._asked = self._clock()
+        """As `fleet`."""
+        self._asked = time.monotonic()
         return self._versions.get()
+
+    def last_look(self) -> tuple[Fleet, ChannelPage]:
+        """For those who ask all the time."""
+        return self._fleet.get().fleet, self._versions.get()
 
     def forget(self, host: Host) -> None:
         """Deletes the report of a host that is gone: see `require_gone`. Raises Refused and OSError."""
@@ -144,54 +139,43 @@ class FleetView:
         self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))
 
     def read_versions(self) -> None:
-        began = self._clock()
-        try:
-            self._read_versions()
-        finally:
-            self._look_seconds = self._clock() - began
-
-    def _read_versions(self) -> None:
+        """As `read_hosts`."""
         page = self._history.read(look_around=self._is_watched())
         fleet = self._fleet.get().fleet
         living = [host for host in fleet.hosts if (host.heard_seconds_ago or 0.0) < ACTIVE_SECONDS]
+        held = [host.local_version for host in living if host.local_version is not None]
+        wanted = {*page.kept, *page.tags.values()}
+        situation = Situation(page.pointer, page.versions, time.time(), held, wanted)
         self._versions.set(
             ChannelPage(
                 versions=version_rows(page, self._publish_seconds()),
                 catch_up=catch_up(page, [host for host in fleet.hosts if host.takes_part]),
-                prune_plan=prune_plan(
-                    _situation(page, [h.local_version for h in living if h.local_version is not None]),
-                    self._retention,
-                ),
+                prune_plan=prune_plan(situation, self._retention),
             )
         )
 
     def _is_watched(self) -> bool:
-        return self._clock() - self._asked < _WATCHED_SECONDS
+        return time.monotonic() - self._asked < _WATCHED_SECONDS
 
-    def _hosts_pause(self) -> float:
-        hosts = len(self._fleet.get().fleet.hosts)
-        return max(QUICK_SECONDS if self._is_watched() else IDLE_SECONDS, hosts / STATS_PER_SECOND)
+    def _usual_pause(self) -> float:
+        return QUICK_SECONDS if self._is_watched() else IDLE_SECONDS
 
-    def _versions_pause(self) -> float:
-        pause = QUICK_SECONDS if self._is_watched() else IDLE_SECONDS
-        return max(pause, _LOOK_SHARE * self._look_seconds)
+    def _hosts_pause(self, _seconds: float) -> float:
+        return len(self._fleet.get().fleet.hosts) / STATS_PER_SECOND
 
-    def _run(self, look: Callable[[], None], pause: Callable[[], float]) -> None:
+    def _run(self, look: Callable[[], None], pause: Callable[[float], float]) -> None:
+        """`pause`: from the seconds of a look to the least seconds until the next."""
         while not self._ending.is_set():
+            began = time.monotonic()
             try:
                 # what was read last stays while the channel cannot be read, and grows old
                 with contextlib.suppress(WeightcastError, OSError):
                     look()
             except Exception:
                 log.exception("looking at the channel crashed")
-            waited = 0.0
-            while waited < pause() and not self._ending.wait(0.2):
+            waited, least = 0.0, pause(time.monotonic() - began)
+            while waited < max(least, self._usual_pause()) and not self._ending.wait(0.2):
                 waited += 0.2
-
-
-def _situation(page: History, hosts: list[int]) -> Situation:
-    wanted = {*page.kept, *page.tags.values()}
-    return Situation(page.pointer, page.versions, time.time(), hosts, wanted)
 
 
 def _page(fleet: Fleet, serial: int) -> FleetPage:

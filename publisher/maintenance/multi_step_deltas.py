@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -57,12 +58,12 @@ def write_multi_step(
     """Makes the delta from `base` to the version that `main` is the index of; it appears through its index
     alone. Raises DamagedFile when kept journals do not add up to it; nothing is left then."""
     store, name = claim.store, multi_step_key(main.version, base.version)
-    draft = begin_beside(claim, name)
+    draft, delta = begin_beside(claim, name), _MultiStep(log, main, base, encoding)
     failpoint("skip.begun", store.place(draft.key))
     try:
-        data = _written(draft, log, main, base, encoding)
+        data = delta.written(draft)
         index = parse_index(data, log.table)
-        _prove(draft.directory, log, index, base)
+        delta.prove(draft.directory, index)
         failpoint("skip.written", store.place(draft.key))
         commit_draft(claim, draft.key, name, index, data, key)
     except AlreadyExists:
@@ -124,65 +125,63 @@ class _Accumulator:
         return lanes
 
 
-def _chunks(log: ReplayLog, main: Index, base: Position) -> Iterator[tuple[Chunk, Words, Words]]:
-    """Each chunk that may differ, with its words at the base and at the version."""
-    for part in main.parts:
-        for chunk in grid(log.table, part):
-            if log.touches(chunk, main.version, base.version):
-                yield chunk, *log.step(chunk, main.version, base.version)
+@dataclass(frozen=True)
+class _MultiStep:
+    """The delta from `base` to the version that `main` is the index of."""
 
+    log: ReplayLog
+    main: Index
+    base: Position
+    encoding: StepEncoding
 
-def _written(draft: Files, log: ReplayLog, main: Index, base: Position, encoding: StepEncoding) -> bytes:
-    """The shard; returns the index."""
-    count = sum(1 for part in main.parts for _ in grid(log.table, part))
-    name = draft.prefix + _SHARD
-    writer = begin_shard(encoding, draft.directory, name, log.table, count)
-    totals = _Accumulator(log.table)
-    written = write_steps(writer, _chunks(log, main, base), totals.add)
-    lanes = totals.check(base, main.root)
-    return write_index(_index(main, base, encoding, written, totals, lanes), log.table)
+    def _chunks(self) -> Iterator[tuple[Chunk, Words, Words]]:
+        """Each chunk that may differ, with its words at the base and at the version."""
+        log, between = self.log, (self.main.version, self.base.version)
+        for part in self.main.parts:
+            for chunk in grid(log.table, part):
+                if log.touches(chunk, *between):
+                    yield chunk, *log.step(chunk, *between)
 
+    def written(self, draft: Files) -> bytes:
+        """Writes the shard; returns the index."""
+        table = self.log.table
+        count = sum(1 for part in self.main.parts for _ in grid(table, part))
+        writer = begin_shard(self.encoding, draft.directory, draft.prefix + _SHARD, table, count)
+        totals = _Accumulator(table)
+        files = write_steps(writer, self._chunks(), totals.add)
+        lanes = totals.check(self.base, self.main.root)
+        tensors = TensorRecords.numbered(table, totals.step.changed, lanes, totals.elements)
+        nbytes = sum(file.size for file in files.files)
+        index = Index(
+            run_id=self.main.run_id,
+            version=self.main.version,
+            kind="delta",
+            base_version=self.base.version,
+            base_root=self.base.root,
+            root=self.main.root,
+            parent=self.base.digest,
+            epoch=self.main.epoch,
+            encoding=self.encoding,
+            step=self.main.step,
+            created=time.time(),
+            weight_map={name: file.name for file in files.files for name in tensors.names},
+            files=files.files,
+            tensors=tensors,
+            parts=self.main.parts,
+            chunks=files.chunks,
+            totals=VersionTotals(int(tensors.changed.sum()), table.elements, table.nbytes, nbytes),
+            main=self.main.digest,
+            carried=self.main.carried,
+        )
+        return write_index(index, table)
 
-def _index(
-    main: Index,
-    base: Position,
-    encoding: StepEncoding,
-    files: PartFiles,
-    totals: _Accumulator,
-    lanes: LanesArray,
-) -> Index:
-    table = totals.table
-    tensors = TensorRecords.numbered(table, totals.step.changed, lanes, totals.elements)
-    nbytes = sum(file.size for file in files.files)
-    return Index(
-        run_id=main.run_id,
-        version=main.version,
-        kind="delta",
-        base_version=base.version,
-        base_root=base.root,
-        root=main.root,
-        parent=base.digest,
-        epoch=main.epoch,
-        encoding=encoding,
-        step=main.step,
-        created=time.time(),
-        weight_map={name: file.name for file in files.files for name in tensors.names},
-        files=files.files,
-        tensors=tensors,
-        parts=main.parts,
-        chunks=files.chunks,
-        totals=VersionTotals(int(tensors.changed.sum()), table.elements, table.nbytes, nbytes),
-        main=main.digest,
-        carried=main.carried,
-    )
-
-
-def _prove(files: Store, log: ReplayLog, index: Index, base: Position) -> None:
-    """Decodes what lies there as a host would, from the base version's words."""
-    verify_files(files, index)
-    reader, totals = open_delta(index, log.table, files), _Accumulator(log.table)
-    for chunk, old, _ in _chunks(log, index, base):
-        if reader.touches(chunk):
-            totals.add(chunk, reader.step(chunk, old))
-    reader.finish()
-    totals.check(base, index.root)
+    def prove(self, files: Store, index: Index) -> None:
+        """Decodes what was written as a host would, from the base version's words."""
+        verify_files(files, index)
+        table = self.log.table
+        reader, totals = open_delta(index, table, files), _Accumulator(table)
+        for chunk, old, _ in self._chunks():
+            if reader.touches(chunk):
+                totals.add(chunk, reader.step(chunk, old))
+        reader.finish()
+        totals.check(self.base, index.root)

@@ -18,7 +18,7 @@ from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
 from weightcast.shared.cli.options import channel_option, json_option, option, path, trusted_key_option
-from weightcast.shared.cli.output import Output, time_text
+from weightcast.shared.cli.output import Output, facts_table, or_dash, time_text
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import ChannelAddress, exists, is_directory, is_file, is_link, printable
 
@@ -94,19 +94,15 @@ def _log_table(console: Console, facts: dict[str, Any]) -> None:
         table.add_row(
             str(row["version"]),
             row["kind"] + (" +anchor" if row["anchor"] and row["kind"] == "delta" else ""),
-            _or_dash(row["step"]),
-            _or_dash(row["density"], "{:.3%}"),
-            _or_dash(row["bytes"], "{:,}"),
-            _or_dash(row["ratio"], "{:.1f}x"),
+            or_dash(row["step"]),
+            or_dash(row["density"], "{:.3%}"),
+            or_dash(row["bytes"], "{:,}"),
+            or_dash(row["ratio"], "{:.1f}x"),
             "-" if row["created"] is None else time_text(row["created"]),
             printable(row["problem"] or signed),
         )
-    console.print(f"run {printable(facts['run_id'] or 'foreign')}, latest {_or_dash(facts['latest'])}")
+    console.print(f"run {printable(facts['run_id'] or 'foreign')}, latest {or_dash(facts['latest'])}")
     console.print(table)
-
-
-def _or_dash(value: float | int | None, form: str = "{}") -> str:
-    return "-" if value is None else form.format(value)
 
 
 @click.command
@@ -194,22 +190,19 @@ def _index_facts(index: Index) -> dict[str, Any]:
 
 
 def _show_facts(console: Console, facts: dict[str, Any]) -> None:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            rows = sorted(value.items(), key=lambda item: str(item[0]))[:LIMIT_SHOWN_TENSORS]
-            more = len(value) - len(rows)
-            lines = [f"{printable(str(key))} {printable(str(each))}" for key, each in rows]
-            table.add_row(name, "\n".join(lines + ([f"and {more} more"] if more else [])) or "-")
-        elif isinstance(value, list):
-            table.add_row(name, "\n".join(printable(_line(each)) for each in value) or "-")
-        else:
-            table.add_row(name, time_text(value) if name == "created" else printable(str(value)))
-    console.print(table)
+    console.print(facts_table((name, _fact_text(name, value)) for name, value in facts.items()))
 
 
-def _line(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+def _fact_text(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        rows = sorted(value.items(), key=lambda item: str(item[0]))[:LIMIT_SHOWN_TENSORS]
+        more = len(value) - len(rows)
+        lines = [printable(f"{key} {each}") for key, each in rows]
+        return "\n".join(lines + ([f"and {more} more"] if more else [])) or "-"
+    if isinstance(value, list):
+        lines = [" ".join(map(str, each)) if isinstance(each, list) else str(each) for each in value]
+        return "\n".join(map(printable, lines)) or "-"
+    return time_text(value) if name == "created" else printable(str(value))
 
 
 @click.command

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import dataclass
 from urllib.parse import quote
 
 import click
@@ -22,16 +22,14 @@ from weightcast.shared.channel.channel import require_named
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.reports import forget as forget_report
-from weightcast.shared.channel.store import Store
 from weightcast.shared.cli.options import Number, any_channel_option, json_option, option, token_option
-from weightcast.shared.cli.output import Output, is_unread, to_json
+from weightcast.shared.cli.output import Output, is_unread, or_dash, to_json
 from weightcast.shared.daemon.client import Daemon
 from weightcast.shared.daemon.fleet import (
     WORST_FIRST,
     Fleet,
     FleetReader,
     Host,
-    PublisherLine,
     age,
     names_of,
     require_gone,
@@ -88,12 +86,13 @@ def fleet(
     as_json: bool,
 ) -> None:
     """Show the hosts of a run: which are behind, which are gone, and why (self-reported)."""
+    source = _Source(channel, url, token)
     if forget:
         if watch or whole:
             raise click.BadParameter("--forget cannot be combined with --watch or --all")
-        _forget(forget, channel, url, token, as_json)
+        _forget(forget, source, as_json)
         return
-    with _looking(channel, url, token, UPDATES_LIMIT if as_json else _UPDATES_SHOWN) as look:
+    with source.looking(UPDATES_LIMIT if as_json else _UPDATES_SHOWN) as look:
         if watch:
             # the way in which it is meant to end
             with suppress(KeyboardInterrupt):
@@ -129,7 +128,7 @@ def wait(
     as_json: bool,
 ) -> None:
     """Wait until hosts are ready with a version: one, or as many as requested. Exit code 4 on timeout."""
-    with _looking(channel, url, token, updates=0) as look:
+    with _Source(channel, url, token).looking(updates=0) as look:
         hosts = VersionWait(look, poll_seconds=_WATCH_SECONDS / 2).wait(version, min_hosts, fraction, timeout)
     facts = {"version": version, "hosts": hosts}
     Output(json=as_json).result(
@@ -138,34 +137,18 @@ def wait(
     )
 
 
-def _forget(
-    names: Sequence[str], channel: ChannelAddress | None, url: str | None, token: str | None, as_json: bool
-) -> None:
+def _forget(names: Sequence[str], source: _Source, as_json: bool) -> None:
     """All of them or none."""
-    with _looking(channel, url, token, updates=0) as look:
+    with source.looking(updates=0) as look:
         fleet = look()
         hosts = [_host_named(name, fleet) for name in dict.fromkeys(names)]
         for host in hosts:
             require_gone(host)
         for host in hosts:
-            _delete_report(host, channel, url, token)
+            source.delete_report(host)
     rows = [host.model_dump(include={"key", "host", "local", "standing"}) for host in hosts]
     said = "\n".join(f"forgot {printable(h.host)} ({printable(h.local)}), {h.standing}" for h in hosts)
     Output(json=as_json).result({"forgotten": rows}, lambda console: console.print(said))
-
-
-def _delete_report(host: Host, channel: ChannelAddress | None, url: str | None, token: str | None) -> None:
-    if url is not None:
-        with Daemon(url, token) as daemon:
-            daemon.delete(f"/v1/hosts/{quote(host.key, safe='')}")
-    elif channel is not None:
-        try:
-            forget_report(open_store(channel), host.key)
-        except OSError as error:
-            raise Refused(
-                f"the report of {host.host} cannot be deleted: {disk_text(error, channel)}",
-                remedy="give --url of the publisher, or access to hosts/ in the channel",
-            ) from error
 
 
 def _host_named(name: str, fleet: Fleet) -> Host:
@@ -183,24 +166,44 @@ def _host_named(name: str, fleet: Fleet) -> Host:
     raise Refused(problem, remedy=f"give one of: {known}" if known else "no host has reported")
 
 
-@contextmanager
-def _looking(
-    channel: ChannelAddress | None, url: str | None, token: str | None, updates: int
-) -> Iterator[LookAtFleet]:
-    """`--url` wins: the channel may come from the environment. `updates`: of each host that are needed."""
-    if url is not None:
-        with Daemon(url, token) as daemon:
-            yield lambda: _parsed(daemon.get(FLEET_PATH), daemon.url)
-    elif channel is not None:
-        store = open_store(channel)
-        yield partial(_named, store, FleetReader(store, updates=updates))
-    else:
-        raise click.BadParameter("give --channel or --url")
+@dataclass(frozen=True)
+class _Source:
+    """`url` wins: the channel may come from the environment."""
 
+    channel: ChannelAddress | None
+    url: str | None
+    token: str | None
 
-def _named(store: Store, reader: FleetReader) -> Fleet:
-    require_named(store)
-    return reader.read()
+    @contextmanager
+    def looking(self, updates: int) -> Iterator[LookAtFleet]:
+        """`updates`: of each host that are needed."""
+        if self.url is not None:
+            with Daemon(self.url, self.token) as daemon:
+                yield lambda: _parsed(daemon.get(FLEET_PATH), daemon.url)
+        elif self.channel is not None:
+            store = open_store(self.channel)
+            reader = FleetReader(store, updates=updates)
+
+            def look() -> Fleet:
+                require_named(store)
+                return reader.read()
+
+            yield look
+        else:
+            raise click.BadParameter("give --channel or --url")
+
+    def delete_report(self, host: Host) -> None:
+        if self.url is not None:
+            with Daemon(self.url, self.token) as daemon:
+                daemon.delete(f"/v1/hosts/{quote(host.key, safe='')}")
+        elif self.channel is not None:
+            try:
+                forget_report(open_store(self.channel), host.key)
+            except OSError as error:
+                raise Refused(
+                    f"the report of {host.host} cannot be deleted: {disk_text(error, self.channel)}",
+                    remedy="give --url of the publisher, or access to hosts/ in the channel",
+                ) from error
 
 
 def _parsed(body: bytes, address: str) -> Fleet:
@@ -281,7 +284,7 @@ def _head(fleet: Fleet, cut: int | None) -> list[Text]:
 def _counts(fleet: Fleet) -> str:
     counts = fleet.counts.model_dump()
     said = ", ".join(f"{counts[standing]} {standing}" for standing in WORST_FIRST[::-1] if counts[standing])
-    latest = "-" if fleet.latest is None else str(fleet.latest)
+    latest = or_dash(fleet.latest)
     if fleet.latest_age_seconds is not None:
         latest += f" ({age(fleet.latest_age_seconds)} old)"
     hosts = counted(len(fleet.hosts), "host")
@@ -295,20 +298,15 @@ def _publisher(fleet: Fleet) -> Iterator[str]:
             yield f"publisher {owner.state}, heard {age(owner.heard_seconds_ago)} ago: {owner.name}"
         return
     inbox = [f"{number} {what.replace('_', ' ')}" for what, number in line.inbox.items() if number]
-    doing = [f"publishing {line.publishing}"] if line.publishing else []
-    yield f"publisher {'; '.join([*_state(line), *doing, f'queue {line.queue}', *inbox])}"
+    state = "ready" if line.ready else f"not ready: {'; '.join(line.reasons)}"
+    doing = f"publishing {line.publishing}" if line.publishing else ""
+    said = (state, line.held, doing, f"queue {line.queue}", *inbox)
+    yield f"publisher {'; '.join(text for text in said if text)}"
     yield from line.notes[:_NOTES_SHOWN]
     if line.last_refused is not None and (line.refused_since_version or line.inbox.get("refused")):
         if short(line.last_refused.message) != line.last_refused.message:
             yield f"refused {line.last_refused.source}: {line.last_refused.message}"
         yield f"remedy: {line.last_refused.remedy}"
-
-
-def _state(line: PublisherLine) -> list[str]:
-    return [
-        "ready" if line.ready else f"not ready: {'; '.join(line.reasons)}",
-        *([line.held] if line.held else []),
-    ]
 
 
 def _fitting(cells: Sequence[Sequence[str]], width: int) -> dict[int, int]:
@@ -352,9 +350,9 @@ def _cells(host: Host) -> Sequence[str]:
     return (
         host.standing,
         _doing(host),
-        _number(host.served_version),
-        _number(host.local_version),
-        _number(host.lag),
+        or_dash(host.served_version),
+        or_dash(host.local_version),
+        or_dash(host.lag),
         age(host.heard_seconds_ago),
         _engines(host),
         printable(host.target),
@@ -371,10 +369,6 @@ def _doing(host: Host) -> str:
 def _engines(host: Host) -> str:
     others = [f"{one.name} {one.state}".strip() for one in host.engines if one.state != "serving"]
     return printable(", ".join(others)) or (f"{len(host.engines)} serving" if host.engines else "-")
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 def _last_update(host: Host) -> str:

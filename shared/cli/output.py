@@ -11,7 +11,7 @@ import json
 import os
 import select
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance, ReadableBuffer
     from pydantic import BaseModel
     from rich.console import Console
+    from rich.table import Table
 
 _STDOUT, _STDERR = 1, 2
 
@@ -176,6 +177,19 @@ def console(is_terminal: bool) -> Console:
 
     width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS
     return Console(width=width, markup=False, highlight=False, emoji=False)
+
+
+def facts_table(rows: Iterable[tuple[str, object]]) -> Table:
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows:
+        table.add_row(name, str(value))
+    return table
+
+
+def or_dash(value: float | None, form: str = "{}") -> str:
+    return "-" if value is None else form.format(value)
 
 
 def time_text(unix: float) -> str:

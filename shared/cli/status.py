@@ -10,12 +10,11 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from weightcast.shared.base.errors import FIX_ENGINE
 from weightcast.shared.cli.options import Number, json_option, option, token_option
-from weightcast.shared.cli.output import Output, time_text
+from weightcast.shared.cli.output import Output, facts_table, time_text
 from weightcast.shared.daemon.client import Daemon, parsed
 from weightcast.shared.daemon.fleet import age
 from weightcast.shared.files.paths import printable
@@ -66,17 +65,11 @@ def _show(console: Console, answer: dict[str, Any]) -> None:
     console.print(Text(printable(found.sentence), style="green" if found.well else "bold red"))
     if found.remedy:
         console.print(f"remedy: {printable(found.remedy)}")
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in found.rows:
-        table.add_row(name, printable(value))
-    console.print(table)
+    console.print(facts_table((name, printable(value)) for name, value in found.rows))
 
 
 def _show_all(console: Console, answer: dict[str, Any]) -> None:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in _flat("", answer):
-        table.add_row(name, value)
-    console.print(table)
+    console.print(facts_table(_flat("", answer)))
 
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:

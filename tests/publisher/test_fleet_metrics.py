@@ -36,7 +36,7 @@ def version(number: int, nbytes: int, *, anchor: bool = False) -> VersionRow:
 def shown(hosts: Sequence[Host] = (), page: ChannelPage | None = None) -> dict[str, float]:
     registry = Metrics()
     fleet = Fleet(now=1.0, channel="/c", run_id="r", latest=3, hosts=tuple(hosts))
-    FleetMetrics(registry, lambda: fleet, lambda: ChannelPage() if page is None else page)
+    FleetMetrics(registry, lambda: (fleet, ChannelPage() if page is None else page))
     found = {}
     for line in generate_latest(registry).decode().splitlines():
         if not line.startswith("#"):
