@@ -67,7 +67,7 @@ def share(nbytes: float, of: Weights) -> str:
 
 
 def by_role() -> str:
-    rows = ([role.name, *map(need, (role.memory, role.cache, role.disk))] for role in ROLES)
+    rows = ([name, *map(need, amounts)] for name, amounts in ROLES.items())
     return table(["role", "memory", "page cache", "disk"], rows)
 
 

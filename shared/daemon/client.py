@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -108,11 +109,11 @@ class Daemon:
         if code in (429, 503):
             raise RetryLater(f"{address} is busy", remedy="try again")
         if code not in (200, 202):
-            said = _member(body, "message")
+            answer = _object(body) or {}
+            said, remedy = (str(answer.get(name) or "")[:1000] for name in ("message", "remedy"))
             raise Refused(
                 f"{address} answered {code}{': ' if said else ''}{said}",
-                remedy=_member(body, "remedy")
-                or "check that a weightcast daemon of this release listens there",
+                remedy=remedy or "check that a weightcast daemon of this release listens there",
             )
 
 
@@ -140,11 +141,8 @@ def _capped(response: httpx.Response, address: str) -> bytes:
 
 def parsed(body: bytes, address: str) -> dict[str, Any]:
     """The JSON object of an answer. Raises Refused."""
-    try:
-        answer = json.loads(body)
-    except (ValueError, RecursionError):
-        answer = None
-    if not isinstance(answer, dict):
+    answer = _object(body)
+    if answer is None:
         raise Refused(
             f"{address} did not answer with a JSON object",
             remedy="check that a weightcast daemon listens there",
@@ -152,9 +150,8 @@ def parsed(body: bytes, address: str) -> dict[str, Any]:
     return answer
 
 
-def _member(body: bytes, name: str) -> str:
-    try:
-        value = json.loads(body).get(name)
-    except (ValueError, RecursionError, AttributeError):
-        return ""
-    return value[:1000] if isinstance(value, str) else ""
+def _object(body: bytes) -> dict[str, Any] | None:
+    with suppress(ValueError, RecursionError):
+        answer = json.loads(body)
+        return answer if isinstance(answer, dict) else None
+    return None

@@ -49,7 +49,13 @@ def run_hook(
     if not arguments:
         raise Refused("a hook is an empty command", remedy="leave the setting out")
     name = f"{phase} hook {arguments[0]}"
-    process = _start(arguments, _environment(version, directory, phase, deadline_seconds) | dict(more or {}))
+    variables = {
+        "WEIGHTCAST_VERSION": str(version),
+        "WEIGHTCAST_DIR": str(directory),
+        "WEIGHTCAST_PHASE": phase,
+        "WEIGHTCAST_DEADLINE": f"{deadline_seconds:g}",
+    }
+    process = _start(arguments, without_secrets(os.environ) | variables | dict(more or {}))
     tail = _Tail(process)
     failpoint("hook.begun", directory)
     code, was_told_to_end = _wait(process, deadline_seconds)
@@ -104,15 +110,6 @@ def _wait(process: subprocess.Popen[bytes], deadline_seconds: float) -> tuple[in
             _changed.notify_all()
         process.wait()
     return code, was_told_to_end
-
-
-def _environment(version: int, directory: Path, phase: str, deadline_seconds: float) -> dict[str, str]:
-    return without_secrets(os.environ) | {
-        "WEIGHTCAST_VERSION": str(version),
-        "WEIGHTCAST_DIR": str(directory),
-        "WEIGHTCAST_PHASE": phase,
-        "WEIGHTCAST_DEADLINE": f"{deadline_seconds:g}",
-    }
 
 
 def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -39,7 +39,7 @@ OTHER = "other"
 CRASH = "crash"
 """an error that nobody foresaw"""
 NONE = -1
-"""shown for a version where there is none"""
+"""shown for a version or a time where there is none"""
 _SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
 Labels = Mapping[str, Sequence[str] | str]
@@ -202,9 +202,6 @@ class DiskMetrics:
                 self._size.labels(name).set(space.total_bytes)
 
 
-_NEVER = -1
-
-
 class VerifyMetrics:
     def __init__(self, registry: Metrics) -> None:
         self._progress = registry.number(
@@ -217,7 +214,7 @@ class VerifyMetrics:
         self._seen = 0
 
     def show(self, status: ScrubStatus | None, last_full_hash: float | None) -> None:
-        self._hashed.set(_NEVER if last_full_hash is None else last_full_hash)
+        self._hashed.set(NONE if last_full_hash is None else last_full_hash)
         if status is not None:
             self._progress.set(status.done_bytes / max(status.total_bytes, 1))
             self._faults.inc(status.faults - self._seen)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from weightcast.shared.base.errors import NotInTime, Refused
 from weightcast.shared.doctor.observe import (
+    Hangs,
     observe_bucket,
     observe_channel,
     observe_contents,
@@ -35,8 +36,6 @@ from weightcast.shared.doctor.rules import (
 )
 from weightcast.shared.files.paths import ChannelAddress, printable, require_no_overlap
 
-T = TypeVar("T")
-
 
 def examine(
     channel: ChannelAddress | None, local: Path | None, role: Role | None, seconds: float
@@ -45,27 +44,18 @@ def examine(
     are not looked at; nothing of what is tried stays."""
     findings: list[Finding] = []
     machine, run, inside = observe_machine(), None, None
-    if isinstance(channel, str):
-        answered = _seen(CHANNEL, channel, seconds, lambda: (observe_bucket(channel), observe_run(channel)))
-        if isinstance(answered, Finding):
-            findings.append(answered)
-        else:
-            bucket, run = answered
-            findings += judge_bucket(bucket, run, role)
-    elif channel is not None:
-        found = _seen(CHANNEL, channel, seconds, lambda: (observe_channel(channel), observe_run(channel)))
-        if isinstance(found, Finding):
-            findings.append(found)
-        else:
-            facts, run = found
-            findings += judge_channel(facts, run, role)
+    if channel is not None:
+        with _hindrances(CHANNEL, channel, findings):
+            if isinstance(channel, str):
+                bucket, run = within_seconds(lambda: (observe_bucket(channel), observe_run(channel)), seconds)
+                findings += judge_bucket(bucket, run, role)
+            else:
+                place, run = within_seconds(lambda: (observe_channel(channel), observe_run(channel)), seconds)
+                findings += judge_channel(place, run, role)
     if local is not None:
-        seen = _seen(LOCAL, local, seconds, lambda: (observe_local(local), observe_contents(local)))
-        if isinstance(seen, Finding):
-            findings.append(seen)
-        else:
-            facts, inside = seen
-            findings += judge_local(facts, inside, run, machine)
+        with _hindrances(LOCAL, local, findings):
+            place, inside = within_seconds(lambda: (observe_local(local), observe_contents(local)), seconds)
+            findings += judge_local(place, inside, run, machine)
             if run is not None and channel is not None:
                 findings += _apart(local, channel)
     return [*judge_machine(machine, run, inside), *findings]
@@ -79,20 +69,18 @@ def _apart(local: Path, channel: ChannelAddress) -> Iterator[Finding]:
         yield Finding(LOCAL, "apart", "failure", error.message, error.remedy)
 
 
-def _seen(place: str, path: ChannelAddress, seconds: float, look: Callable[[], T]) -> T | Finding:
+@contextmanager
+def _hindrances(place: str, path: ChannelAddress, findings: list[Finding]) -> Iterator[None]:
+    """What keeps `path` from being looked at becomes a finding."""
     try:
-        found = within_seconds(look, seconds)
+        yield
+    except Hangs as hangs:
+        says, remedy = f"{path} {hangs}", "the mount hangs: check its server and the network"
+        findings.append(Finding(place, "answers", "failure", says, remedy, NotInTime.exit_code))
     except OSError as error:
         says = f"{path} cannot be looked at: {error.strerror or error}"
         remedy = "check the mount, and that this user may enter every directory on the way"
-        return Finding(place, "path", "failure", says, remedy)
-    if found is not None:
-        return found
-    says, remedy = (
-        f"{path} did not answer within {seconds:g} s",
-        "the mount hangs: check its server and the network",
-    )
-    return Finding(place, "answers", "failure", says, remedy, NotInTime.exit_code)
+        findings.append(Finding(place, "path", "failure", says, remedy))
 
 
 _STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "failure": "bold red"}

@@ -26,7 +26,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import HOSTS
-from weightcast.shared.channel.store import AlreadyExists, Changed, StoreError
+from weightcast.shared.channel.store import AlreadyExists, Changed
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, is_foreign
 from weightcast.shared.checkpoint.state.state import Boot
 from weightcast.shared.checkpoint.update.buffer_reuse import spare_bytes
@@ -45,6 +45,7 @@ from weightcast.shared.files.paths import ChannelAddress, exists, is_directory, 
 from weightcast.shared.files.probes import SEEN_SECONDS, Unfit, scratch_in
 from weightcast.shared.files.system import Mount, Space, mount_of, nearest_directory, space_of
 
+T = TypeVar("T")
 _ROUNDS = 100
 _RACERS = 8
 _COMMITS = 3
@@ -128,26 +129,28 @@ def _read_pointer(path: Path) -> None:
 
 def _exclusive(room: Path) -> None:
     probes.exclusive(room)
-    won = _race(room)
+    racers = [room / f"racer-{number}" for number in range(_RACERS)]
+    for own in racers:
+        own.touch()
+    won = _winners(lambda own: os.link(own, room / "raced"), racers, FileExistsError)
     if won != 1:
         raise Unfit(f"{won} of {_RACERS} concurrent creators of one file succeeded, expected 1")
 
 
-def _race(room: Path) -> int:
-    target, start = room / "raced", threading.Barrier(_RACERS)
+def _winners(write: Callable[[T], None], written: Sequence[T], lost: type[OSError]) -> int:
+    """How many of the writes, made at the same time, did not fail with `lost`."""
+    start = threading.Barrier(len(written))
 
-    def link(number: int) -> bool:
-        own = room / f"racer-{number}"
-        own.touch()
+    def won(data: T) -> bool:
         start.wait(SEEN_SECONDS)
         try:
-            os.link(own, target)
-        except FileExistsError:
+            write(data)
+        except lost:
             return False
         return True
 
-    with ThreadPoolExecutor(_RACERS) as pool:
-        return sum(pool.map(link, range(_RACERS)))
+    with ThreadPoolExecutor(len(written)) as pool:
+        return sum(pool.map(won, written))
 
 
 def _clock(room: Path) -> float:
@@ -171,7 +174,6 @@ PROBES: Mapping[str, Probe] = {
     "clock": _clock,
 }
 
-T = TypeVar("T")
 _END_SECONDS = 5.0
 
 
@@ -238,9 +240,13 @@ class LocalFacts:
     spare_bytes: int = 0
 
 
-def within_seconds(look: Callable[[], T], seconds: float) -> T | None:
-    """None when `look` hangs, as calls into a dead network mount do. The thread is left behind: nothing can
-    end it. Raises what `look` raises."""
+class Hangs(Exception):
+    pass
+
+
+def within_seconds(look: Callable[[], T], seconds: float) -> T:
+    """Raises Hangs when `look` does, as calls into a dead network mount do, and what `look` raises. The
+    thread is left behind: nothing can end it."""
     found: Future[T] = Future()
 
     def run() -> None:
@@ -256,7 +262,9 @@ def within_seconds(look: Callable[[], T], seconds: float) -> T | None:
         # what it made it removes by itself, unless the place hangs
         wait([found], min(seconds, _END_SECONDS))
         raise
-    return found.result() if found.done() else None
+    if not found.done():
+        raise Hangs(f"did not answer within {seconds:g} s")
+    return found.result()
 
 
 def observe_channel(channel: Path) -> PlaceFacts:
@@ -316,20 +324,6 @@ def observe_bucket(channel: str) -> BucketFacts:
         return BucketFacts(created == 1, replaced == 1)
     finally:
         store.delete(key)
-
-
-def _winners(write: Callable[[bytes], None], written: Sequence[bytes], lost: type[StoreError]) -> int:
-    """How many of the writes, made at the same time, did not fail with `lost`."""
-
-    def won(data: bytes) -> bool:
-        try:
-            write(data)
-        except lost:
-            return False
-        return True
-
-    with ThreadPoolExecutor(len(written)) as pool:
-        return sum(pool.map(won, written))
 
 
 def observe_run(channel: ChannelAddress) -> RunFacts:

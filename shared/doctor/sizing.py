@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -117,17 +117,6 @@ class Amount:
 
 
 @dataclass(frozen=True)
-class Role:
-    """`memory` cannot be given back; `cache` is page cache that should stay; `disk` is the use of --local,
-    of it the publisher's history of journals as much as the weights at most (`--history-share`)."""
-
-    name: str
-    memory: Amount
-    cache: Amount = Amount()
-    disk: Amount = Amount()
-
-
-@dataclass(frozen=True)
 class RoleBytes:
     name: str
     memory_bytes: int
@@ -135,14 +124,16 @@ class RoleBytes:
     disk_bytes: int
 
 
-ROLES: Sequence[Role] = (
-    Role("trainer, Publisher in process", Amount(0, SCRATCH_BYTES), Amount(1), Amount(2, 0, 1)),
-    Role("trainer, hand-over", Amount(2)),
-    Role("publisher's daemon", Amount(0, DAEMON_BYTES), Amount(1), Amount(2, 0, 1)),
-    Role("host, --local on disk", Amount(0, DAEMON_BYTES), Amount(1), Amount(1, 0, 1)),
-    Role("host, --local in /dev/shm", Amount(1, DAEMON_BYTES, 1)),
-)
-"""Buffers: tests/publisher/test_core_memory.py; copies: docs/trainers.md, What it costs"""
+ROLES: Mapping[str, tuple[Amount, Amount, Amount]] = {
+    "trainer, Publisher in process": (Amount(0, SCRATCH_BYTES), Amount(1), Amount(2, 0, 1)),
+    "trainer, hand-over": (Amount(2), Amount(), Amount()),
+    "publisher's daemon": (Amount(0, DAEMON_BYTES), Amount(1), Amount(2, 0, 1)),
+    "host, --local on disk": (Amount(0, DAEMON_BYTES), Amount(1), Amount(1, 0, 1)),
+    "host, --local in /dev/shm": (Amount(1, DAEMON_BYTES, 1), Amount(), Amount()),
+}
+"""By role: memory that cannot be given back, page cache that should stay, and use of --local, of it the
+publisher's history of journals as much as the weights at most (`--history-share`). Buffers:
+tests/publisher/test_core_memory.py; copies: docs/trainers.md, What it costs"""
 
 
 @dataclass(frozen=True)
@@ -275,8 +266,7 @@ def apply_seconds(one: PerVersion, nbytes: int, threads: int) -> float:
 def roles(weights: Weights, one: PerVersion) -> tuple[RoleBytes, ...]:
     full, step = weights.nbytes, one.delta_bytes + one.journal_bytes
     return tuple(
-        RoleBytes(role.name, *(each.nbytes(full, step) for each in (role.memory, role.cache, role.disk)))
-        for role in ROLES
+        RoleBytes(name, *(each.nbytes(full, step) for each in amounts)) for name, amounts in ROLES.items()
     )
 
 

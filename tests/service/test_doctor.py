@@ -25,6 +25,7 @@ from weightcast.shared.checkpoint.update.fetch import JOURNAL_BYTES
 from weightcast.shared.cli.main import run
 from weightcast.shared.doctor.observe import (
     PROBES,
+    Hangs,
     LocalFacts,
     MachineFacts,
     PlaceFacts,
@@ -216,7 +217,8 @@ def test_every_trial_passes_here(tmp_path: Path) -> None:
 
 def test_what_hangs_is_left_and_what_fails_is_raised() -> None:
     release = threading.Event()
-    assert within_seconds(lambda: release.wait(20), 0.05) is None
+    with pytest.raises(Hangs, match=r"within 0\.05 s"):
+        within_seconds(lambda: release.wait(20), 0.05)
     release.set()
     assert within_seconds(lambda: 7, 20) == 7
 
