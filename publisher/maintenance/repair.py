@@ -18,7 +18,7 @@ from weightcast.publisher.maintenance.multi_step_deltas import write_steps
 from weightcast.publisher.maintenance.prune import put_away, put_copy_away
 from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
 from weightcast.publisher.publish.anchors import write_weights
-from weightcast.publisher.publish.commit import begin_attempt, end_attempt, put
+from weightcast.publisher.publish.commit import Files, begin_attempt, end_attempt, put
 from weightcast.shared.base.elements import Part, grid
 from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.base.progress import Advance
@@ -366,7 +366,7 @@ class _Remake:
                 put(files, f"{CARRIED}/{record.name}", durable.pieces_of(kept))
         if index.encoding is None:
             words = self.log.words_at(index.version)
-            write_weights(files, self.log.table, words, self.log.local.side_files)
+            write_weights(Files(files, ""), self.log.table, words, self.log.local.side_files)
         else:
             for part in index.parts:
                 # each part has one shard

@@ -44,23 +44,23 @@ _PIECE_BYTES = 8 << 20
 
 
 def write_weights(
-    files: Store,
+    made: Files,
     table: TensorTable,
     words_in: WordsIn,
     beside: Mapping[str, Path],
     *,
-    prefix: str = "",
     shard_bytes: int = SHARD_BYTES,
     advance: Advance | None = None,
 ) -> tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]]:
-    """Shards, whose names begin with `prefix`, and the files `beside` them, into a draft; the weight map; raw
-    lanes of what was written, in table order."""
+    """Shards and the files `beside` them, into a draft; the weight map; raw lanes of what was written, in
+    table order."""
+    files = made.directory
     lanes = [Lanes()] * len(table)
     weight_map: dict[str, str] = {}
     records: list[FileRecord] = []
     shards = list(_shards(table, shard_bytes))
     for number, tensors in enumerate(shards):
-        name = f"{prefix}model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = f"{made.prefix}model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_shard(files, name, table, tensors, words_in, lanes, advance)
         weight_map.update((table[tensor].name, name) for tensor in tensors)
         records.append(object_record(files, name))
@@ -199,8 +199,7 @@ def write_anchor(full: Full, claim: Claim, key: PrivateKey | None = None) -> boo
 def _written(made: Files, full: Full, claim: Claim) -> tuple[Index, bytes]:
     """Its files are there; what remains to be written is its index."""
     position = full.position
-    files = made.directory
-    written = write_weights(files, full.base.table, full.words_in, full.beside, prefix=made.prefix)
+    written = write_weights(made, full.base.table, full.words_in, full.beside)
     if written[2] != lanes_list(position.lanes):
         raise DamagedFile(
             f"the publisher's local checkpoint does not hold version {position.version}; no anchor was "
@@ -209,5 +208,5 @@ def _written(made: Files, full: Full, claim: Claim) -> tuple[Index, bytes]:
         )
     index = anchor_index(full.base.run_id, position.version, claim.epoch, None, full.base, written)
     index = replace(index, main=position.digest)
-    failpoint("anchor.written", files.place())
+    failpoint("anchor.written", made.directory.place())
     return index, write_index(index, full.base.table)

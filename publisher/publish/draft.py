@@ -11,15 +11,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from weightcast.publisher.publish.commit import Files
 from weightcast.publisher.publish.diff import Difference, write_difference
-from weightcast.publisher.publish.publish_job import Input, PublishOptions
-from weightcast.publisher.ranks.messages import SegmentSums
-from weightcast.publisher.ranks.rendezvous import RankPart, shard_name
+from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
+from weightcast.publisher.ranks import rendezvous
+from weightcast.publisher.ranks.messages import SegmentSums, Sent
+from weightcast.publisher.ranks.rendezvous import Attempt, RankPart, shard_name
+from weightcast.publisher.ranks.shard_assignment import Holds, ShardAssignment, assign_shards
+from weightcast.publisher.ranks.shards import FromRank, Merged, RankWeights, runs_in, send, senders
+from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import Chunk, ChunkKey, Part, TensorTable, Words, grid
-from weightcast.shared.base.errors import NeedsReseed
+from weightcast.shared.base.errors import NeedsReseed, Refused
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.delta_writer import begin_shard
-from weightcast.shared.channel.index import ChunkRecord, Encoding, FileRecord, Index, VersionTotals
+from weightcast.shared.channel.index import STEP_ENCODINGS, ChunkRecord, FileRecord, Index, VersionTotals
 from weightcast.shared.channel.index_records import TensorRecords
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
@@ -29,28 +34,14 @@ from weightcast.shared.digest.root import root
 
 
 @dataclass(frozen=True)
-class DeltaHeader:
-    """What all parts of one version share."""
-
-    run_id: str
-    version: int
-    base: Position
-    epoch: int
-    encoding: Encoding
-    step: int | None
-    created: float
-
-
-@dataclass(frozen=True)
 class PartWriter:
-    """Writes the part of rank `rank` into `files`; `prefix`: of its name there."""
+    """Writes the part of rank `rank` into `files`. `local` is at the base of `attempt`."""
 
     local: LocalCheckpoint
-    header: DeltaHeader
-    files: Store
+    attempt: Attempt
+    files: Files
     rank: int
     options: PublishOptions
-    prefix: str = ""
     sync: bool = True
     """False for files that are copied on, and worth nothing after a loss of power"""
 
@@ -65,8 +56,8 @@ class PartWriter:
         nothing behind when it raises."""
         table = self.local.table
         chunks = sum(1 for _ in grid(table, part))
-        name, encoding = self.prefix + shard_name(self.rank), self.header.encoding
-        writer = begin_shard(encoding, self.files, name, table, chunks, sync=self.sync)
+        name, files = self.files.prefix + shard_name(self.rank), self.files.directory
+        writer = begin_shard(self.options.encoding, files, name, table, chunks, sync=self.sync)
         try:
             with self.local.reading():
                 difference = write_difference(
@@ -85,41 +76,104 @@ class PartWriter:
             writer.abandon()
             raise
         odd = {table[tensor].name: count for tensor, count in sorted(difference.non_finite.items())}
-        return RankPart(draft(self.header, table, part, difference), difference.split, non_finite=odd)
+        return RankPart(self._draft(part, difference), difference.split, non_finite=odd)
+
+    def _draft(self, part: Part, difference: Difference) -> Index:
+        """The part as an index with a single part, number 0."""
+        base, table, written = self.local.state.position, self.local.table, difference.files
+        return Index(
+            run_id=self.local.state.run_id,
+            version=self.attempt.version,
+            kind="delta",
+            base_version=base.version,
+            base_root=base.root,
+            root=base.root,
+            parent=base.digest,
+            epoch=self.attempt.epoch,
+            encoding=self.options.encoding,
+            step=self.attempt.step,
+            created=self.attempt.created,
+            # a part has one shard, or none where nothing changed
+            weight_map={name: file.name for file in written.files for name in difference.tensors.names},
+            files=written.files,
+            tensors=difference.tensors,
+            parts=(part,),
+            chunks=written.chunks,
+            totals=VersionTotals(
+                changed=int(difference.tensors.changed.sum()),
+                elements=table.elements,
+                nbytes=table.nbytes,
+                delta_bytes=sum(file.size for file in written.files),
+            ),
+            checksums=written.checksums,
+        )
 
 
-def draft(header: DeltaHeader, table: TensorTable, part: Part, difference: Difference) -> Index:
-    """One rank's part as an index with a single part, number 0."""
-    return Index(
-        run_id=header.run_id,
-        version=header.version,
-        kind="delta",
-        base_version=header.base.version,
-        base_root=header.base.root,
-        root=header.base.root,
-        parent=header.base.digest,
-        epoch=header.epoch,
-        encoding=header.encoding,
-        step=header.step,
-        created=header.created,
-        # a part has one shard, or none where nothing changed
-        weight_map={name: file.name for file in difference.files.files for name in difference.tensors.names},
-        files=difference.files.files,
-        tensors=difference.tensors,
-        parts=(part,),
-        chunks=difference.files.chunks,
-        totals=_totals(table, difference),
-        checksums=difference.files.checksums,
-    )
+class Meeting:
+    """One of several ranks in an attempt in which every rank knows what all hold: what it sends, receives and
+    writes. The same for rank 0 and the others, who differ in what they wait for before and after."""
+
+    def __init__(
+        self,
+        files: Store,
+        writer: PartWriter,
+        given: Input,
+        own: RankWeights,
+        holds: Sequence[Holds],
+        deadline: float,
+    ) -> None:
+        """`files`: of the attempt; `holds`: of all ranks; `deadline`: on the monotonic clock, for what other
+        ranks send. Raises Refused where the holds do not make the model."""
+        self.files, self.writer, self.given, self.own, self.deadline = files, writer, given, own, deadline
+        # slime's encodings have one payload per tensor: each tensor has one writer
+        whole = writer.options.encoding not in STEP_ENCODINGS
+        self.assignment = assign_shards(own.local.table, holds, given.matched.frozen, whole=whole)
+
+    def write_part(self, job: PublishJob) -> RankPart:
+        """Sends, receives and writes."""
+        table, rank = self.own.local.table, self.own.rank
+        with job.phase("exchange"):
+            sent = self._send()
+        part = Part(0, self.assignment.parts[rank].segments)
+        mine, given, merged = self.assignment.answers[rank], self.given, None
+        if all(mine.get(one.tensor) == Box.whole(table[one.tensor].shape) for one in part.segments):
+            # this rank holds all that it writes: tensors on a device are compared there
+            sources = {one.tensor: self.own.names[one.tensor] for one in part.segments}
+            given = replace(given, matched=replace(given.matched, sources=sources))
+        else:
+            with job.phase("ranks"):
+                merged = Merged(self.own, runs_in(table, mine), self._received())
+        with job.phase("diff"):
+            written = self.writer.write(given, part, job.advance, merged)
+        return replace(written, sent=sent)
+
+    def _send(self) -> Sent:
+        own, files = self.own, self.files
+        shares = send(own, self.assignment, files, self.writer.options.threads)
+        doubled = sorted(self.assignment.doubled(own.rank))
+        sent = Sent(shares, {n: own.digest(n, own.weights.box(own.names[n])) for n in doubled})
+        rendezvous.leave_sent(files, own.rank, sent)
+        return sent
+
+    def _received(self) -> list[FromRank]:
+        table, answers = self.own.local.table, self.assignment.answers
+        ranks = senders(self.assignment, table, self.own.rank)
+        sent = rendezvous.collect_sent(self.files, self.writer.attempt, ranks, self.deadline)
+        return [FromRank(rank, runs_in(table, answers[rank]), sent[rank], self.files) for rank in ranks]
 
 
-def _totals(table: TensorTable, difference: Difference) -> VersionTotals:
-    return VersionTotals(
-        changed=int(difference.tensors.changed.sum()),
-        elements=table.elements,
-        nbytes=table.nbytes,
-        delta_bytes=sum(file.size for file in difference.files.files),
-    )
+def check_doubles(assignment: ShardAssignment, table: TensorTable, parts: Sequence[RankPart]) -> None:
+    """`parts`: by rank. Raises Refused, naming tensor and ranks, where ranks hold the same piece with other
+    bytes."""
+    for tensor, groups in sorted(assignment.doubles.items()):
+        for ranks in groups:
+            digests = [parts[rank].sent.digests.get(tensor) for rank in ranks]
+            if len(set(digests)) > 1 or None in digests:
+                other = ranks[next(n for n, digest in enumerate(digests) if digest != digests[0])]
+                raise Refused(
+                    f"{table[tensor].name} has other values on rank {ranks[0]} than on rank {other}",
+                    remedy="make replicas and tied tensors equal before you publish them",
+                )
 
 
 def assemble(

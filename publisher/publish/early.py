@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weightcast.publisher.publish.commit import put
-from weightcast.publisher.publish.draft import DeltaHeader, PartWriter, prefixed
+from weightcast.publisher.publish.commit import Files, put
+from weightcast.publisher.publish.draft import PartWriter, prefixed
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
 from weightcast.publisher.ranks.compared_weights import ComparedWeights
-from weightcast.publisher.ranks.rendezvous import Rank
+from weightcast.publisher.ranks.rendezvous import Attempt, Rank
 from weightcast.publisher.ranks.shards import RankWeights
 from weightcast.publisher.weights.tensors import InputFacts
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.run_files import ChannelFile
-from weightcast.shared.channel.store import Store, pieces_of
+from weightcast.shared.channel.store import pieces_of
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.files.paths import is_link
 
@@ -65,25 +65,23 @@ def compare_early(
 class SpooledDelta:
     """A delta in the outbox, a local directory; not durable yet."""
 
-    header: DeltaHeader
     draft: Index
     outbox: DirectoryStore
     facts: InputFacts
     non_finite: Mapping[str, int]
     """elements by tensor that became NaN or infinite"""
 
-    def copy_to(self, files: Store, prefix: str) -> Index:
-        """Makes its shards durable in `files`, with names that begin with `prefix`. Raises DamagedFile when
-        they are not what was written."""
+    def copy_to(self, files: Files) -> Index:
+        """Makes its shards durable in `files`. Raises DamagedFile when they are not what was written."""
         for record in self.draft.files:
-            name = prefix + record.name
-            if put(files, name, pieces_of(self.outbox, record.name)) != replace(record, name=name):
+            name = files.prefix + record.name
+            if put(files.directory, name, pieces_of(self.outbox, record.name)) != replace(record, name=name):
                 raise DamagedFile(
-                    f"{files.place(name)} differs from what was written to {self.outbox.place()}",
+                    f"{files.directory.place(name)} differs from what was written to {self.outbox.place()}",
                     remedy="nothing was published; check memory and disks of this machine",
                 )
         self.drop()
-        return prefixed(self.draft, prefix)
+        return prefixed(self.draft, files.prefix)
 
     def drop(self) -> None:
         for record in self.draft.files:
@@ -91,19 +89,19 @@ class SpooledDelta:
 
 
 def spool(
-    local: LocalCheckpoint, file: ChannelFile, header: DeltaHeader, job: PublishJob, options: PublishOptions
+    local: LocalCheckpoint, file: ChannelFile, attempt: Attempt, job: PublishJob, options: PublishOptions
 ) -> SpooledDelta:
     """Raises what `PartWriter.write` does."""
     given = Input.open(job.source, file, local.table, Rank(0, 1), job.phase)
     try:
         with job.phase("diff"):
             outbox = DirectoryStore(_emptied(local.paths.room / _OUTBOX))
-            writer = PartWriter(local, header, outbox, 0, options, sync=False)
+            writer = PartWriter(local, attempt, Files(outbox, ""), 0, options, sync=False)
             part = writer.write(given, local.table.whole, job.advance)
     finally:
         given.weights.close()
     job.source.release_tensors()
-    return SpooledDelta(header, part.draft, outbox, given.facts, part.non_finite)
+    return SpooledDelta(part.draft, outbox, given.facts, part.non_finite)
 
 
 def _emptied(outbox: Path) -> Path:

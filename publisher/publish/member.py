@@ -8,16 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from weightcast.publisher.publish.commit import Files
-from weightcast.publisher.publish.draft import DeltaHeader, PartWriter
+from weightcast.publisher.publish.draft import Meeting, PartWriter
 from weightcast.publisher.publish.early import EarlyInput, compare_early, compares_early
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
-from weightcast.publisher.publish.rank_publish import Meeting
 from weightcast.publisher.publish.report import PublishReport, report_of
 from weightcast.publisher.ranks import rendezvous
 from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart
 from weightcast.publisher.ranks.shards import RankWeights
-from weightcast.publisher.weights.tensors import InputFacts
-from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import (
     NeedsReseed,
     NotInTime,
@@ -63,30 +60,30 @@ class MemberRank:
         early = self._compare_early(job, last)
         deadline = time.monotonic() + self._options.deadline_seconds
         channel = Channel.open(self._updater.store, self._options.trust)
-        left = self._meet_and_write(channel, early, job, deadline)
+        met, part = self._meet_and_write(channel, early, job, deadline)
         shared = not self._updater.owns
         if shared:
             # rank 0 patches the files that are mapped here
             self._updater.release()
         with job.phase("commit"):
-            index = self._await_commit(channel, left)
+            index = self._await_commit(channel, met)
         if not shared:
             with job.phase("patch"):
                 self._updater.update_to(channel)
-        self._last = _Last(channel.require_ours()[0], left.attempt.base_digest, index.digest)
+        self._last = _Last(channel.require_ours()[0], index.parent, index.digest)
         found = channel.store.stat(index_key(index.version))
         return report_of(
             index,
-            left.table,
+            met.own.local.table,
             0 if found is None else found.size,
-            left.facts,
+            met.given.facts,
             seconds=job.phase.seconds,
-            non_finite=left.part.non_finite,
+            non_finite=part.non_finite,
         )
 
     def _meet_and_write(
         self, channel: Channel, early: EarlyInput | Exception | None, job: PublishJob, deadline: float
-    ) -> _Left:
+    ) -> tuple[Meeting, RankPart]:
         with contextlib.ExitStack() as opened:
             given: Input | None = None
             while True:
@@ -118,7 +115,7 @@ class MemberRank:
                 failpoint("part.written", files.place())
                 rendezvous.leave_part(files, self._rank.number, part, local.table)
                 failpoint("part.left", files.place())
-            return _Left(files, attempt, local.table, part, given.facts, until)
+            return met, part
 
     def _compare_early(self, job: PublishJob, last: _Last | None) -> EarlyInput | Exception | None:
         """An error is returned: rank 0 has to be told. None where the channel has to be asked first: at the
@@ -220,23 +217,12 @@ class MemberRank:
         deadline: float,
     ) -> Meeting:
         """Tells what this rank holds; returns when all ranks have."""
-        header = DeltaHeader(
-            run_id=local.state.run_id,
-            version=attempt.version,
-            base=local.state.position,
-            epoch=attempt.epoch,
-            encoding=self._options.encoding,
-            step=attempt.step,
-            created=attempt.created,
-        )
-        writer = PartWriter(
-            local, header, shards.directory, self._rank.number, self._options, prefix=shards.prefix
-        )
+        writer = PartWriter(local, attempt, shards, self._rank.number, self._options)
         own = RankWeights.of(self._rank.number, local, given.weights, given.matched)
         rendezvous.leave_holds(files, self._rank.number, own.holds, local.table)
         with job.phase("ranks"):
             holds = rendezvous.await_plan(files, attempt, local.table, deadline)
-        return Meeting.of(files, attempt, writer, given, own, holds, deadline)
+        return Meeting(files, writer, given, own, holds, deadline)
 
     @contextlib.contextmanager
     def _told(self, files: Store) -> Iterator[None]:
@@ -252,32 +238,22 @@ class MemberRank:
             self._updater.release()
             raise
 
-    def _await_commit(self, channel: Channel, left: _Left) -> Index:
+    def _await_commit(self, channel: Channel, met: Meeting) -> Index:
+        attempt = met.writer.attempt
+
         def pointed() -> Index | None:
             pointer = channel.pointer()
-            if pointer is None or pointer.version < left.attempt.version:
+            if pointer is None or pointer.version < attempt.version:
                 return None
-            index = channel.index(pointer, left.attempt.version, left.table)
+            index = channel.index(pointer, attempt.version, met.own.local.table)
             return index if isinstance(index, Index) else None
 
         try:
-            return rendezvous.wait_for_commit(left.files, left.attempt, pointed, left.deadline)
+            return rendezvous.wait_for_commit(met.files, attempt, pointed, met.deadline)
         except NeedsReseed as error:
             if self._updater.owns:
                 self._updater.mark_dirty(str(error))
             raise
-
-
-@dataclass(frozen=True)
-class _Left:
-    """This rank's part in rank 0's attempt. `deadline`: on the monotonic clock, for the outcome."""
-
-    files: Store
-    attempt: Attempt
-    table: TensorTable
-    part: RankPart
-    facts: InputFacts
-    deadline: float
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,9 @@ from weightcast.publisher.publish.commit import (
     verify_files,
 )
 from weightcast.publisher.publish.diff import refuse_moved
-from weightcast.publisher.publish.draft import DeltaHeader, PartWriter, assemble
-from weightcast.publisher.publish.early import (
-    EarlyInput,
-    SpooledDelta,
-    compare_early,
-    compares_early,
-    spool,
-)
+from weightcast.publisher.publish.draft import Meeting, PartWriter, assemble, check_doubles
+from weightcast.publisher.publish.early import EarlyInput, SpooledDelta, compare_early, compares_early, spool
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
-from weightcast.publisher.publish.rank_publish import Meeting, check_doubles
 from weightcast.publisher.publish.recovery import Recovery
 from weightcast.publisher.publish.report import PublishReport, report_of, step_of_version
 from weightcast.publisher.ranks import rendezvous
@@ -150,8 +143,9 @@ class OwnerRank:
         if local is None or file is None or not compares_early(job, self._rank):
             return None
         if self._rank.alone:
-            header = self._header(local, job.step)
-            return self.recovery.with_room(lambda: spool(local, file, header, job, self._options))
+            base = local.state.position
+            attempt = self._attempt(base.version + 1, base.digest, job.step)
+            return self.recovery.with_room(lambda: spool(local, file, attempt, job, self._options))
         try:
             return compare_early(local, file, job, self._rank, self._options.threads)
         except BaseException as error:
@@ -207,13 +201,14 @@ class OwnerRank:
         """Tells the other ranks that there is no version of this step."""
         if self._rank.alone:
             return
-        version = channel.pointed() + 1
-        attempt = Attempt(
-            version, self._claim.epoch, "", step, self._rank.world_size, self._options.encoding, time.time()
-        )
-        parts = channel.store.within(begin_attempt(self._claim, version))
+        attempt = self._attempt(channel.pointed() + 1, "", step)
+        parts = channel.store.within(begin_attempt(self._claim, attempt.version))
         rendezvous.close_attempt(parts, error)
         rendezvous.open_attempt(parts, attempt)
+
+    def _attempt(self, version: int, base_digest: str, step: int | None) -> Attempt:
+        ranks, encoding = self._rank.world_size, self._options.encoding
+        return Attempt(version, self._claim.epoch, base_digest, step, ranks, encoding, time.time())
 
     # write
 
@@ -228,47 +223,36 @@ class OwnerRank:
     def _write_spooled(
         self, channel: Channel, local: LocalCheckpoint | None, spooled: SpooledDelta, job: PublishJob
     ) -> Draft:
-        header = spooled.header
-        if local is None or local.state.position != header.base or not _next_is_free(channel, local):
+        draft = spooled.draft
+        if local is None or local.state.position.digest != draft.parent or not _next_is_free(channel, local):
             spooled.drop()
             raise RetryLater(
-                f"the channel left version {header.base.version} while step {header.step} was compared",
+                f"the channel left version {draft.base_version} while step {draft.step} was compared",
                 remedy="nothing was published; submit again",
             )
         with job.phase("copy"):
-            parts = begin_attempt(self._claim, header.version)
-            files = Files.of(channel.store, parts)
-            part = RankPart(spooled.copy_to(files.directory, files.prefix))
-        index, sources = assemble(local.table, header.base, [part], rename=channel.store.renames)
+            parts = begin_attempt(self._claim, draft.version)
+            part = RankPart(spooled.copy_to(Files.of(channel.store, parts)))
+        index, sources = assemble(local.table, local.state.position, [part], rename=channel.store.renames)
         return Draft(index, parts, sources, spooled.facts, spooled.non_finite, local)
 
     def _write_delta(self, channel: Channel, local: LocalCheckpoint, given: Input, job: PublishJob) -> Draft:
         """This rank's part and, where there are others, theirs. A failure ends the attempt for all ranks."""
-        header = self._header(local, job.step)
-        parts = begin_attempt(self._claim, header.version)
+        base = local.state.position
+        attempt = self._attempt(base.version + 1, base.digest, job.step)
+        parts = begin_attempt(self._claim, attempt.version)
         files = channel.store.within(parts)
-        attempt = Attempt(
-            header.version,
-            header.epoch,
-            header.base.digest,
-            header.step,
-            self._rank.world_size,
-            header.encoding,
-            header.created,
-        )
         rendezvous.open_attempt(files, attempt)
         shards = Files.of(channel.store, parts)
-        writer = PartWriter(
-            local, header, shards.directory, self._rank.number, self._options, prefix=shards.prefix
-        )
+        writer = PartWriter(local, attempt, shards, self._rank.number, self._options)
         try:
             if self._rank.alone:
                 with job.phase("diff"):
                     written = [writer.write(given, local.table.whole, job.advance)]
                 job.source.release_tensors()
             else:
-                written = self._all_parts(files, writer, attempt, given, job)
-            index, sources = assemble(local.table, header.base, written, rename=channel.store.renames)
+                written = self._all_parts(files, writer, given, job)
+            index, sources = assemble(local.table, base, written, rename=channel.store.renames)
         except BaseException as error:
             # the error counts, not that the other ranks could not read it
             with contextlib.suppress(OSError):
@@ -276,16 +260,14 @@ class OwnerRank:
             raise
         return Draft(index, parts, sources, given.facts, written[0].non_finite, local)
 
-    def _all_parts(
-        self, parts: Store, writer: PartWriter, attempt: Attempt, given: Input, job: PublishJob
-    ) -> list[RankPart]:
+    def _all_parts(self, parts: Store, writer: PartWriter, given: Input, job: PublishJob) -> list[RankPart]:
         """What all ranks hold, shared with all; this rank's part; the others' parts."""
-        table = writer.local.table
+        table, attempt = writer.local.table, writer.attempt
         deadline = time.monotonic() + self._options.deadline_seconds
         own = RankWeights.of(self._rank.number, writer.local, given.weights, given.matched)
         with job.phase("ranks"):
             holds = [own.holds, *rendezvous.collect_holds(parts, attempt, table, deadline)]
-            meeting = Meeting.of(parts, attempt, writer, given, own, holds, deadline)
+            meeting = Meeting(parts, writer, given, own, holds, deadline)
             rendezvous.leave_plan(parts, holds, table)
         written = [meeting.write_part(job)]
         job.source.release_tensors()
@@ -312,14 +294,7 @@ class OwnerRank:
             with job.phase("diff"):
                 base, beside = self._files_beside(base)
                 files = Files.of(channel.store, parts)
-                written = write_weights(
-                    files.directory,
-                    base.table,
-                    given.words_in,
-                    beside,
-                    prefix=files.prefix,
-                    advance=job.advance,
-                )
+                written = write_weights(files, base.table, given.words_in, beside, advance=job.advance)
                 given.weights.finish()
             job.source.release_tensors()
             index = anchor_index(base.run_id, version, self._claim.epoch, job.step, base, written)
@@ -343,18 +318,6 @@ class OwnerRank:
             return self._updater.local.base, self._updater.local.side_files
         directory = self._updater.base_dir or find_base(self.recovery.channel())
         return base, side_files(open_base(directory)).files
-
-    def _header(self, local: LocalCheckpoint, step: int | None) -> DeltaHeader:
-        position = local.state.position
-        return DeltaHeader(
-            run_id=local.state.run_id,
-            version=position.version + 1,
-            base=position,
-            epoch=self._claim.epoch,
-            encoding=self._options.encoding,
-            step=step,
-            created=time.time(),
-        )
 
     # prove
 
