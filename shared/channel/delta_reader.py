@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
-from typing import Literal, Protocol
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from weightcast.shared.channel.index import (
     INDEX_NAME,
     STEP_ENCODINGS,
     ChunkRecord,
+    ForeignEncoding,
     ForeignIndex,
     Index,
 )
@@ -26,8 +26,6 @@ from weightcast.shared.codec.container import decode_step
 from weightcast.shared.codec.slime import PayloadReader, digest_stream, open_payload
 from weightcast.shared.digest.checksums import SpanSums
 from weightcast.shared.files.safetensors import Header, header_from
-
-PayloadEncoding = Literal["xor", "overwrite", "xor_sparse"]
 
 
 def read_exactly(files: Store, name: str, offset: int, length: int, place: str) -> bytes:
@@ -46,91 +44,71 @@ def read_shard_header(files: Store, name: str) -> Header:
     return header_from(partial(files.read_range, name, 0), found.size, place)
 
 
-class DeltaReader(Protocol):
-    """Steps of one version. `changes` is called at most once per chunk, in grid order."""
+Arrived = Callable[[str, int | None], None]
+"""Returns once the first so many bytes of a shard are there, None: once all of the version is there."""
 
-    sequential: bool
+
+class DeltaReader(ABC):
+    """Steps of one version: at most one for each chunk, in grid order. Shards are opened for each read: a
+    host far behind reads more than a process may hold open."""
+
+    sequential = False
     """True: chunks must be asked for in order, each that `touches` names."""
 
+    def __init__(self, index: Index | ForeignIndex, files: Store, arrived: Arrived | None) -> None:
+        self._shards, self._arrived = files, arrived
+        self._place = place_of(index)
+        self._records = {record.key: record for record in index.chunks} if isinstance(index, Index) else {}
+        self._used: set[ChunkKey] = set()
+
+    @abstractmethod
     def touches(self, chunk: Chunk) -> bool: ...
 
+    @abstractmethod
     def step(self, chunk: Chunk, old: Words) -> ChunkStep:
         """Decoded and checked: DamagedFile when anything does not fit. `old` is not changed."""
 
     def finish(self) -> None:
         """Raises DamagedFile when something of the version was not used up or does not add up."""
+        if len(self._used) != len(self._records):
+            # the index may list only chunks of the grid that its parts make
+            key = min(self._records.keys() - self._used)
+            raise DamagedFile(
+                f"{self._place}/{INDEX_NAME}: {chunk_entry_name(key)} is listed, and no such chunk changes",
+                remedy=MEND_CHANNEL,
+            )
+
+    def _read(self, shard: str, offset: int, length: int) -> bytes:
+        if self._arrived is not None:
+            self._arrived(shard, offset + length)
+        return read_exactly(self._shards, shard, offset, length, f"{self._place}/{shard}")
+
+    def _use(self, record: ChunkRecord, sums: SpanSums, where: str) -> None:
+        """The old sums prove that the touched words are the ones the publisher had, the new ones what they
+        become."""
+        got = sums.total()
+        if got.old != record.old:
+            raise DamagedFile(
+                f"{where}: the words it touches are not those it was made from",
+                remedy="the local checkpoint or the delta is damaged: run `weightcast local verify`",
+            )
+        if got.new != record.new or got.changed != record.changed:
+            raise DamagedFile(
+                f"{where}: decodes to other words than the publisher wrote",
+                remedy=MEND_CHANNEL,
+            )
+        self._used.add(record.key)
 
 
-Arrived = Callable[[str, int | None], None]
-"""Returns once the first so many bytes of a shard are there, None: once all of the version is there."""
-
-
-@dataclass(frozen=True)
-class _ShardFiles:
-    """The version's shards, opened for each read: a host far behind reads more than a process may hold
-    open. `place`: of the shards in the channel, for messages."""
-
-    files: Store
-    place: str
-    arrived: Arrived | None
-
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        if self.arrived is not None:
-            self.arrived(name, offset + length)
-        return read_exactly(self.files, name, offset, length, f"{self.place}/{name}")
-
-    def header(self, name: str) -> Header:
-        if self.arrived is not None:
-            self.arrived(name, None)
-        try:
-            return read_shard_header(self.files, name)
-        except DamagedFile as error:
-            remedy = error.remedy or MEND_CHANNEL
-            raise DamagedFile(f"{self.place}/{name}: {error.message}", remedy=remedy) from error
-
-
-def _check_sums(record: ChunkRecord, sums: SpanSums, where: str) -> None:
-    """S_old proves that the touched words are the ones the publisher had, S_new what they become."""
-    got = sums.total()
-    if got.old != record.old:
-        raise DamagedFile(
-            f"{where}: the words it touches are not those it was made from",
-            remedy="the local checkpoint or the delta is damaged: run `weightcast local verify`",
-        )
-    if got.new != record.new or got.changed != record.changed:
-        raise DamagedFile(
-            f"{where}: decodes to other words than the publisher wrote",
-            remedy=MEND_CHANNEL,
-        )
-
-
-def _check_used(records: Mapping[ChunkKey, ChunkRecord], used: set[ChunkKey], place: str) -> None:
-    """The index may list only chunks of the grid that its parts make."""
-    if len(used) != len(records):
-        key = min(records.keys() - used)
-        raise DamagedFile(
-            f"{place}/{INDEX_NAME}: {chunk_entry_name(key)} is listed, and no such chunk changes",
-            remedy=MEND_CHANNEL,
-        )
-
-
-class BlobReader:
+class BlobReader(DeltaReader):
     """Encodings `fast` and `small`: each blob says how it is to be read."""
-
-    sequential = False
-
-    def __init__(self, index: Index, files: Store, arrived: Arrived | None = None) -> None:
-        self._records = {record.key: record for record in index.chunks}
-        self._place = place_of(index)
-        self._files = _ShardFiles(files, self._place, arrived)
-        self._used: set[ChunkKey] = set()
 
     def touches(self, chunk: Chunk) -> bool:
         return chunk.key in self._records
 
     def step(self, chunk: Chunk, old: Words) -> ChunkStep:
         record = self._records[chunk.key]
-        blob = self._files.read(record.file, record.offset, record.length)
+        blob = self._read(record.file, record.offset, record.length)
         where = f"{self._place}/{record.file}, {chunk_entry_name(chunk.key)}"
         try:
             changes, sums = decode_step(blob, chunk, old)
@@ -138,12 +116,8 @@ class BlobReader:
             raise DamagedFile(f"{where}: {error.message}", remedy=MEND_CHANNEL) from error
         except UnknownFormat as error:
             raise UnknownFormat(f"{where}: {error.message}", remedy=error.remedy) from error
-        _check_sums(record, sums, where)
-        self._used.add(chunk.key)
+        self._use(record, sums, where)
         return ChunkStep(changes, sums)
-
-    def finish(self) -> None:
-        _check_used(self._records, self._used, self._place)
 
 
 def place_of(index: Index | ForeignIndex) -> str:
@@ -153,7 +127,7 @@ def place_of(index: Index | ForeignIndex) -> str:
     return f"{main}/{from_name(index.base_version)}" if is_beside else main
 
 
-def payload_encoding(index: Index | ForeignIndex) -> PayloadEncoding:
+def payload_encoding(index: Index | ForeignIndex) -> ForeignEncoding:
     if index.encoding is None or index.encoding == "fast" or index.encoding == "small":
         raise DamagedFile(
             f"{place_of(index)}/{INDEX_NAME}: encoding {index.encoding} has no payloads per tensor",
@@ -162,32 +136,22 @@ def payload_encoding(index: Index | ForeignIndex) -> PayloadEncoding:
     return index.encoding
 
 
-class FieldReader:
+class FieldReader(DeltaReader):
     """Encodings `xor`, `overwrite` and (foreign only) `xor_sparse`: payloads are streams, one per tensor."""
 
     sequential = True
 
     def __init__(
-        self,
-        index: Index | ForeignIndex,
-        table: TensorTable,
-        files: Store,
-        arrived: Arrived | None = None,
+        self, index: Index | ForeignIndex, table: TensorTable, files: Store, arrived: Arrived | None = None
     ) -> None:
+        super().__init__(index, files, arrived)
         self._table = table
-        self._place = place_of(index)
-        self._files = _ShardFiles(files, self._place, arrived)
         self._weight_map = index.weight_map
         self._encoding = payload_encoding(index)
-        self._checksum_format = "xxh3-128"
-        self._records: dict[ChunkKey, ChunkRecord] | None = None
-        if isinstance(index, ForeignIndex):
-            self._checksum_format = index.checksum_format
-        else:
-            self._records = {record.key: record for record in index.chunks}
+        self._is_foreign = isinstance(index, ForeignIndex)
+        self._checksum_format = index.checksum_format if isinstance(index, ForeignIndex) else "xxh3-128"
         self._headers: dict[str, Header] = {}
         self._open: dict[int, _TensorStream] = {}
-        self._used: set[ChunkKey] = set()
         self._done: set[str] = set()
         unknown = sorted(set(self._weight_map) - set(table.numbers))
         if unknown:
@@ -213,15 +177,14 @@ class FieldReader:
         return ChunkStep(changes, sums)
 
     def _check(self, chunk: Chunk, sums: SpanSums) -> None:
-        if self._records is None:
+        if self._is_foreign:
             return
         where = f"{self._place}, {chunk_entry_name(chunk.key)}"
         record = self._records.get(chunk.key)
         if record is None and len(sums):
             raise DamagedFile(f"{where}: changes that the index does not list", remedy=MEND_CHANNEL)
         if record is not None:
-            _check_sums(record, sums, where)
-            self._used.add(chunk.key)
+            self._use(record, sums, where)
 
     def _stream(self, number: int) -> _TensorStream:
         if number not in self._open:
@@ -232,7 +195,7 @@ class FieldReader:
         spec = self._table[number]
         shard = self._weight_map[spec.name]
         if shard not in self._headers:
-            self._headers[shard] = self._files.header(shard)
+            self._headers[shard] = self._header(shard)
         header = self._headers[shard]
         entry = header.entries.get(spec.name)
         where = f"{self._place}/{shard}, {spec.name}"
@@ -241,12 +204,21 @@ class FieldReader:
         begin = header.data_start + entry.begin
         payload = open_payload(
             self._encoding,
-            lambda offset, length: self._files.read(shard, begin + offset, length),
+            lambda offset, length: self._read(shard, begin + offset, length),
             entry.end - entry.begin,
             spec.nbytes,
             name=where,
         )
         return _TensorStream(where, payload, self._checksum_format, header.metadata.get(spec.name))
+
+    def _header(self, shard: str) -> Header:
+        if self._arrived is not None:
+            self._arrived(shard, None)
+        try:
+            return read_shard_header(self._shards, shard)
+        except DamagedFile as error:
+            remedy = error.remedy or MEND_CHANNEL
+            raise DamagedFile(f"{self._place}/{shard}: {error.message}", remedy=remedy) from error
 
     def _finish_tensor(self, number: int) -> None:
         self._open.pop(number).finish()
@@ -258,8 +230,7 @@ class FieldReader:
             raise DamagedFile(
                 f"{self._place}: {sorted(missing)[0]} was not read to its end", remedy=MEND_CHANNEL
             )
-        if self._records is not None:
-            _check_used(self._records, self._used, self._place)
+        super().finish()
 
 
 class _TensorStream:

@@ -7,9 +7,9 @@ changed tensor. All carry, per changed chunk, the sums over its touched 8-byte w
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -55,64 +55,66 @@ class PartFiles:
     checksums: dict[str, str]
 
 
-class ShardWriter(Protocol):
-    def prepare(self, chunk: Chunk, old: Words, new: FetchWords, changes: Changes) -> bytes:
-        """The chunk's encoded form; called from several threads at once."""
-
-    def append(self, chunk: Chunk, prepared: bytes, new: FetchWords, step: ChunkStep | None) -> None:
-        """Called once for every chunk of the part, changed or not, in grid order."""
-
-    def close(self) -> PartFiles:
-        """Makes the shard durable. No change: no shard."""
-
-    def abandon(self) -> None: ...
-
-
 def begin_shard(
     encoding: Encoding, files: Store, name: str, table: TensorTable, chunks: int, *, sync: bool = True
 ) -> ShardWriter:
     """`chunks`: how many chunks the part has at most. `sync`: whether `close` waits until it is durable."""
     if encoding == "fast" or encoding == "small":
-        return _BlobShard(_Shard(files, name, 64 + chunks * (_ENTRY_ROOM + 32), sync), encoding)
+        return _BlobShard(files, name, 64 + chunks * (_ENTRY_ROOM + 32), sync, encoding)
     room = sum(2 * len(json.dumps(spec.name).encode()) + _ENTRY_ROOM + 48 for spec in table)
-    return _FieldShard(_Shard(files, name, 64 + room, sync), table, encoding)
+    return _FieldShard(files, name, 64 + room, sync, table, encoding)
 
 
-def _record(chunk: Chunk, file: str, offset: int, length: int, step: ChunkStep) -> ChunkRecord:
-    sums = step.sums.total()
-    return ChunkRecord(chunk.key, file, offset, length, len(step.changes), sums.old, sums.new)
-
-
-class _Shard:
+class ShardWriter(ABC):
     """A safetensors file whose header is written last, into room reserved for it."""
 
     def __init__(self, files: Store, name: str, reserve: int, sync: bool) -> None:
-        self._files, self.name = files, name
-        self.data_start = -(-(reserve + 8) // 8) * 8
-        self._writer = files.write(name, reserve=self.data_start, sync=sync)
+        self._files, self._name = files, name
+        self._data_start = -(-(reserve + 8) // 8) * 8
+        self._writer = files.write(name, reserve=self._data_start, sync=sync)
+        self._entries: list[Entry] = []
+        self._records: list[ChunkRecord] = []
+        self._checksums: dict[str, str] = {}
         self.end = 0
         """bytes of data written"""
+
+    @abstractmethod
+    def prepare(self, chunk: Chunk, old: Words, new: FetchWords, changes: Changes) -> bytes:
+        """The chunk's encoded form; called from several threads at once."""
+
+    @abstractmethod
+    def append(self, chunk: Chunk, prepared: bytes, new: FetchWords, step: ChunkStep | None) -> None:
+        """Called once for every chunk of the part, changed or not, in grid order."""
 
     def write(self, data: bytes) -> None:
         self._writer.write(data)
         self.end += len(data)
 
-    def finish(self, entries: Sequence[Entry], metadata: dict[str, str]) -> FileRecord:
-        self._writer.write_head(pack_header(entries, metadata, reserve=self.data_start))
-        failpoint("shard.written", self._files.place(self.name))
-        self._writer.finish()
-        failpoint("shard.synced", self._files.place(self.name))
-        return object_record(self._files, self.name)
+    def _add_record(self, chunk: Chunk, offset: int, length: int, step: ChunkStep) -> None:
+        sums, changed = step.sums.total(), len(step.changes)
+        self._records.append(ChunkRecord(chunk.key, self._name, offset, length, changed, sums.old, sums.new))
 
-    def discard(self) -> None:
+    def close(self) -> PartFiles:
+        """Makes the shard durable. No change: no shard."""
+        if not self._entries:
+            self.abandon()
+            return PartFiles((), (), {})
+        metadata = self._checksums or {"format": "weightcast"}
+        self._writer.write_head(pack_header(self._entries, metadata, reserve=self._data_start))
+        failpoint("shard.written", self._files.place(self._name))
+        self._writer.finish()
+        failpoint("shard.synced", self._files.place(self._name))
+        record = object_record(self._files, self._name)
+        return PartFiles((record,), tuple(self._records), self._checksums)
+
+    def abandon(self) -> None:
         self._writer.discard()
 
 
-class _BlobShard:
-    def __init__(self, shard: _Shard, encoding: StepEncoding) -> None:
-        self._shard, self._encoding = shard, encoding
-        self._entries: list[Entry] = []
-        self._records: list[ChunkRecord] = []
+class _BlobShard(ShardWriter):
+    def __init__(self, files: Store, name: str, reserve: int, sync: bool, encoding: StepEncoding) -> None:
+        super().__init__(files, name, reserve, sync)
+        self._encoding = encoding
 
     def prepare(self, chunk: Chunk, old: Words, new: FetchWords, changes: Changes) -> bytes:
         return encode_chunk(chunk, old, new, changes, self._encoding)
@@ -120,33 +122,16 @@ class _BlobShard:
     def append(self, chunk: Chunk, prepared: bytes, new: FetchWords, step: ChunkStep | None) -> None:
         if step is None:
             return
-        begin = self._shard.end
-        self._shard.write(prepared)
-        self._entries.append(
-            Entry(chunk_entry_name(chunk.key), "U8", (len(prepared),), begin, begin + len(prepared))
-        )
-        self._records.append(_record(chunk, self._shard.name, begin, len(prepared), step))
-
-    def close(self) -> PartFiles:
-        if not self._entries:
-            self._shard.discard()
-            return PartFiles((), (), {})
-        data_start = self._shard.data_start
-        record = self._shard.finish(self._entries, {"format": "weightcast"})
-        placed = tuple(
-            ChunkRecord(r.key, r.file, data_start + r.offset, r.length, r.changed, r.old, r.new)
-            for r in self._records
-        )
-        return PartFiles((record,), placed, {})
-
-    def abandon(self) -> None:
-        self._shard.discard()
+        begin, length = self.end, len(prepared)
+        self.write(prepared)
+        self._entries.append(Entry(chunk_entry_name(chunk.key), "U8", (length,), begin, self.end))
+        self._add_record(chunk, self._data_start + begin, length, step)
 
 
 class _OpenTensor:
     """The tensor whose payload is being written: starts at its first change, catching up with zeros."""
 
-    def __init__(self, name: str, nbytes: int, encoding: FieldEncoding, shard: _Shard) -> None:
+    def __init__(self, name: str, nbytes: int, encoding: FieldEncoding, shard: ShardWriter) -> None:
         self.name, self._nbytes, self._encoding, self._shard = name, nbytes, encoding, shard
         self._digest = digest_stream("xxh3-128")
         self._seen = 0
@@ -183,13 +168,13 @@ class _OpenTensor:
             self._writer.close()
 
 
-class _FieldShard:
-    def __init__(self, shard: _Shard, table: TensorTable, encoding: FieldEncoding) -> None:
-        self._shard, self._table, self._encoding = shard, table, encoding
+class _FieldShard(ShardWriter):
+    def __init__(
+        self, files: Store, name: str, reserve: int, sync: bool, table: TensorTable, encoding: FieldEncoding
+    ) -> None:
+        super().__init__(files, name, reserve, sync)
+        self._table, self._encoding = table, encoding
         self._open: tuple[int, _OpenTensor] | None = None
-        self._entries: list[Entry] = []
-        self._checksums: dict[str, str] = {}
-        self._records: list[ChunkRecord] = []
 
     def prepare(self, chunk: Chunk, old: Words, new: FetchWords, changes: Changes) -> bytes:
         return b""
@@ -202,7 +187,7 @@ class _FieldShard:
             old = after.copy()
             old[step.changes.index] = step.changes.old
             touched = set(step.sums.tensors.tolist())
-            self._records.append(_record(chunk, self._shard.name, 0, 0, step))
+            self._add_record(chunk, 0, 0, step)
         for span in chunk.spans:
             place = slice(span.offset, span.offset + span.words)
             tensor = self._tensor(span.tensor)
@@ -212,7 +197,7 @@ class _FieldShard:
         if self._open is None or self._open[0] != number:
             self._close_tensor()
             spec = self._table[number]
-            self._open = (number, _OpenTensor(spec.name, spec.nbytes, self._encoding, self._shard))
+            self._open = (number, _OpenTensor(spec.name, spec.nbytes, self._encoding, self))
         return self._open[1]
 
     def _close_tensor(self) -> None:
@@ -225,13 +210,9 @@ class _FieldShard:
     def close(self) -> PartFiles:
         self._close_tensor()
         self._open = None
-        if not self._entries:
-            self._shard.discard()
-            return PartFiles((), (), {})
-        record = self._shard.finish(self._entries, self._checksums)
-        return PartFiles((record,), tuple(self._records), self._checksums)
+        return super().close()
 
     def abandon(self) -> None:
         if self._open is not None:
             self._open[1].abandon()
-        self._shard.discard()
+        super().abandon()
