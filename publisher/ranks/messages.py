@@ -30,20 +30,13 @@ _BLOB_LIMIT = 4 * CHUNK_WORDS + 4096
 PLAN = "plan.json"
 
 
-def holds_name(rank: int) -> str:
-    return f"holds-{rank:05d}.json"
-
-
-def sent_name(rank: int) -> str:
-    return f"sent-{rank:05d}.json"
+def rank_file(kind: str, rank: int, suffix: str = "json") -> str:
+    """The name of what a rank leaves."""
+    return f"{kind}-{rank:05d}.{suffix}"
 
 
 def blobs_name(rank: int) -> str:
-    return f"sent-{rank:05d}.bin"
-
-
-def sums_name(rank: int) -> str:
-    return f"sums-{rank:05d}.json"
+    return rank_file("sent", rank, "bin")
 
 
 def write_holds(holds: Holds, table: TensorTable) -> bytes:
@@ -54,12 +47,12 @@ def write_plan(holds: Sequence[Holds], table: TensorTable) -> bytes:
     return write_object({"ranks": [_rows(one, table) for one in holds]})
 
 
-def parse_holds(data: bytes, table: TensorTable, what: str) -> Holds:
+def parse_holds(data: bytes, what: str, table: TensorTable) -> Holds:
     """Raises DamagedFile."""
     return _holds(Members(parse_object(data, what), what).array("holds"), table, what)
 
 
-def parse_plan(data: bytes, table: TensorTable, what: str) -> list[Holds]:
+def parse_plan(data: bytes, what: str, table: TensorTable) -> list[Holds]:
     """Raises DamagedFile."""
     rows = Members(parse_object(data, what), what).array("ranks")
     return [_holds(one, table, what) for one in rows]
@@ -186,7 +179,7 @@ def write_sums(sums: Mapping[int, SegmentSums]) -> bytes:
     return write_object({"sums": rows})
 
 
-def parse_sums(data: bytes, table: TensorTable, what: str) -> dict[int, SegmentSums]:
+def parse_sums(data: bytes, what: str, table: TensorTable) -> dict[int, SegmentSums]:
     """Raises DamagedFile."""
     found: dict[int, SegmentSums] = {}
     for row in Members(parse_object(data, what), what).array("sums"):

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TypeVar
 
 from weightcast.publisher.ranks import messages
-from weightcast.publisher.ranks.messages import SegmentSums, Sent
+from weightcast.publisher.ranks.messages import SegmentSums, Sent, rank_file
 from weightcast.publisher.ranks.shard_assignment import Holds, ShardAssignment
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import (
@@ -26,7 +27,7 @@ from weightcast.shared.base.errors import (
     RetryLater,
     WeightcastError,
 )
-from weightcast.shared.channel.index import INDEX_LIMIT, Index, parse_index, write_index
+from weightcast.shared.channel.index import Index, parse_index, write_index
 from weightcast.shared.channel.layout import ATTEMPTS
 from weightcast.shared.channel.store import Store, read_if_there
 from weightcast.shared.files.strict_json import Members, parse_object
@@ -63,7 +64,7 @@ class Attempt:
 
 
 def shard_name(rank: int) -> str:
-    return f"part-{rank:05d}.safetensors"
+    return rank_file("part", rank, "safetensors")
 
 
 def open_attempt(files: Store, attempt: Attempt) -> None:
@@ -98,7 +99,7 @@ class RankPart:
 
 
 def leave_holds(files: Store, rank: int, holds: Holds, table: TensorTable) -> None:
-    files.replace(messages.holds_name(rank), messages.write_holds(holds, table))
+    files.replace(rank_file("holds", rank), messages.write_holds(holds, table))
 
 
 def leave_plan(files: Store, holds: Sequence[Holds], table: TensorTable) -> None:
@@ -106,14 +107,14 @@ def leave_plan(files: Store, holds: Sequence[Holds], table: TensorTable) -> None
 
 
 def leave_sent(files: Store, rank: int, sent: Sent) -> None:
-    files.replace(messages.sent_name(rank), messages.write_sent(sent))
+    files.replace(rank_file("sent", rank), messages.write_sent(sent))
 
 
 def leave_part(files: Store, rank: int, part: RankPart, table: TensorTable) -> None:
     """The draft is what the others wait for. Raises RetryLater where nobody waits any more."""
     _raise_cleared(files)
-    files.replace(messages.sums_name(rank), messages.write_sums(part.sums))
-    files.replace(_draft(rank), write_index(part.draft, table))
+    files.replace(rank_file("sums", rank), messages.write_sums(part.sums))
+    files.replace(rank_file("part", rank), write_index(part.draft, table))
 
 
 def reason_of(error: BaseException) -> str:
@@ -125,33 +126,26 @@ def _printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def _draft(rank: int) -> str:
-    return f"part-{rank:05d}.json"
-
-
 def _failure(rank: int) -> str:
-    return f"part-{rank:05d}.failed.json"
+    return rank_file("part", rank, "failed.json")
 
 
 def collect_holds(files: Store, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
-    """All other ranks' holds, in rank order. Raises as `collect`."""
-
-    def read(rank: int) -> Holds | None:
-        name = messages.holds_name(rank)
-        data = read_if_there(files, name, messages.LIMIT)
-        return None if data is None else messages.parse_holds(data, table, files.place(name))
-
-    return collect(files, attempt, range(1, attempt.world_size), read, deadline)
+    """All other ranks' holds, in rank order. Raises as `_collect`."""
+    parse = partial(messages.parse_holds, table=table)
+    ranks = range(1, attempt.world_size)
+    return _collect(
+        files, attempt, ranks, lambda rank: _read(files, rank_file("holds", rank), parse), deadline
+    )
 
 
 def await_plan(files: Store, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
     """All ranks' holds as rank 0 told them."""
     for _ in _looks(deadline):
         _raise_over(files)
-        data = read_if_there(files, messages.PLAN, messages.LIMIT)
-        if data is None:
+        plan = _read(files, messages.PLAN, partial(messages.parse_plan, table=table))
+        if plan is None:
             continue
-        plan = messages.parse_plan(data, table, files.place(messages.PLAN))
         if len(plan) != attempt.world_size:
             raise DamagedFile(
                 f"{files.place(messages.PLAN)}: {len(plan)} ranks in a world of {attempt.world_size}"
@@ -164,37 +158,36 @@ def await_plan(files: Store, attempt: Attempt, table: TensorTable, deadline: flo
 
 
 def collect_sent(files: Store, attempt: Attempt, ranks: Sequence[int], deadline: float) -> dict[int, Sent]:
-    """Raises as `collect`."""
+    """Raises as `_collect`."""
 
     def read(rank: int) -> Sent | None:
-        name = messages.sent_name(rank)
-        data = read_if_there(files, name, messages.LIMIT)
-        return None if data is None else messages.parse_sent(data, files.place(name))
+        return _read(files, rank_file("sent", rank), messages.parse_sent)
 
-    return dict(zip(ranks, collect(files, attempt, ranks, read, deadline), strict=True))
+    found = _collect(files, attempt, ranks, read, deadline)
+    return dict(zip(ranks, found, strict=True))
 
 
 def collect_parts(
     files: Store, attempt: Attempt, assignment: ShardAssignment, table: TensorTable, deadline: float
 ) -> list[RankPart]:
-    """What all other ranks leave, in rank order. Raises as `collect`."""
+    """What all other ranks leave, in rank order. Raises as `_collect`."""
 
     def read(rank: int) -> RankPart | None:
-        data = read_if_there(files, _draft(rank), INDEX_LIMIT)
-        if data is None:
+        draft = _read(files, rank_file("part", rank), lambda data, what: parse_index(data, table))
+        if draft is None:
             return None
-        draft = _checked(parse_index(data, table), attempt, rank, assignment)
-        sums, sent = messages.sums_name(rank), messages.sent_name(rank)
+        _check(draft, attempt, rank, assignment)
+        sums, sent = rank_file("sums", rank), rank_file("sent", rank)
         return RankPart(
             draft,
-            messages.parse_sums(files.read(sums, messages.LIMIT), table, files.place(sums)),
+            messages.parse_sums(files.read(sums, messages.LIMIT), files.place(sums), table),
             messages.parse_sent(files.read(sent, messages.LIMIT), files.place(sent)),
         )
 
-    return collect(files, attempt, range(1, attempt.world_size), read, deadline)
+    return _collect(files, attempt, range(1, attempt.world_size), read, deadline)
 
 
-def collect(
+def _collect(
     files: Store,
     attempt: Attempt,
     ranks: Sequence[int],
@@ -222,7 +215,7 @@ def collect(
     )
 
 
-def _checked(draft: Index, attempt: Attempt, rank: int, assignment: ShardAssignment) -> Index:
+def _check(draft: Index, attempt: Attempt, rank: int, assignment: ShardAssignment) -> None:
     same = (draft.version, draft.parent, draft.step, draft.encoding) == (
         attempt.version,
         attempt.base_digest,
@@ -239,7 +232,6 @@ def _checked(draft: Index, attempt: Attempt, rank: int, assignment: ShardAssignm
         raise Refused(
             f"rank {rank} left a part that is not its own", remedy="run the same release on all ranks"
         )
-    return draft
 
 
 def _raise_failure(files: Store, rank: int) -> None:
@@ -332,7 +324,9 @@ def _attempts(store: Store, rank: int) -> list[tuple[str, Attempt]]:
     for key in _keys(store):
         files = store.within(key)
         facts = _members(files, _OPEN)
-        if facts is not None and not any(files.stat(name) for name in (_draft(rank), _failure(rank))):
+        if facts is not None and not any(
+            files.stat(name) for name in (rank_file("part", rank), _failure(rank))
+        ):
             attempts.append((key, _attempt(facts)))
     return attempts
 
@@ -387,5 +381,12 @@ def _looks(deadline: float) -> Iterator[None]:
 
 def _members(files: Store, name: str) -> Members | None:
     """None when the file is not there. Raises DamagedFile."""
-    data = read_if_there(files, name, _LIMIT)
-    return None if data is None else Members(parse_object(data, files.place(name)), files.place(name))
+    return _read(files, name, lambda data, what: Members(parse_object(data, what), what), _LIMIT)
+
+
+def _read(
+    files: Store, name: str, parse: Callable[[bytes, str], Found], limit: int = messages.LIMIT
+) -> Found | None:
+    """None when the file is not there."""
+    data = read_if_there(files, name, limit)
+    return None if data is None else parse(data, files.place(name))

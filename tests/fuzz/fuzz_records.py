@@ -181,14 +181,14 @@ RECORDS: dict[str, Target] = {
     "draft": (_DRAFT, _draft),
     "holds": (
         messages.write_holds(_HOLDS, TABLE),
-        lambda data: messages.parse_holds(data, TABLE, "holds"),
+        lambda data: messages.parse_holds(data, "holds", TABLE),
     ),
     "plan": (
         messages.write_plan([_HOLDS, {}], TABLE),
-        lambda data: messages.parse_plan(data, TABLE, "plan"),
+        lambda data: messages.parse_plan(data, "plan", TABLE),
     ),
     "sent": (_SENT, lambda data: messages.parse_sent(data, "sent")),
-    "sums": (_SUMS, lambda data: messages.parse_sums(data, TABLE, "sums")),
+    "sums": (_SUMS, lambda data: messages.parse_sums(data, "sums", TABLE)),
     "failed part": (_failure_example(), _failure),
     "checkpoint index": (packed(_WEIGHT_MAP), _checkpoint),
     "engine reply": (packed(_REPLY), lambda data: _reply(Reply("http://engine", 200, data))),
