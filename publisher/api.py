@@ -224,10 +224,10 @@ class Publisher:
             setup = replace(setup, free_space=upkeep.give_up, keep_journal=keep)
             publisher = cls(updater, Rank(0, world_size), setup, options, claimed, upkeep)
             undo.callback(publisher.close)
-            publisher._recover()
+            publisher.recover()
             keep_channel_file(store, Path(local))
             if cls._upkeep_in_background and options.upkeep is not None:
-                publisher._work_in_background()
+                publisher.work_in_background()
             undo.pop_all()
         return publisher
 
@@ -318,7 +318,9 @@ class Publisher:
         """
         return resumed(self.store, state)
 
-    def _recover(self, advance: Advance | None = None) -> None:
+    def recover(self, advance: Advance | None = None) -> None:
+        """Finishes a version that was committed and never pointed to, and brings the local checkpoint to the
+        channel. Rank 0 does this by itself at `open` and before every publication."""
         self._drained()
         if self._owner is not None:
             self._owner.recover(advance)
@@ -426,10 +428,11 @@ class Publisher:
         `cast`: round floating-point tensors to the run's dtypes. `rename`: "A=B", prefixes or patterns with
         as many `*`. `drop`: globs of tensors to leave out.
         """
-        read = functools.partial(self._open_checkpoint, directory, ExportRules.of(cast, rename, drop))
+        read = functools.partial(self.open_checkpoint, directory, ExportRules.of(cast, rename, drop))
         return self._publish_now(PublishJob(WeightSource(read), self._whole(step), Phases(watching), advance))
 
-    def _open_checkpoint(self, directory: str | Path, rules: ExportRules = NO_RULES) -> NewWeights:
+    def open_checkpoint(self, directory: str | Path, rules: ExportRules = NO_RULES) -> NewWeights:
+        """A checkpoint directory as new weights of this run."""
         directory = Path(directory)
         refuse_local(directory, self._updater.paths.directory)
         weights, local = CheckpointWeights(directory), self._updater.local
@@ -443,9 +446,9 @@ class Publisher:
         except BaseException:
             weights.close()
             raise
-        return self._adapted(weights, rules)
+        return self.adapted(weights, rules)
 
-    def _adapted(self, weights: NewWeights, rules: ExportRules) -> NewWeights:
+    def adapted(self, weights: NewWeights, rules: ExportRules) -> NewWeights:
         """`weights` as `rules` change them; closed where that is refused."""
         file, base = self.run
         try:
@@ -535,7 +538,8 @@ class Publisher:
         pins.end_repair(self.store)
         return done
 
-    def _work_in_background(self) -> Background | None:
+    def work_in_background(self) -> Background | None:
+        """From now on what is due is made in a thread. None on ranks other than 0."""
         self._check_open()
         if self._upkeep is not None and self._background is None:
             self._background = Background(self._upkeep)

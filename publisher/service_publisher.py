@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import SupportsIndex
 
 from weightcast.publisher.api import Publisher
 from weightcast.publisher.maintenance.orders import root_of
 from weightcast.publisher.maintenance.repair import ChannelCheck, Repairs, remake
-from weightcast.publisher.maintenance.upkeep import Background
 from weightcast.publisher.publish.commit import is_carried
 from weightcast.publisher.publish.publish_job import (
     Phases,
@@ -23,7 +21,6 @@ from weightcast.publisher.publish.publish_job import (
 )
 from weightcast.publisher.publish.report import PublishReport
 from weightcast.publisher.ranks.rendezvous import Rank
-from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Untrusted, WeightcastError
 from weightcast.shared.base.progress import Advance
@@ -42,11 +39,6 @@ class ServicePublisher(Publisher):
         """Raises Refused, naming the newer owner, when another publisher has the channel now."""
         if self._claim is not None:
             self._claim.check()
-
-    def recover(self, advance: Advance | None = None) -> None:
-        """Finishes a version that was committed and never pointed to, and brings the local checkpoint to the
-        channel. Rank 0 does this by itself at `open` and before every publication."""
-        self._recover(advance)
 
     def obey_orders(self) -> Rollback | None:
         """Carries out a rollback that was ordered. Returns the order that holds publishing, if one does. The
@@ -95,10 +87,6 @@ class ServicePublisher(Publisher):
         while self._upkeep is not None and (one := self._upkeep.step()):
             made.append(one)
         return made
-
-    def work_in_background(self) -> Background | None:
-        """From now on what is due is made in a thread. None on ranks other than 0."""
-        return self._work_in_background()
 
     def publish_weights(
         self,
@@ -150,11 +138,3 @@ class ServicePublisher(Publisher):
         with contextlib.suppress(WeightcastError):
             return "" if pointer is None else root_of(channel, pointer, version)
         return ""
-
-    def open_checkpoint(self, directory: str | Path, rules: ExportRules = NO_RULES) -> NewWeights:
-        """A checkpoint directory as new weights of this run, for `publish_weights`."""
-        return self._open_checkpoint(directory, rules)
-
-    def adapted(self, weights: NewWeights, rules: ExportRules) -> NewWeights:
-        """`weights` as `rules` change them; closed where that is refused."""
-        return self._adapted(weights, rules)

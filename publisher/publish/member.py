@@ -33,7 +33,6 @@ from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.state import Phase, read_state
 from weightcast.shared.files.disk_errors import disk_error
 
-_POLL_SECONDS = 0.05
 _PATIENCE = 1.25
 
 
@@ -98,9 +97,14 @@ class MemberRank:
                 try:
                     with self._told(files):
                         local = self._local(channel, attempt, early, job, until)
-                        if given is None or isinstance(early, EarlyInput):
-                            given = self._given(channel, local, early, job)
-                            opened.callback(given.weights.close)
+                        if isinstance(early, EarlyInput):
+                            # RetryLater where it was compared with another base than the attempt's
+                            early.weights.moved_to(local)
+                            given = early
+                        elif given is None:
+                            file, base = channel.require_ours()
+                            given = Input.open(job.source, file, base.table, self._rank, job.phase)
+                        opened.callback(given.weights.close)
                         shards = Files.of(channel.store, key)
                         met = self._joined(files, shards, attempt, local, given, job, until)
                     break
@@ -133,8 +137,8 @@ class MemberRank:
 
     def _followed(self, last: _Last) -> LocalCheckpoint | None:
         """Rank 0's local checkpoint, once it has followed the last version. None when it went elsewhere."""
-        paths, deadline = self._updater.paths, time.monotonic() + self._options.deadline_seconds
-        while time.monotonic() < deadline:
+        paths = self._updater.paths
+        for _ in rendezvous.looks(time.monotonic() + self._options.deadline_seconds):
             state = read_state(paths.state)
             if state is None or state.phase not in (Phase.CLEAN, Phase.PATCHING):
                 return None
@@ -144,7 +148,6 @@ class MemberRank:
                 return self._updater.local
             if at not in (last.digest, last.base_digest):
                 return None
-            time.sleep(_POLL_SECONDS)
         return None
 
     def _local(
@@ -178,33 +181,17 @@ class MemberRank:
 
     def _shared_local(self, attempt: Attempt, deadline: float) -> LocalCheckpoint:
         directory = self._updater.paths.directory
-        while time.monotonic() < deadline:
+        for _ in rendezvous.looks(deadline):
             local = LocalCheckpoint.open(directory)
             if local is not None and local.state.position.digest == attempt.base_digest:
                 self._updater.local = local
                 return local
             if local is not None:
                 local.close()
-            time.sleep(_POLL_SECONDS)
         raise NotInTime(
             f"{directory} did not reach version {attempt.version - 1} in time",
             remedy="check the process that owns it",
         )
-
-    def _given(
-        self,
-        channel: Channel,
-        local: LocalCheckpoint,
-        early: EarlyInput | Exception | None,
-        job: PublishJob,
-    ) -> Input:
-        """`local` is at the attempt's base. Raises RetryLater where the weights were compared with
-        another."""
-        if isinstance(early, EarlyInput):
-            early.weights.moved_to(local)
-            return early
-        file, base = channel.require_ours()
-        return Input.open(job.source, file, base.table, self._rank, job.phase)
 
     def _joined(
         self,

@@ -141,7 +141,7 @@ def collect_holds(files: Store, attempt: Attempt, table: TensorTable, deadline: 
 
 def await_plan(files: Store, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
     """All ranks' holds as rank 0 told them."""
-    for _ in _looks(deadline):
+    for _ in looks(deadline):
         _raise_over(files)
         plan = _read(files, messages.PLAN, partial(messages.parse_plan, table=table))
         if plan is None:
@@ -198,7 +198,7 @@ def _collect(
     why rank 0 gave up; NeedsReseed where that was a drifted local checkpoint, RetryLater where the attempt
     was cleared away."""
     found: dict[int, Found] = {}
-    for _ in _looks(deadline):
+    for _ in looks(deadline):
         _raise_over(files)
         for rank in ranks:
             _raise_failure(files, rank)
@@ -287,7 +287,7 @@ def find_attempt(
     yet. Raises Refused when rank 0 gave up one that is not in `seen`, which is then added there; in the end
     for one in `seen` too: this rank came late."""
     closed: list[str] = []
-    for _ in _looks(deadline):
+    for _ in looks(deadline):
         fitting = sorted(
             (one for one in _attempts(store, rank.number) if one[1].version > above and one[1].step == step),
             key=lambda one: (one[1].epoch, one[1].created),
@@ -353,7 +353,7 @@ def wait_for_commit(
     files: Store, attempt: Attempt, committed: Callable[[], Index | None], deadline: float
 ) -> Index:
     """Success is the version's index seen, with this attempt's step, and the pointer at it."""
-    for _ in _looks(deadline):
+    for _ in looks(deadline):
         index = committed()
         if index is None:
             _raise_closed(files)
@@ -370,7 +370,7 @@ def wait_for_commit(
     )
 
 
-def _looks(deadline: float) -> Iterator[None]:
+def looks(deadline: float) -> Iterator[None]:
     """One step for each look: one at least, the last one about at the deadline."""
     while True:
         yield

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.base.failpoints import failpoint
@@ -41,6 +41,9 @@ from weightcast.shared.files.paths import (
     is_own_directory,
     require_directory,
 )
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 _SEND_BYTES = 4 << 20
 _WRITE = 2
@@ -330,22 +333,14 @@ def _has(path: Path, data: bytes) -> bool:
     return False
 
 
-class _FileBody:
+class _FileBody(FileIO):
     def __init__(self, path: Path) -> None:
+        super().__init__(durable.open_regular(path))
         self._path = path
-        self._file: FileIO = os.fdopen(durable.open_regular(path), "rb", buffering=0)
 
-    def readinto(self, buffer: memoryview, /) -> int | None:
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
         with _mapped(self._path), durable.named(self._path):
-            return self._file.readinto(buffer)
-
-    def __enter__(self) -> _FileBody:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
+            return super().readinto(buffer)
 
 
 class _FileWriter:

@@ -14,8 +14,8 @@ import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
@@ -353,7 +353,7 @@ def _stat(meta: Any) -> Stat:
     return Stat(meta["size"], int(meta["last_modified"].timestamp()) * 10**9, meta["e_tag"] or "")
 
 
-class _Body:
+class _Body(AbstractContextManager["_Body"]):
     def __init__(self, store: ObjectStore, key: str, found: Stat) -> None:
         self._store, self._key, self._found = store, key, found
         self._offset = 0
@@ -374,12 +374,7 @@ class _Body:
         self._window = self._window[count:]
         return count
 
-    def __enter__(self) -> _Body:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._window = memoryview(b"")
 
 

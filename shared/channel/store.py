@@ -18,8 +18,8 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, Protocol
 
 from weightcast.shared.base.errors import DamagedFile
@@ -115,17 +115,11 @@ class Entry:
     stat: Stat | None = None
 
 
-class Body(Protocol):
+class Body(AbstractContextManager["Body"], Protocol):
     """An object that is read from its beginning, without being held in memory."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
         """Bytes put into `buffer`, 0 at the end. Raises StoreError."""
-
-    def __enter__(self) -> Body: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 class Writer(Protocol):
