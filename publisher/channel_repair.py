@@ -12,10 +12,9 @@ from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
 from weightcast.shared.base.errors import DamagedFile, NotInTime
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
-from weightcast.shared.channel.chain import entries, verify
+from weightcast.shared.channel.chain import entries, faults, verify
 from weightcast.shared.channel.channel import Channel, look
 from weightcast.shared.channel.claims import claim, this_process
-from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import BASE_JSON
 from weightcast.shared.channel.signing import (

@@ -22,12 +22,18 @@ from weightcast.publisher.publish.commit import Files, begin_attempt, end_attemp
 from weightcast.shared.base.elements import Part, grid
 from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.chain import Problem, check_files
+from weightcast.shared.channel.chain import (
+    Problem,
+    check_files,
+    faults,
+    highest_sound,
+    of_channel,
+    unannounced,
+)
 from weightcast.shared.channel.channel import Channel, require_named
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta_writer import begin_shard
 from weightcast.shared.channel.directory_store import DirectoryStore
-from weightcast.shared.channel.faults import faults, highest_sound, of_channel, unannounced
 from weightcast.shared.channel.index import (
     CARRIED,
     INDEX_LIMIT,

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.publisher.ranks.messages import SegmentSums
+from weightcast.publisher.publish.publish_job import Input, PublishOptions
+from weightcast.publisher.ranks.rendezvous import SegmentSums
 from weightcast.publisher.weights.device_side import DeviceComparison, drifted
-from weightcast.publisher.weights.match import Matched
-from weightcast.publisher.weights.precision import NonFinite, became_non_finite, check_finite
-from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.publisher.weights.precision import became_non_finite, check_finite
 from weightcast.shared.base.elements import DTYPES, Chunk, Part, TensorTable, Words, grid
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.base.progress import Advance
@@ -57,29 +56,26 @@ class _Compared:
 def write_difference(
     local: LocalCheckpoint,
     part: Part,
-    weights: NewWeights,
-    matched: Matched,
+    given: Input,
     writer: ShardWriter,
-    *,
-    threads: int = 1,
+    options: PublishOptions,
     advance: Advance | None = None,
-    non_finite: NonFinite = "allow",
     merged: Callable[[Chunk], Words] | None = None,
 ) -> Difference:
-    """`merged`: the new words of a chunk where they do not all come from `weights`. Raises Refused when a
+    """`merged`: the new words of a chunk where they do not all come from `given`. Raises Refused when a
     frozen tensor changed, or elements became NaN or infinite that are not to, NeedsReseed when the local
     checkpoint is not what its state says; of tensors that the part has not alone the caller proves that. The
     writer is closed on success only."""
-    on_device = weights.device_comparison(local, matched) if merged is None else None
-    comparison = _Comparison(local, weights, matched, writer, on_device, merged)
+    on_device = given.weights.device_comparison(local, given.matched) if merged is None else None
+    comparison = _Comparison(local, given, writer, on_device, merged)
     totals = _Accumulator(len(local.table))
-    for one in ordered(comparison.compare, grid(local.table, part), threads):
+    for one in ordered(comparison.compare, grid(local.table, part), options.threads):
         writer.append(one.chunk, one.prepared, one.new, one.step)
         totals.add(one)
         if advance is not None:
             advance(one.chunk.words * one.chunk.kind.width)
-    _check_frozen(local.table, matched, totals)
-    if non_finite == "refuse":
+    refuse_moved(local.table, [one for one in sorted(given.matched.frozen) if totals.step.words[one]])
+    if options.non_finite == "refuse":
         check_finite(local.table, totals.non_finite)
     split = {tensor: totals.segment_sums(tensor) for tensor in _split(local.table, part)}
     _check_baseline(local, totals, split)
@@ -97,8 +93,7 @@ def _split(table: TensorTable, part: Part) -> set[int]:
 @dataclass
 class _Comparison:
     local: LocalCheckpoint
-    weights: NewWeights
-    matched: Matched
+    given: Input
     writer: ShardWriter
     on_device: DeviceComparison | None
     merged: Callable[[Chunk], Words] | None
@@ -129,14 +124,12 @@ class _Comparison:
         return new
 
     def _new(self, chunk: Chunk) -> Words:
-        run = self.weights.run_in(chunk, self.matched.sources)
+        run = self.given.weights.run_in(chunk, self.given.matched.sources)
         return gather(chunk, self._new_words) if run is None else run
 
     def _new_words(self, tensor: int, start: int, stop: int) -> Words:
-        name = self.matched.sources.get(tensor)
-        if name is None:
-            return self.local.words_in(tensor, start, stop)
-        return self.weights.words_in(name, start, stop)
+        owner = self.given if tensor in self.given.matched.sources else self.local
+        return owner.words_in(tensor, start, stop)
 
 
 class _Accumulator:
@@ -168,10 +161,6 @@ class _Accumulator:
         return dict(zip(seen.tolist(), map(Lanes._make, self.full[seen].tolist()), strict=True))
 
 
-def _check_frozen(table: TensorTable, matched: Matched, totals: _Accumulator) -> None:
-    refuse_moved(table, [tensor for tensor in sorted(matched.frozen) if totals.step.words[tensor]])
-
-
 def refuse_moved(table: TensorTable, moved: Sequence[int]) -> None:
     """`moved`: frozen tensors that changed."""
     if moved:
@@ -197,20 +186,6 @@ def _check_baseline(local: LocalCheckpoint, totals: _Accumulator, split: Iterabl
             f"{local.state.position.version}; nothing was published",
             remedy="publish again: the local checkpoint is seeded again from base and channel",
         )
-
-
-def check_ties(weights: NewWeights, matched: Matched, table: TensorTable) -> None:
-    """Tied tensors that were given must be equal. Refused names the first that is not."""
-    for name, tensor in matched.ties:
-        spec = table[tensor]
-        source = matched.sources.get(tensor, name)
-        if weights.table.named(name).words != spec.words:
-            raise Refused(f"{name} is tied to {spec.name} but has another shape", remedy="tie the weights")
-        if not weights.equal(name, source):
-            raise Refused(
-                f"{name} is tied to {spec.name} but has other values",
-                remedy="tie the weights before publishing, or make a channel without this alias",
-            )
 
 
 def changed_elements(table: TensorTable, chunk: Chunk, changes: Changes, sums: SpanSums) -> NDArray[np.int64]:

@@ -2,35 +2,45 @@
 
 The draft of a part has the form of an index, so that one strict parser reads both; its `root` is the base's,
 and no pointer ever leads to it.
+
+For a trainer that waits for its tensors they are compared before the channel is asked for anything: a single
+process writes its delta into an outbox beside the local checkpoint. One of several ranks keeps in memory what
+differs from the local checkpoint, and meets the others later.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from weightcast.publisher.publish.commit import Files
+from weightcast.publisher.publish.commit import Files, put
 from weightcast.publisher.publish.diff import Difference, write_difference
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
+from weightcast.publisher.weights.tensors import InputFacts
 from weightcast.publisher.ranks import rendezvous
-from weightcast.publisher.ranks.messages import SegmentSums, Sent
-from weightcast.publisher.ranks.rendezvous import Attempt, RankPart, shard_name
+from weightcast.publisher.ranks.compared_weights import ComparedWeights
+from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart, SegmentSums, Sent, shard_name
 from weightcast.publisher.ranks.shard_assignment import Holds, ShardAssignment, assign_shards
 from weightcast.publisher.ranks.shards import FromRank, Merged, RankWeights, runs_in, send, senders
 from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import Chunk, ChunkKey, Part, TensorTable, Words, grid
-from weightcast.shared.base.errors import NeedsReseed, Refused
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.delta_writer import begin_shard
+from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import STEP_ENCODINGS, ChunkRecord, FileRecord, Index, VersionTotals
 from weightcast.shared.channel.index_records import TensorRecords
-from weightcast.shared.channel.store import Store
+from weightcast.shared.channel.run_files import ChannelFile
+from weightcast.shared.channel.store import Store, pieces_of
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes
 from weightcast.shared.digest.checksums import Lanes, LanesArray
 from weightcast.shared.digest.root import root
+from weightcast.shared.files.paths import is_link
 
 
 @dataclass(frozen=True)
@@ -60,17 +70,7 @@ class PartWriter:
         writer = begin_shard(self.options.encoding, files, name, table, chunks, sync=self.sync)
         try:
             with self.local.reading():
-                difference = write_difference(
-                    self.local,
-                    part,
-                    given.weights,
-                    given.matched,
-                    writer,
-                    threads=self.options.threads,
-                    advance=advance,
-                    non_finite=self.options.non_finite,
-                    merged=merged,
-                )
+                difference = write_difference(self.local, part, given, writer, self.options, advance, merged)
             given.weights.finish()
         except BaseException:
             writer.abandon()
@@ -250,3 +250,91 @@ def _proven(
                 remedy="publish again: all ranks first read their local checkpoints in full",
             )
     return {tensor: whole.full for tensor, whole in added.items()}
+
+
+_OUTBOX = "outbox"
+
+
+@dataclass(frozen=True)
+class EarlyInput(Input):
+    """Weights that a rank compared before it asked the channel."""
+
+    weights: ComparedWeights
+
+
+def compares_early(job: PublishJob, rank: Rank) -> bool:
+    """Somebody waits for the tensors; those of several ranks are compared on the host."""
+    source = job.source
+    return source.lent and (rank.alone or not (source.copied or source.on_device))
+
+
+def compare_early(
+    local: LocalCheckpoint, file: ChannelFile, job: PublishJob, rank: Rank, threads: int
+) -> EarlyInput:
+    """One of several ranks. The tensors belong to their owner again when this returns or raises."""
+    try:
+        given = Input.open(job.source, file, local.table, rank, job.phase)
+        try:
+            with job.phase("compare"):
+                own = RankWeights.of(rank.number, local, given.weights, given.matched)
+                compared = ComparedWeights.compared(own, threads)
+        finally:
+            given.weights.close()
+    finally:
+        job.source.release_tensors()
+    with job.phase("prove"):
+        compared.prove(threads)
+    return EarlyInput(compared, given.matched, given.facts)
+
+
+@dataclass(frozen=True)
+class SpooledDelta:
+    """A delta in the outbox, a local directory; not durable yet."""
+
+    draft: Index
+    outbox: DirectoryStore
+    facts: InputFacts
+    non_finite: Mapping[str, int]
+    """elements by tensor that became NaN or infinite"""
+
+    def copy_to(self, files: Files) -> Index:
+        """Makes its shards durable in `files`. Raises DamagedFile when they are not what was written."""
+        for record in self.draft.files:
+            name = files.prefix + record.name
+            if put(files.directory, name, pieces_of(self.outbox, record.name)) != replace(record, name=name):
+                raise DamagedFile(
+                    f"{files.directory.place(name)} differs from what was written to {self.outbox.place()}",
+                    remedy="nothing was published; check memory and disks of this machine",
+                )
+        self.drop()
+        return prefixed(self.draft, files.prefix)
+
+    def drop(self) -> None:
+        for record in self.draft.files:
+            (self.outbox.directory / record.name).unlink(missing_ok=True)
+
+
+def spool(
+    local: LocalCheckpoint, file: ChannelFile, attempt: Attempt, job: PublishJob, options: PublishOptions
+) -> SpooledDelta:
+    """Raises what `PartWriter.write` does."""
+    given = Input.open(job.source, file, local.table, Rank(0, 1), job.phase)
+    try:
+        with job.phase("diff"):
+            outbox = DirectoryStore(_emptied(local.paths.room / _OUTBOX))
+            writer = PartWriter(local, attempt, Files(outbox, ""), 0, options, sync=False)
+            part = writer.write(given, local.table.whole, job.advance)
+    finally:
+        given.weights.close()
+    job.source.release_tensors()
+    return SpooledDelta(part.draft, outbox, given.facts, part.non_finite)
+
+
+def _emptied(outbox: Path) -> Path:
+    """Without what a killed publication left."""
+    if is_link(outbox):
+        outbox.unlink()
+    outbox.mkdir(exist_ok=True)
+    for entry in os.scandir(outbox):
+        os.unlink(entry.path)
+    return outbox

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from weightcast.publisher.publish.commit import Files
-from weightcast.publisher.publish.draft import Meeting, PartWriter
-from weightcast.publisher.publish.early import EarlyInput, compare_early, compares_early
+from weightcast.publisher.publish.draft import EarlyInput, Meeting, PartWriter, compare_early, compares_early
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
 from weightcast.publisher.publish.report import PublishReport, report_of
 from weightcast.publisher.ranks import rendezvous

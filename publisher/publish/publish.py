@@ -26,8 +26,17 @@ from weightcast.publisher.publish.commit import (
     verify_files,
 )
 from weightcast.publisher.publish.diff import refuse_moved
-from weightcast.publisher.publish.draft import Meeting, PartWriter, assemble, check_doubles
-from weightcast.publisher.publish.early import EarlyInput, SpooledDelta, compare_early, compares_early, spool
+from weightcast.publisher.publish.draft import (
+    EarlyInput,
+    Meeting,
+    PartWriter,
+    SpooledDelta,
+    assemble,
+    check_doubles,
+    compare_early,
+    compares_early,
+    spool,
+)
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
 from weightcast.publisher.publish.recovery import Recovery
 from weightcast.publisher.publish.report import PublishReport, report_of, step_of_version

@@ -12,8 +12,12 @@ from typing import Literal
 import numpy as np
 
 from weightcast.publisher.publish.commit import PostWrite
+<<<<<<< HEAD
 from weightcast.publisher.publish.diff import check_ties
 from weightcast.publisher.publish.report import PublishReport
+=======
+from weightcast.publisher.publish.report import InputFacts, PublishReport
+>>>>>>> eaef8c17 (Keep messages with the rendezvous, early comparisons with drafts, faults with the chain)
 from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.weights.match import Matched, match
 from weightcast.publisher.weights.precision import NonFinite
@@ -184,6 +188,20 @@ def matched_input(weights: NewWeights, file: ChannelFile, table: TensorTable, ra
             remedy="open a publisher on every rank, with rank= and world_size=",
         )
     return Input(weights, matched, replace(weights.facts, mapped=matched.mapped))
+
+
+def check_ties(weights: NewWeights, matched: Matched, table: TensorTable) -> None:
+    """Tied tensors that were given must be equal. Refused names the first that is not."""
+    for name, tensor in matched.ties:
+        spec = table[tensor]
+        source = matched.sources.get(tensor, name)
+        if weights.table.named(name).words != spec.words:
+            raise Refused(f"{name} is tied to {spec.name} but has another shape", remedy="tie the weights")
+        if not weights.equal(name, source):
+            raise Refused(
+                f"{name} is tied to {spec.name} but has other values",
+                remedy="tie the weights before publishing, or make a channel without this alias",
+            )
 
 
 def has_root(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.publisher.ranks.messages import Sent, Share, blobs_name, read_blob
+from weightcast.publisher.ranks.rendezvous import Sent, Share, blobs_name, read_blob
 from weightcast.publisher.ranks.shard_assignment import Holds, ShardAssignment
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.shard_spec import Box, Run, runs_of

@@ -415,7 +415,7 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str |
         request=facts.hex("request", 16) if "request" in facts else "",
         digest=blake3(data).hexdigest(),
         carried=carried_records(facts, what),
-        side_files=side_records(facts, what) if SIDE_FILES in facts else (),
+        side_files=side_records(facts, what),
     )
     if not top.object("metadata").items() >= _metadata(index).items():
         raise DamagedFile(f"{what}: its metadata contradicts its member {_OURS!r}")

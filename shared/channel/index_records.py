@@ -91,12 +91,12 @@ def write_file_records(files: Iterable[FileRecord]) -> list[list[object]]:
 
 def file_records(members: Members, what: str) -> tuple[FileRecord, ...]:
     """The member `files`: rows [name, bytes, BLAKE3 hex], no name twice."""
-    return _unique((_file_record(row, what, file_name) for row in members.array("files")), what)
+    return _records(members.array("files"), what, file_name)
 
 
-def side_records(members: Members, what: str) -> tuple[FileRecord, ...]:
-    """The member `side_files`, as `file_records`, with names that may lead into subdirectories."""
-    return _unique((_file_record(row, what, relative_name) for row in members.array(SIDE_FILES)), what)
+def side_records(members: Members, what: str, key: str = SIDE_FILES) -> tuple[FileRecord, ...]:
+    """As `file_records`, with names that may lead into subdirectories. Empty where the member is absent."""
+    return _records(members.array(key) if key in members else (), what, relative_name)
 
 
 def is_carriable(name: str) -> bool:
@@ -107,8 +107,7 @@ def is_carriable(name: str) -> bool:
 
 def carried_records(members: Members, what: str) -> tuple[FileRecord, ...]:
     """The member `carried`, if it is there."""
-    rows = members.array(CARRIED) if CARRIED in members else ()
-    records = _unique((_file_record(row, what, relative_name) for row in rows), what)
+    records = side_records(members, what, CARRIED)
     for record in records:
         if not is_carriable(record.name):
             raise DamagedFile(f"{what}: {record.name[:80]!r} is not a config file that a version may carry")
@@ -117,8 +116,8 @@ def carried_records(members: Members, what: str) -> tuple[FileRecord, ...]:
     return records
 
 
-def _unique(records: Iterable[FileRecord], what: str) -> tuple[FileRecord, ...]:
-    files = tuple(records)
+def _records(rows: Iterable[object], what: str, checked: Callable[[str], str]) -> tuple[FileRecord, ...]:
+    files = tuple(_file_record(row, what, checked) for row in rows)
     if len({file.name for file in files}) != len(files):
         raise DamagedFile(f"{what}: a file is listed twice")
     return files

@@ -11,10 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, Untrusted
-from weightcast.shared.channel.chain import ChainEntry, Problem, entries, read_entry
+from weightcast.shared.channel.chain import ChainEntry, Problem, entries, faults, read_entry
 from weightcast.shared.channel.channel import Channel, FullVersion, require_named
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
 from weightcast.shared.cli.options import channel_option, json_option, option, path, trusted_key_option

@@ -15,9 +15,17 @@ from test_fuzz_parsers import INDEX, SAFETENSORS, TABLE
 from weightcast.publisher.daemon.sources.inbox import InboxMemory
 from weightcast.publisher.daemon.sources.queue import Queue
 from weightcast.publisher.daemon.sources.source import Memory
-from weightcast.publisher.ranks import messages
-from weightcast.publisher.ranks.messages import SegmentSums, Sent, Share
-from weightcast.publisher.ranks.rendezvous import Attempt, Rank, collect_parts, find_attempt, leave_failure
+from weightcast.publisher.ranks import rendezvous
+from weightcast.publisher.ranks.rendezvous import (
+    Attempt,
+    Rank,
+    SegmentSums,
+    Sent,
+    Share,
+    collect_parts,
+    find_attempt,
+    leave_failure,
+)
 from weightcast.publisher.ranks.shard_assignment import ShardAssignment
 from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import ChunkKey, Part
@@ -141,10 +149,10 @@ _CHUNK = _VERSION.chunks[0]._replace(key=ChunkKey(0, "BF16", 0))
 _DRAFT = write_index(replace(_VERSION, parts=(_PART,), chunks=(_CHUNK,)), TABLE)
 DIVISION = ShardAssignment((Part(0, ()), _PART), ({}, {}), {})
 _HOLDS = {0: Box.whole(TABLE[0].shape), 1: Box((0,) * len(TABLE[1].shape), TABLE[1].shape)}
-_SENT = messages.write_sent(
+_SENT = rendezvous.write_sent(
     Sent({ChunkKey(0, TABLE[0].dtype, 0): Share(0, 24, Lanes(1, 2), Lanes(3, 4))}, {0: "ab" * 16})
 )
-_SUMS = messages.write_sums({0: SegmentSums(Lanes(1, 2), Lanes(3, 4), Lanes(5, 6))})
+_SUMS = rendezvous.write_sums({0: SegmentSums(Lanes(1, 2), Lanes(3, 4), Lanes(5, 6))})
 _INBOX = {
     "format": 1,
     "entries": [
@@ -180,15 +188,15 @@ RECORDS: dict[str, Target] = {
     "attempt": (packed(asdict(ATTEMPT)), _attempt),
     "draft": (_DRAFT, _draft),
     "holds": (
-        messages.write_holds(_HOLDS, TABLE),
-        lambda data: messages.parse_holds(data, "holds", TABLE),
+        rendezvous.write_holds(_HOLDS, TABLE),
+        lambda data: rendezvous.parse_holds(data, "holds", TABLE),
     ),
     "plan": (
-        messages.write_plan([_HOLDS, {}], TABLE),
-        lambda data: messages.parse_plan(data, "plan", TABLE),
+        rendezvous.write_plan([_HOLDS, {}], TABLE),
+        lambda data: rendezvous.parse_plan(data, "plan", TABLE),
     ),
-    "sent": (_SENT, lambda data: messages.parse_sent(data, "sent")),
-    "sums": (_SUMS, lambda data: messages.parse_sums(data, "sums", TABLE)),
+    "sent": (_SENT, lambda data: rendezvous.parse_sent(data, "sent")),
+    "sums": (_SUMS, lambda data: rendezvous.parse_sums(data, "sums", TABLE)),
     "failed part": (_failure_example(), _failure),
     "checkpoint index": (packed(_WEIGHT_MAP), _checkpoint),
     "engine reply": (packed(_REPLY), lambda data: _reply(Reply("http://engine", 200, data))),

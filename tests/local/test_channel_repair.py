@@ -20,9 +20,9 @@ from weightcast.publisher.channel_repair import repair_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.channel.chain import faults
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.reports import Report, write_report
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.cli.main import run as weightcast

@@ -15,9 +15,9 @@ from local_cases import Run, catch_up, following, make_run, step_to
 
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
+from weightcast.shared.channel.chain import of_channel
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.faults import of_channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.sources import DamagedSources
 from weightcast.shared.checkpoint.update.stage import BadDelta

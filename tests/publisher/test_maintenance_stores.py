@@ -31,11 +31,10 @@ from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.channel import pins
-from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.chain import faults, verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.directory_store import DirectoryStore
-from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.layout import Pointer, report_key
 from weightcast.shared.channel.object_store import open_object_store
 from weightcast.shared.channel.reports import Report, pack_report, read_reports, write_report

@@ -18,10 +18,9 @@ from weightcast.publisher.channel_repair import Repairs, repair_channel
 from weightcast.publisher.maintenance.prune import empty_trash
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.service_publisher import ServicePublisher
-from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.chain import faults, verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.signing import Trust, load_private_key
 from weightcast.shared.cli.main import run as weightcast
 

@@ -18,8 +18,8 @@ from waiting import wait_until
 
 from weightcast.publisher.maintenance.repair import ChannelCheck
 from weightcast.shared.channel import pins
+from weightcast.shared.channel.chain import faults
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.faults import faults
 
 VERSIONS = 3
 
