@@ -20,13 +20,13 @@ import numpy as np
 from weightcast.publisher.publish.commit import Files, put
 from weightcast.publisher.publish.diff import Difference, write_difference
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
-from weightcast.publisher.weights.tensors import InputFacts
 from weightcast.publisher.ranks import rendezvous
 from weightcast.publisher.ranks.compared_weights import ComparedWeights
 from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart, SegmentSums, Sent, shard_name
 from weightcast.publisher.ranks.shard_assignment import Holds, ShardAssignment, assign_shards
 from weightcast.publisher.ranks.shards import FromRank, Merged, RankWeights, runs_in, send, senders
 from weightcast.publisher.weights.shard_spec import Box
+from weightcast.publisher.weights.tensors import InputFacts
 from weightcast.shared.base.elements import Chunk, ChunkKey, Part, TensorTable, Words, grid
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
 from weightcast.shared.base.progress import Advance

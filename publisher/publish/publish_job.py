@@ -12,12 +12,7 @@ from typing import Literal
 import numpy as np
 
 from weightcast.publisher.publish.commit import PostWrite
-<<<<<<< HEAD
-from weightcast.publisher.publish.diff import check_ties
 from weightcast.publisher.publish.report import PublishReport
-=======
-from weightcast.publisher.publish.report import InputFacts, PublishReport
->>>>>>> eaef8c17 (Keep messages with the rendezvous, early comparisons with drafts, faults with the chain)
 from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.weights.match import Matched, match
 from weightcast.publisher.weights.precision import NonFinite
