@@ -69,15 +69,15 @@ def tensor_spec(entry: Entry) -> TensorSpec:
 def read_header_of(path: Path, *, follow_links: bool = False, tolerant: bool = False) -> Header:
     """Reads the header alone. Raises FileNotFoundError and DamagedFile."""
     fd = open_regular(path, follow_links=follow_links)
+
+    def start(length: int) -> bytes:
+        data = bytearray(length)
+        return bytes(data[: read_at(fd, memoryview(data), 0)])
+
     try:
-        return header_from(lambda length: _start_of(fd, length), os.fstat(fd).st_size, str(path), tolerant)
+        return header_from(start, os.fstat(fd).st_size, str(path), tolerant)
     finally:
         os.close(fd)
-
-
-def _start_of(fd: int, length: int) -> bytes:
-    data = bytearray(length)
-    return bytes(data[: read_at(fd, memoryview(data), 0)])
 
 
 def header_from(read: Callable[[int], bytes], size: int, what: str, tolerant: bool = False) -> Header:

@@ -84,7 +84,8 @@ class JournalWriter:
         self._records = 0
         self.changes = 0
         try:
-            self._file.write(_prefix(header))
+            text = json.dumps(asdict(header)).encode()
+            self._file.write(_MAGIC + struct.pack("<I", len(text)) + text)
             failpoint("journal.begun", path)
         except BaseException:
             self.abandon()
@@ -120,11 +121,6 @@ class JournalWriter:
         with contextlib.suppress(OSError):
             self._file.close()
         self._path.unlink(missing_ok=True)
-
-
-def _prefix(header: JournalHeader) -> bytes:
-    text = json.dumps(asdict(header)).encode()
-    return _MAGIC + struct.pack("<I", len(text)) + text
 
 
 class JournalReader:

@@ -183,7 +183,11 @@ def _refusal(facts: PlanFacts, target: Link) -> Refuse | None:
         return Refuse(
             f"version {target.version} was refused by the engines", "publish a newer version", waits=True
         )
-    lowest = _lowest_epoch(facts)
+    here = facts.here
+    lowest = max(facts.epoch, here.epoch if here is not None else 0)
+    if facts.exact:
+        # versions asked for by number may be of earlier publishers, unless they would continue the local one
+        lowest = here.epoch if here is not None and facts.target > here.version else 0
     if target.epoch < lowest:
         return Refuse(
             f"version {target.version} was written by a publisher of epoch {target.epoch}, "
@@ -191,15 +195,6 @@ def _refusal(facts: PlanFacts, target: Link) -> Refuse | None:
             "stop the old publisher; if the channel was restored from a backup, remove the local checkpoint",
         )
     return None
-
-
-def _lowest_epoch(facts: PlanFacts) -> int:
-    """Of a target. Versions asked for by number may be of earlier publishers, unless they would continue
-    the local version."""
-    here = facts.here
-    if facts.exact:
-        return here.epoch if here is not None and facts.target > here.version else 0
-    return max(facts.epoch, here.epoch if here is not None else 0)
 
 
 def _same_version(facts: PlanFacts, here: Position) -> Plan:
@@ -311,7 +306,9 @@ def _search(facts: PlanFacts, here: Position | None) -> _Way | Need | None:
             return Need(version)
         for one in _hops(facts, here, version):
             heapq.heappush(queue, (cost + one.nbytes, hops + 1, next(tie), one.base_version, None, one))
-    return _full_weights(facts, onward)
+    # nothing leads on: a version taken for a step may hold full weights; largest first
+    unread = [version for version in onward if version in facts.shown and version not in facts.links]
+    return Need(max(unread, key=lambda version: (facts.shown[version].nbytes, version))) if unread else None
 
 
 def _from(version: int, onward: Mapping[int, _Hop | None]) -> tuple[_Hop, ...]:
@@ -320,14 +317,6 @@ def _from(version: int, onward: Mapping[int, _Hop | None]) -> tuple[_Hop, ...]:
         hops.append(hop)
         version = hop.version
     return tuple(hops)
-
-
-def _full_weights(facts: PlanFacts, reached: Collection[int]) -> Need | None:
-    """Where nothing leads on: a version taken for a step may hold full weights. Largest first."""
-    unread = [version for version in reached if version in facts.shown and version not in facts.links]
-    if not unread:
-        return None
-    return Need(max(unread, key=lambda version: (facts.shown[version].nbytes, version)))
 
 
 def _beyond(here: Position | None, version: int) -> bool:
