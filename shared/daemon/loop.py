@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -176,12 +176,9 @@ class Loop:
         self._status.set(begun(self._status.get(), time.time()))
         try:
             self._step(self._stop)
-        except WeightcastError as expected:
-            error = expected
-            self._log_expected(expected)
-        except OSError as trouble:
-            error = disk_error(trouble, "a file")
-            log.warning("step failed", **failure_of(error).by_name())
+        except (WeightcastError, OSError) as expected:
+            error = expected if isinstance(expected, WeightcastError) else disk_error(expected, "a file")
+            self._log_expected(error)
         except Exception as unexpected:
             error = unexpected
             log.exception("step crashed")
@@ -383,16 +380,13 @@ class Watcher(events.FileSystemEventHandler):
             self._observer.schedule(self, str(self._path), event_filter=_WRITES)
             self._observer.start()
         except OSError as error:
-            log = get_log("watch")
-            log.warning(
+            get_log("watch").warning(
                 "directory cannot be watched: changes are seen at the next poll",
                 path=str(self._path),
                 reason=disk_text(error, self._path),
             )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         if self._observer.is_alive():
             self._observer.stop()
