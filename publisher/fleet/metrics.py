@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import takewhile
 from typing import get_args
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from weightcast.publisher.fleet.catch_up_cost import CatchUp, Versions
+from weightcast.publisher.fleet.catch_up_cost import CatchUp, CatchUpRow, Joiner, Versions
 from weightcast.publisher.fleet.view import ChannelPage
 from weightcast.shared.daemon.fleet import Fleet, Standing
-from weightcast.shared.daemon.metrics import PREFIX, MetricDoc, Metrics
+from weightcast.shared.daemon.metrics import PREFIX, Metrics
 
 LAGS = {"0": 0, "1": 1, "2-3": 3, "4-15": 15, "16-63": 63}
 """labels of lags, by the most that they hold"""
@@ -21,46 +22,22 @@ COSTS = ("1", "8", "64", "new")
 """lags whose cost is shown, and a host that joins with the base at hand"""
 _NAN = float("nan")
 
-HOSTS = MetricDoc(
-    f"{PREFIX}_hosts", "gauge", "Hosts that reported, by where they stand.", {"standing": get_args(Standing)}
-)
-BEHIND = MetricDoc(
-    f"{PREFIX}_hosts_behind",
-    "gauge",
-    "Hosts that neither stopped nor are lost, by versions behind.",
-    {"behind": (*LAGS, MORE, UNKNOWN)},
-)
-COST_BYTES = MetricDoc(
-    f"{PREFIX}_catch_up_bytes",
-    "gauge",
-    "What a host that many versions behind, or a new one, would read; NaN where nothing leads on.",
-    {"behind": COSTS},
-)
-COST_SECONDS = MetricDoc(
-    f"{PREFIX}_catch_up_seconds",
-    "gauge",
-    "And how long it would take, estimated from what hosts report; NaN until one did.",
-    {"behind": COSTS},
-)
-CHAIN_VERSIONS = MetricDoc(
-    f"{PREFIX}_chain_versions", "gauge", "Versions since the last full weights in the channel, or the base."
-)
-CHAIN_BYTES = MetricDoc(f"{PREFIX}_chain_bytes", "gauge", "Bytes of their deltas.")
-
 
 class FleetMetrics(Collector):
     """`last_look` is asked at every scrape and must not block."""
 
     def __init__(self, registry: Metrics, last_look: Callable[[], tuple[Fleet, ChannelPage]]) -> None:
         self._last_look = last_look
-        registry.docs += [HOSTS, BEHIND, COST_BYTES, COST_SECONDS, CHAIN_VERSIONS, CHAIN_BYTES]
-        registry.register(self)
+        registry.watch(self)
 
     def collect(self) -> Iterator[Metric]:
         fleet, page = self._last_look()
-        yield _family(HOSTS, Counter(host.standing for host in fleet.hosts))
-        lags = (lag_label(host.lag) for host in fleet.hosts if host.takes_part)
-        yield _family(BEHIND, Counter(lags))
+        text = "Hosts that reported, by where they stand."
+        counts = Counter(host.standing for host in fleet.hosts)
+        yield _family("hosts", text, "standing", {each: counts[each] for each in get_args(Standing)})
+        text = "Hosts that neither stopped nor are lost, by versions behind."
+        lags = Counter(lag_label(host.lag) for host in fleet.hosts if host.takes_part)
+        yield _family("hosts_behind", text, "behind", {each: lags[each] for each in (*LAGS, MORE, UNKNOWN)})
         yield from _costs(page.catch_up)
         yield from _chain(page.versions)
 
@@ -72,28 +49,25 @@ def lag_label(lag: int | None) -> str:
 
 
 def _costs(catch_up: CatchUp) -> Iterable[Metric]:
-    rows = {str(row.lag): row for row in catch_up.rows}
-    nbytes: dict[str, float | None] = {lag: row.bytes for lag, row in rows.items()}
-    seconds = {lag: row.seconds for lag, row in rows.items()}
-    yield _family(COST_BYTES, {**nbytes, "new": catch_up.joiner.bytes}, _NAN)
-    yield _family(COST_SECONDS, {**seconds, "new": catch_up.joiner.seconds}, _NAN)
+    rows: dict[str, CatchUpRow | Joiner] = {str(row.lag): row for row in catch_up.rows}
+    rows["new"] = catch_up.joiner
+    costs = {lag: rows.get(lag, Joiner()) for lag in COSTS}
+    text = "What a host that many versions behind, or a new one, would read; NaN where nothing leads on."
+    yield _family("catch_up_bytes", text, "behind", {lag: cost.bytes for lag, cost in costs.items()})
+    text = "And how long it would take, estimated from what hosts report; NaN until one did."
+    yield _family("catch_up_seconds", text, "behind", {lag: cost.seconds for lag, cost in costs.items()})
 
 
 def _chain(versions: Versions) -> Iterable[Metric]:
-    count = nbytes = 0
-    for row in versions.versions:
-        if row.anchor:
-            break
-        count, nbytes = count + 1, nbytes + row.bytes
-    yield GaugeMetricFamily(CHAIN_VERSIONS.name, CHAIN_VERSIONS.help, value=count)
-    yield GaugeMetricFamily(CHAIN_BYTES.name, CHAIN_BYTES.help, value=nbytes)
+    chain = list(takewhile(lambda row: not row.anchor, versions.versions))
+    text = "Versions since the last full weights in the channel, or the base."
+    yield GaugeMetricFamily(f"{PREFIX}_chain_versions", text, value=len(chain))
+    nbytes = sum(row.bytes for row in chain)
+    yield GaugeMetricFamily(f"{PREFIX}_chain_bytes", "Bytes of their deltas.", value=nbytes)
 
 
-def _family(doc: MetricDoc, values: Mapping[str, float | None], unknown: float = 0.0) -> Metric:
-    """A series for every value of the one label."""
-    [(label, known)] = doc.labels.items()
-    family = GaugeMetricFamily(doc.name, doc.help, labels=(label,))
-    for each in known:
-        value = values.get(each)
-        family.add_metric((each,), unknown if value is None else value)
+def _family(what: str, help: str, label: str, values: Mapping[str, float | None]) -> Metric:
+    family = GaugeMetricFamily(f"{PREFIX}_{what}", help, labels=(label,))
+    for name, value in values.items():
+        family.add_metric((name,), _NAN if value is None else value)
     return family

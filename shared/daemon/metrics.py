@@ -89,6 +89,11 @@ class Metrics(CollectorRegistry):
         self.docs.append(MetricDoc(f"{PREFIX}_{what}_info", "gauge", help, labels))
         return Info(f"{PREFIX}_{what}", help, registry=self)
 
+    def watch(self, collector: Collector) -> None:
+        """Metrics that `collector` makes when asked; documented by what it makes now."""
+        self.docs += map(_doc_of, collector.collect())
+        self.register(collector)
+
     def _declare(self, metric: Counter | Gauge | Histogram, doc: MetricDoc) -> None:
         """Series that exist from the start: a rate over the first increment sees it."""
         self.docs.append(doc)
@@ -129,9 +134,7 @@ def error_kind(error: BaseException) -> str:
 
 def watch_loop(registry: Metrics, loop: Snapshot[LoopStatus]) -> None:
     """Shows the counts of a daemon's loop as metrics, read from its snapshot when asked."""
-    collector = _LoopCollector(loop)
-    registry.docs += map(_doc_of, collector.collect())
-    registry.register(collector)
+    registry.watch(_LoopCollector(loop))
 
 
 def _doc_of(metric: Metric) -> MetricDoc:

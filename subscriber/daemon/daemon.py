@@ -54,6 +54,12 @@ from weightcast.subscriber.sync.sync import Sync
 log = get_log("sync")
 
 
+_EARLY = ("starting", "loading", "planning", "waiting", "stopped")
+"""states in which a wrong setting may yet show"""
+_WRONG = (MissingBase, UnknownFormat, Untrusted)
+"""settings, as long as nothing is seeded; damage of the channel may yet be repaired"""
+
+
 class Subscriber:
     """The parts of the daemon, wired."""
 
@@ -69,6 +75,8 @@ class Subscriber:
         """why this start can never come to anything"""
         self._has_moved = False
         """the local checkpoint, in the running step"""
+        self._ended_well = False
+        """a step did, since the start"""
         self.announcer = Announcer()
         self.failed = FailedEngines(settings.on_engine_failed, settings.hook_seconds, self.stop.set)
         self.scrub = Scrub(int(settings.verify_rate), stop=self.stop.is_set)
@@ -82,7 +90,6 @@ class Subscriber:
             lead,
             Callbacks(self._show, self._moved, stop=self.stop.wait),
         )
-        self.start = Start(self.sync)
         self.reporter = open_reporter(settings)
         self.follower: GroupFollower | None = None
         if settings.group_follower:
@@ -103,11 +110,11 @@ class Subscriber:
         try:
             self._step()
         except WeightcastError as error:
-            if self.start.is_final(error):
+            if self._is_final(error):
                 self.refused = error
                 self.stop.set()
             raise
-        self.start.ended_well()
+        self._ended_well = True
 
     def _step(self) -> None:
         try:
@@ -132,12 +139,14 @@ class Subscriber:
         """A report is a local checkpoint's: that of its writer. A start that is refused leaves none."""
         status = self.sync.status.but(loop=self.loop.get())
         unknown = self.refused is not None or isinstance(self.sync.host.error, HasWriter)
-        return None if unknown or not self.start.is_known(status) else status
+        # others hear of this host once its settings have led somewhere
+        is_known = status.loop.steps > 0 or status.state not in _EARLY
+        return None if unknown or not is_known else status
 
     def on_start(self) -> None:
         self.loop.set(begun(self.loop.get(), time.time()))  # a channel may hang here already
         try:
-            self.start.check_places()
+            self._check_places()
         except BaseException:
             self.sync.close()
             raise
@@ -151,7 +160,42 @@ class Subscriber:
         if self.reporter is not None:
             self.reporter.stop()
         if self.refused is not None:
-            self.start.withdraw()
+            self._withdraw_report()
+
+    @property
+    def _is_seeded(self) -> bool:
+        state = self.sync.host.state
+        return state is not None and state.phase is not Phase.SEEDING
+
+    def _check_places(self) -> None:
+        """Before the first step. Raises Refused for a local directory or a base that will not do, HasWriter,
+        and DiskError for an error that lasts; what may pass is left to the first step."""
+        base, channel = self.settings.base, self.settings.channel
+        try:
+            require_directory("--channel", channel)
+            with suppress(NoChannel):
+                require_named(open_store(channel))
+            if base is not None and not exists(self.sync.updater.paths.state):
+                open_base(base)
+            self.sync.host.own()
+        except (OSError, RetryLater) as error:
+            told = known(error)
+            if isinstance(told, HasWriter) or told.exit_code == Refused.exit_code:
+                raise told from error
+
+    def _is_final(self, error: WeightcastError) -> bool:
+        """Whether no later step can end better, as long as none has ended well."""
+        if self._ended_well or self._is_seeded or isinstance(error, WrongRun):
+            return isinstance(error, WrongRun) and not self._ended_well
+        lasts = isinstance(error, DiskError) and error.exit_code == Refused.exit_code
+        return isinstance(error, _WRONG) or (lasts and not isinstance(error.__cause__, FileNotFoundError))
+
+    def _withdraw_report(self) -> None:
+        """Of a host that was refused when it had begun to seed."""
+        options = self.sync.options
+        if not self._is_seeded:
+            with suppress(OSError):
+                open_store(options.channel).delete(report_key(socket.gethostname(), str(options.local)))
 
     def status(self) -> HostStatus:
         status = self.sync.status
@@ -220,59 +264,3 @@ class Subscriber:
 def run_subscriber(settings: SubscriberSettings) -> None:
     setup_logs(settings.log_format, settings.log_level)
     Subscriber(settings).run()
-
-
-_EARLY = ("starting", "loading", "planning", "waiting", "stopped")
-"""states in which a wrong setting may yet show"""
-_WRONG = (MissingBase, UnknownFormat, Untrusted)
-"""settings, as long as nothing is seeded; damage of the channel may yet be repaired"""
-
-
-class Start:
-    """Used by the work thread; `is_known` by any."""
-
-    def __init__(self, sync: Sync) -> None:
-        self._sync = sync
-        self._ended_well = False
-
-    @property
-    def _is_seeded(self) -> bool:
-        state = self._sync.host.state
-        return state is not None and state.phase is not Phase.SEEDING
-
-    def check_places(self) -> None:
-        """Before the first step. Raises Refused for a local directory or a base that will not do, HasWriter,
-        and DiskError for an error that lasts; what may pass is left to the first step."""
-        base, channel = self._sync.options.base, self._sync.options.channel
-        try:
-            require_directory("--channel", channel)
-            with suppress(NoChannel):
-                require_named(open_store(channel))
-            if base is not None and not exists(self._sync.updater.paths.state):
-                open_base(base)
-            self._sync.host.own()
-        except (OSError, RetryLater) as error:
-            told = known(error)
-            if isinstance(told, HasWriter) or told.exit_code == Refused.exit_code:
-                raise told from error
-
-    def is_final(self, error: WeightcastError) -> bool:
-        """Whether no later step can end better, as long as none has ended well."""
-        if self._ended_well or self._is_seeded or isinstance(error, WrongRun):
-            return isinstance(error, WrongRun) and not self._ended_well
-        lasts = isinstance(error, DiskError) and error.exit_code == Refused.exit_code
-        return isinstance(error, _WRONG) or (lasts and not isinstance(error.__cause__, FileNotFoundError))
-
-    def withdraw(self) -> None:
-        """Deletes the report of a host that was refused when it had begun to seed."""
-        options = self._sync.options
-        if not self._is_seeded:
-            with suppress(OSError):
-                open_store(options.channel).delete(report_key(socket.gethostname(), str(options.local)))
-
-    def ended_well(self) -> None:
-        self._ended_well = True
-
-    def is_known(self, status: HostStatus) -> bool:
-        """Whether others may hear of this host: its settings have led somewhere."""
-        return status.loop.steps > 0 or status.state not in _EARLY
