@@ -57,7 +57,7 @@ from weightcast.shared.files.paths import exists, require_no_overlap, require_pl
 from weightcast.shared.files.probes import CHANNEL_NEEDS, COMMIT_NEEDS, require
 
 if TYPE_CHECKING:
-    from weightcast.shared.daemon.wait import VersionWait
+    from weightcast.shared.daemon.fleet import FleetReader
 
 _BEAT_SECONDS = 10.0
 
@@ -143,7 +143,7 @@ class Publisher:
                 whole_old=setup.encoding == "small",
             )
         self._submissions = Submissions(self._publish)
-        self._arrivals: VersionWait | None = None
+        self._fleet: FleetReader | None = None
 
     @classmethod
     def open(
@@ -397,7 +397,8 @@ class Publisher:
         hosts which are behind.
         """
         # pydantic costs a fifth of a second that most publishers need not pay
-        from weightcast.shared.daemon.wait import VersionWait
+        from weightcast.shared.daemon.fleet import FleetReader
+        from weightcast.shared.daemon.wait import wait_for_version
 
         if isinstance(version, Handle):
             began = time.monotonic()
@@ -408,9 +409,9 @@ class Publisher:
                 f"version must be an integer or a handle, not {type(version).__name__}",
                 remedy="give the version of a report, or the handle that submit returned",
             )
-        if self._arrivals is None:
-            self._arrivals = VersionWait.in_channel(self.store)
-        return self._arrivals.wait(operator.index(version), min_hosts, fraction, timeout)
+        if self._fleet is None:
+            self._fleet = FleetReader(self.store, updates=0)
+        return wait_for_version(self._fleet.read, operator.index(version), min_hosts, fraction, timeout)
 
     def publish_checkpoint(
         self,

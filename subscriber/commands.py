@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 from rich.console import Console
@@ -191,18 +191,13 @@ def doctor(
     role: Role | None,
     timeout: float,
     plan: Path | None,
-    density: float,
-    interval: float,
-    hosts: int,
-    away: float,
     link: float,
-    threads: int,
-    encoding: Encoding,
     as_json: bool,
+    **workload: Any,
 ) -> None:
     """Look whether this machine, its file systems and engines are fit for weightcast, or what a run will need
     (--plan). Changes nothing."""
-    asked = Workload(density, interval, encoding, hosts, away, link * 1e9, threads)
+    asked = Workload(link=link * 1e9, **workload)
     weights = None if plan is None else _weights(plan)
     found = None if weights is None else sizing(weights, asked)
     findings: list[Finding] = []

@@ -75,30 +75,18 @@ _READ_HERE = frozenset(_PREFIX + name for name in ("CHANNEL", "LOCAL", "BASE", "
 @option("--rehash", is_flag=True, help="Read every byte first and repair what differs.")
 @json_option
 def sync(
-    channel: ChannelAddress,
-    local: Path,
-    base: Path | None,
-    engine: Sequence[str],
-    target: str,
-    threads: int | None,
-    visible_deadline: float | None,
     wait_channel: float,
     wait_engine: float,
+    engine: Sequence[str],
     trusted_key: Sequence[str],
     rehash: bool,
     as_json: bool,
+    **flags: Any,
 ) -> None:
     """Bring a local checkpoint (and engines) to the target once, then end."""
     setup_logs(level="error")
-    require_places(channel, local)
-    flags = {
-        "channel": channel,
-        "local": local,
-        "base": base,
-        "target": target,
-        "threads": threads,
-        "visible_deadline": visible_deadline,
-    }
+    local: Path = flags["local"]
+    require_places(flags["channel"], local)
     if engine or trusted_key or not is_plain(os.environ):
         opened = _by_settings({**flags, "engine": engine, "trusted_key": trusted_key})
     else:

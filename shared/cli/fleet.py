@@ -38,7 +38,7 @@ from weightcast.shared.daemon.fleet import (
     trouble_of,
     verdict,
 )
-from weightcast.shared.daemon.wait import VersionWait
+from weightcast.shared.daemon.wait import wait_for_version
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.paths import ChannelAddress, printable
 
@@ -129,7 +129,7 @@ def wait(
 ) -> None:
     """Wait until hosts are ready with a version: one, or as many as requested. Exit code 4 on timeout."""
     with _Source(channel, url, token).looking(updates=0) as look:
-        hosts = VersionWait(look, poll_seconds=_WATCH_SECONDS / 2).wait(version, min_hosts, fraction, timeout)
+        hosts = wait_for_version(look, version, min_hosts, fraction, timeout, poll_seconds=_WATCH_SECONDS / 2)
     facts = {"version": version, "hosts": hosts}
     Output(json=as_json).result(
         facts,

@@ -10,11 +10,9 @@ from pathlib import Path
 
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError, counted
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.store import Store
 from weightcast.shared.daemon.fleet import Fleet, FleetReader, Host, names_of, of_run
 from weightcast.shared.files.paths import printable
 
-_POLL_SECONDS = 0.25
 _SHOWN = 10
 _MOST_ERROR = 200
 
@@ -60,60 +58,49 @@ def _standing(host: Host) -> str:
     return f"{state}, {version}{': ' if why else ''}{why}"
 
 
-class VersionWait:
-    """`look` gives the fleet as of now."""
+def wait_for_version(
+    look: Callable[[], Fleet],
+    version: int,
+    min_hosts: int | None,
+    fraction: float | None,
+    timeout: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+    poll_seconds: float = 0.25,
+) -> list[str]:
+    """Names of the hosts that are ready and serve `version` or a later one, as soon as they are that many.
+    `look` gives the fleet as of now. `fraction`: of the hosts of the run that take part: not those that
+    stopped, are lost, or fell silent before they held a version. Both: both must hold; neither: one host.
 
-    def __init__(
-        self,
-        look: Callable[[], Fleet],
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
-        poll_seconds: float = _POLL_SECONDS,
-    ) -> None:
-        self._look, self._clock, self._pause, self._poll_seconds = look, clock, pause, poll_seconds
-
-    @classmethod
-    def in_channel(
-        cls,
-        store: Store,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
-    ) -> VersionWait:
-        return cls(FleetReader(store, clock=clock, updates=0).read, clock, pause)
-
-    def wait(self, version: int, min_hosts: int | None, fraction: float | None, timeout: float) -> list[str]:
-        """Names of the hosts that are ready and serve `version` or a later one, as soon as they are that
-        many. `fraction`: of the hosts of the run that take part: not those that stopped, are lost, or fell
-        silent before they held a version. Both: both must hold; neither: one host.
-
-        Raises NotInTime that names the hosts which are behind, Refused for what makes no sense."""
-        if min_hosts is not None and min_hosts < 1:
-            raise Refused(f"cannot wait for {min_hosts} hosts", remedy="give 1 or more")
-        if fraction is not None and not 0 < fraction <= 1:
-            raise Refused(
-                f"cannot wait for {fraction:g} of the hosts", remedy="give a fraction above 0 and up to 1"
+    Raises NotInTime that names the hosts which are behind, Refused for what makes no sense."""
+    if min_hosts is not None and min_hosts < 1:
+        raise Refused(f"cannot wait for {min_hosts} hosts", remedy="give 1 or more")
+    if fraction is not None and not 0 < fraction <= 1:
+        raise Refused(
+            f"cannot wait for {fraction:g} of the hosts", remedy="give a fraction above 0 and up to 1"
+        )
+    deadline = clock() + timeout
+    trouble: WeightcastError
+    while True:
+        # what cannot be read now may be read in a moment; what is permanently wrong is raised
+        try:
+            found = _turnout(version, look())
+            if found.satisfies(min_hosts, fraction):
+                return found.arrived
+            trouble = _late(version, found, timeout)
+        except Refused:
+            raise
+        except WeightcastError as error:
+            trouble = error
+        except OSError as error:
+            where = error.filename or "the channel"
+            trouble = RetryLater(
+                f"{where} cannot be read: {error.strerror or error}", remedy="check the channel's mount"
             )
-        deadline = self._clock() + timeout
-        trouble: WeightcastError
-        while True:
-            # what cannot be read now may be read in a moment; what is permanently wrong is raised
-            try:
-                found = _turnout(version, self._look())
-                if found.satisfies(min_hosts, fraction):
-                    return found.arrived
-                trouble = _late(version, found, timeout)
-            except Refused:
-                raise
-            except WeightcastError as error:
-                trouble = error
-            except OSError as error:
-                where = error.filename or "the channel"
-                trouble = RetryLater(
-                    f"{where} cannot be read: {error.strerror or error}", remedy="check the channel's mount"
-                )
-            if self._clock() >= deadline:
-                raise trouble
-            self._pause(self._poll_seconds)
+        if clock() >= deadline:
+            raise trouble
+        pause(poll_seconds)
 
 
 def wait_for_hosts(
@@ -125,8 +112,9 @@ def wait_for_hosts(
     timeout: float = 600.0,
 ) -> list[str]:
     """Waits until that many hosts are ready and serve `version` or a later one; their names: see
-    `VersionWait.wait`. Hosts report this themselves; reports are not authenticated."""
-    return VersionWait.in_channel(open_store(channel)).wait(version, min_hosts, fraction, timeout)
+    `wait_for_version`. Hosts report this themselves; reports are not authenticated."""
+    look = FleetReader(open_store(channel), updates=0).read
+    return wait_for_version(look, version, min_hosts, fraction, timeout)
 
 
 def _late(version: int, found: WaitResult, timeout: float) -> NotInTime:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from weightcast.shared.base.errors import FIX_ENGINE, WeightcastError
 from weightcast.shared.channel.directory_store import open_store
@@ -49,15 +48,9 @@ class Undelivered(Exception):
     """The message says where to, and why."""
 
 
-class Endpoint(Protocol):
-    def deliver(self, report: Report) -> float | None:
-        """Returns the receiver's time, as far as it tells. Raises Undelivered."""
-
-    def close(self) -> None: ...
-
-
 class InChannel:
-    """A file in the channel."""
+    """Reports are files in the channel. `deliver` returns the receiver's time, as far as it tells; raises
+    Undelivered."""
 
     def __init__(self, channel: ChannelAddress) -> None:
         self._channel = channel
@@ -80,7 +73,8 @@ class InChannel:
 
 
 class ToPublisher:
-    """Posted to the publisher, for hosts that cannot write to the channel."""
+    """Reports are posted to the publisher, for hosts that cannot write to the channel. `deliver`: as of
+    InChannel."""
 
     def __init__(self, url: str, token: str | None, seconds: float = _POST_SECONDS) -> None:
         self._daemon = Daemon(url, token, seconds, token_from="WEIGHTCAST_REPORT_TOKEN")
@@ -118,7 +112,7 @@ class Reporter:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: InChannel | ToPublisher,
         every_seconds: float = EVERY_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

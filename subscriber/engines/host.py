@@ -15,7 +15,7 @@ from typing import Protocol
 
 from weightcast.shared.base.errors import EngineFailed, WeightcastError
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers
-from weightcast.shared.checkpoint.state.state import LocalState, Mark, Phase, Step
+from weightcast.shared.checkpoint.state.state import EngineState, LocalState, Mark, Phase, Step
 from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
 from weightcast.shared.daemon.timing import Backoff
 from weightcast.subscriber.engines.adapter import Adapter, LiveAdapter, guarded
@@ -41,6 +41,7 @@ from weightcast.subscriber.engines.rules import (
     weights_of,
     with_record,
 )
+from weightcast.subscriber.status import EngineCondition, EngineStatus
 
 _RETRY_FIRST, _RETRY_MOST, _RETRY_FAILED = 1.0, 60.0, 600.0
 _RETRY_UNSEEN = 30.0
@@ -220,6 +221,39 @@ class HostEngine:
         remedy = f" ({facts.remedy})" if facts.remedy else ""
         return f"{facts.hindrance}{remedy}" if facts.hindrance else f"{self.spec.shown_url} does not answer"
 
+    def status(self, record: EngineState | None, in_sync: bool) -> EngineStatus:
+        """`in_sync`: it holds the local version. Then it serves unless somebody else paused it."""
+        ready = in_sync and not self.facts.paused
+        is_suspect = record is not None and record.mark is Mark.SUSPECT
+        state: EngineCondition = "suspect" if is_suspect else "waiting"
+        if in_sync:
+            state = "serving" if ready else "paused"
+        elif self.failed:
+            state = "failed"
+        elif not self.facts.reachable:
+            state = "silent"
+        phases = {} if self.last is None else self.last.phases
+        return EngineStatus(
+            name=self.name,
+            kind=self.spec.kind,
+            url=self.spec.shown_url,
+            mark="unknown" if record is None else record.mark,
+            version=None if record is None else record.version,
+            confirmed_by="" if record is None else record.confirmed_by,
+            process=self.facts.process if record is None else record.process,
+            aligned=in_sync,
+            reachable=self.facts.reachable,
+            reason="" if ready else self.reason,
+            ready=ready,
+            state=state,
+            failures=self.failures,
+            seconds={phase: round(seconds, 6) for phase, seconds in phases.items()},
+            pause_seconds=None if self.last is None else self.last.pause_seconds,
+            via=self.spec.via,
+            drafter=self.facts.drafter,
+            live=None if self.live is None else self.live.facts,
+        )
+
     def see(self, facts: EngineFacts) -> None:
         self.facts = facts
         self._steady = self._steady and facts.reachable
@@ -394,6 +428,13 @@ class Engines:
     def serving(self, state: LocalState) -> frozenset[str]:
         """Those in sync that generate, as far as they tell."""
         return frozenset(name for name in self.in_sync(state) if not self[name].facts.paused)
+
+    def status(self, state: LocalState | None) -> tuple[EngineStatus, ...]:
+        """Of all engines, as of the last look."""
+        if state is None:
+            return tuple(engine.status(None, False) for engine in self.engines)
+        in_sync = self.in_sync(state)
+        return tuple(one.status(state.engines.get(one.name), one.name in in_sync) for one in self.engines)
 
     def due(self, state: LocalState) -> tuple[HostEngine, ...]:
         in_sync = self.in_sync(state)

@@ -30,7 +30,7 @@ from weightcast.shared.files.disk_errors import disk_text
 from weightcast.subscriber.engines.adapter import LiveAdapter, guarded
 from weightcast.subscriber.engines.base import Confirmation, Done, HeldWeights, Intact, ReloadOutcome, Suspect
 from weightcast.subscriber.engines.rules import is_in_sync
-from weightcast.subscriber.status import LiveStatus
+from weightcast.subscriber.status import EngineVerifyStatus, LiveStatus
 
 if TYPE_CHECKING:
     from weightcast.subscriber.engines.host import HostEngine
@@ -132,6 +132,10 @@ class Live:
             except EngineFailed as failure:
                 self._aim = None
                 self.facts = self.facts.but(reason=str(failure))
+
+    def note_read(self, facts: EngineVerifyStatus | None) -> None:
+        """What was read of its memory since the start."""
+        self.facts = self.facts.but(verify=facts)
 
     def read_back(self, label: str) -> Confirmation:
         return self.adapter.confirm(self._aim, label)

@@ -6,7 +6,8 @@ import math
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -16,7 +17,6 @@ from weightcast.shared.checkpoint.local_checkpoint import HasWriter, LocalCheckp
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.side_files import UNLISTED
 from weightcast.shared.checkpoint.state.state import (
-    EngineState,
     LocalState,
     Mark,
     Phase,
@@ -28,15 +28,12 @@ from weightcast.shared.daemon.status import SOFTWARE
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import is_directory, require_no_overlap, shown_address
 from weightcast.shared.files.side_files import left_text
-from weightcast.subscriber.engines.host import Engines, HostEngine
-from weightcast.subscriber.engines.rules import noted
+from weightcast.subscriber.engines.host import Engines
+from weightcast.subscriber.engines.rules import EngineResult, noted
 from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.status import (
     KEPT_UPDATES,
     Cause,
-    EngineCondition,
-    EngineStatus,
-    EngineVerifyStatus,
     HostStatus,
     LastError,
     MoveKind,
@@ -45,7 +42,6 @@ from weightcast.subscriber.status import (
     WaitingFor,
     with_local,
 )
-from weightcast.subscriber.sync.move import Move
 from weightcast.subscriber.sync.options import SyncOptions
 
 _SHOW_EVERY_SECONDS = 0.25
@@ -78,6 +74,72 @@ class Callbacks:
     clock: Callable[[], float] = time.monotonic
 
 
+class Move:
+    """The move of the local checkpoint, or the reload, that is under way: times by phase, bytes, words.
+    Filled by the work thread and by threads of a reload, never at once."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Also in place of a move that was given up."""
+        self._began = time.monotonic()
+        self._seconds: dict[str, float] = {}
+        self._bytes = self._changes = 0
+        self._step: int | None = None
+        self._pause_seconds: float | None = None
+        self._phase, self._phase_began = "", 0.0
+
+    def end(self) -> dict[str, Any]:
+        """What UpdateStatus says of it; the next move begins."""
+        self.enter("")
+        self._took("total", time.monotonic() - self._began)
+        facts = {
+            "bytes": self._bytes,
+            "changes": self._changes,
+            "seconds": self._seconds,
+            "pause_seconds": self._pause_seconds,
+            "step": self._step,
+        }
+        self.begin()
+        return facts
+
+    def enter(self, phase: str) -> None:
+        """Ends the phase before; "" begins none."""
+        now = time.monotonic()
+        if self._phase:
+            self._took(self._phase, now - self._phase_began)
+        self._phase, self._phase_began = phase, now
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Of the move that is under way when the block ends."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._took(phase, time.monotonic() - began)
+
+    def _took(self, phase: str, seconds: float) -> None:
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+
+    def read(self, nbytes: int) -> None:
+        self._bytes += nbytes
+
+    def changed(self, words: int, step: int | None = None) -> None:
+        """`step`: the trainer's, of the version."""
+        self._changes, self._step = self._changes + words, step
+
+    def reloaded(self, results: Sequence[EngineResult]) -> None:
+        """Engines work side by side: the slowest counts."""
+        for phase in ("pause", "reload", "read_back", "resume"):
+            slowest = max((result.phases[phase] for result in results), default=0.0)
+            if slowest:
+                self._took(phase, slowest)
+        pauses = [result.pause_seconds for result in results if result.pause_seconds is not None]
+        self._pause_seconds = max(pauses, default=self._pause_seconds)
+
+
 class StepHost:
     """Shared by the parts of a pass. Used by the work thread, and by threads of a reload while that waits;
     `shown` is read by any thread."""
@@ -106,7 +168,6 @@ class StepHost:
         self._progress_bytes = 0
         self._around: tuple[str, ...] = ()
         self._updates: deque[UpdateStatus] = deque(maxlen=KEPT_UPDATES)
-        self._verified: dict[str, EngineVerifyStatus] = {}
         self._read_before: dict[str, str | None] = {}
         """processes of engines when config files were last changed under them"""
         self._shown_at, self._looked = 0.0, -math.inf
@@ -171,8 +232,7 @@ class StepHost:
             updates=tuple(self._updates),
             signed="not checked" if trust is None else f"verified by {signer}" if signer else "not verified",
         )
-        engines = _engines_status(self.engines, state, self._verified)
-        self.shown = self.status = with_local(self.status, state, engines)
+        self.shown = self.status = with_local(self.status, state, self.engines.status(state))
         self._callbacks.show(self.shown)
 
     def enter(self, state: State) -> None:
@@ -217,10 +277,6 @@ class StepHost:
         facts = {"error": type(failure).__name__, "message": failure.message, "remedy": failure.remedy}
         self.note(last_error=LastError(**facts, at=self.now()))
         return failure
-
-    def verified(self, facts: dict[str, EngineVerifyStatus]) -> None:
-        """`facts`: what was read of engines' memory, by name."""
-        self._verified = facts
 
     def moved(self, kind: MoveKind, before: int | None, folded: int, taken: bool = True) -> None:
         update = UpdateStatus(
@@ -360,49 +416,3 @@ def known(error: BaseException) -> WeightcastError:
     if isinstance(error, OSError):
         return disk_error(error, "a file")
     return WeightcastError(f"{type(error).__name__}: {error}", remedy="see the log for the traceback")
-
-
-def _engines_status(
-    engines: Engines, state: LocalState | None, verified: Mapping[str, EngineVerifyStatus]
-) -> tuple[EngineStatus, ...]:
-    """`verified`: what was read of engines' memory, by name."""
-    in_sync = frozenset[str]() if state is None else engines.in_sync(state)
-    serving = frozenset[str]() if state is None else engines.serving(state)
-
-    def status(engine: HostEngine) -> EngineStatus:
-        spec, name, facts, last = engine.spec, engine.name, engine.facts, engine.last
-        record = None if state is None else state.engines.get(name)
-        phases = {} if last is None else last.phases
-        return EngineStatus(
-            name=name,
-            kind=spec.kind,
-            url=spec.shown_url,
-            mark="unknown" if record is None else record.mark,
-            version=None if record is None else record.version,
-            confirmed_by="" if record is None else record.confirmed_by,
-            process=facts.process if record is None else record.process,
-            aligned=name in in_sync,
-            reachable=facts.reachable,
-            reason="" if name in serving else engine.reason,
-            ready=name in serving,
-            state="serving" if name in serving else _condition(engine, record, name in in_sync),
-            failures=engine.failures,
-            seconds={phase: round(seconds, 6) for phase, seconds in phases.items()},
-            pause_seconds=None if last is None else last.pause_seconds,
-            via=spec.via,
-            drafter=facts.drafter,
-            live=None if engine.live is None else engine.live.facts.but(verify=verified.get(name)),
-        )
-
-    return tuple(map(status, engines.engines))
-
-
-def _condition(engine: HostEngine, record: EngineState | None, in_sync: bool) -> EngineCondition:
-    """Of an engine that does not serve."""
-    if in_sync:
-        return "paused"
-    if engine.failed:
-        return "failed"
-    if not engine.facts.reachable:
-        return "silent"
-    return "suspect" if record is not None and record.mark is Mark.SUSPECT else "waiting"

@@ -123,8 +123,7 @@ class Sync:
                 self.engines.doubt(local, name, faults[name])
             elif verify.is_confirmed(name, live, local):
                 self.engines.confirm(local, name)
-        found = {name: verify.facts(name) for name in lives}
-        self.host.verified({name: facts for name, facts in found.items() if facts is not None})
+            live.note_read(verify.facts(name))
         self.host.tell()
         if faults:
             self._pass()
