@@ -8,7 +8,7 @@ from typing import Literal
 
 from weightcast.shared.checkpoint.state.state import Blocked, LocalState, Mark, Phase
 from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
-from weightcast.shared.daemon.status import Facts, Failure, KernelStatus, LoopStatus, Readiness
+from weightcast.shared.daemon.status import Facts, Failure, KernelStatus, LoopStatus
 
 KEPT_UPDATES = 32
 
@@ -271,10 +271,6 @@ def served(engines: Iterable[EngineStatus], local_version: int | None) -> int | 
     if len(versions) < len(known):
         return None
     return min((version for version in versions if version is not None), default=None)
-
-
-def readiness(status: HostStatus) -> Readiness:
-    return Readiness(ready=status.ready, reasons=status.not_ready_reasons)
 
 
 def with_local(status: HostStatus, state: LocalState | None, engines: tuple[EngineStatus, ...]) -> HostStatus:

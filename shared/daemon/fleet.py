@@ -426,18 +426,14 @@ def names_of(hosts: Iterable[Host]) -> dict[str, str]:
 def short_names_of(hosts: Iterable[Host]) -> dict[str, str]:
     """As `names_of`, with no more of each local checkpoint's path than tells them apart."""
     shown = tuple(hosts)
-    names, left, parts = {h.key: h.host for h in shown}, _ambiguous({h.key: h.host for h in shown}), 0
-    while left and parts < _MOST_PARTS:
-        parts += 1
-        for host in (h for h in shown if h.key in left):
-            names[host.key] = f"{host.host}:{'/'.join(host.local.split('/')[-parts:])}"
-        left = _ambiguous(names)
+    names = {h.key: h.host for h in shown}
+    for parts in range(1, _MOST_PARTS + 1):
+        count = Counter(names.values())
+        alike = [h for h in shown if count[names[h.key]] > 1]
+        if not alike:
+            break
+        names |= {h.key: f"{h.host}:{'/'.join(h.local.split('/')[-parts:])}" for h in alike}
     return names
-
-
-def _ambiguous(names: Mapping[str, str]) -> set[str]:
-    count = Counter(names.values())
-    return {key for key, name in names.items() if count[name] > 1}
 
 
 def of_run(fleet: Fleet) -> Sequence[Host]:

@@ -45,7 +45,7 @@ from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.daemon.wiring import open_engines, open_lead, options_of
 from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.groups.messages import HOLD_PATH, RELEASE_PATH
-from weightcast.subscriber.status import HostStatus, UpdateStatus, readiness
+from weightcast.subscriber.status import HostStatus, UpdateStatus
 from weightcast.subscriber.sync.follow import MissingBase
 from weightcast.subscriber.sync.group_follower import GroupFollower, Post
 from weightcast.subscriber.sync.host import Callbacks, known
@@ -209,7 +209,8 @@ class Subscriber:
         )
 
     def ready(self) -> Readiness:
-        return readiness(self.sync.status)
+        status = self.sync.status
+        return Readiness(ready=status.ready, reasons=status.not_ready_reasons)
 
     def stop_time(self) -> float:
         """A reload that may yet end well is waited for: its engine would stay paused until the next start."""

@@ -102,7 +102,9 @@ def ahead_by(began: float, ended: float, there: float) -> float:
 def open_reporter(settings: SubscriberSettings) -> Reporter | None:
     """None where this host reports to nobody."""
     if settings.report_to is not None:
-        return Reporter(ToPublisher(settings.report_to, settings.reports_token), settings.report_seconds)
+        return Reporter(
+            ToPublisher(settings.report_to, settings.secret(settings.report_token)), settings.report_seconds
+        )
     return Reporter(InChannel(settings.channel), settings.report_seconds) if settings.report else None
 
 

@@ -28,7 +28,7 @@ from weightcast.subscriber.engines.base import (
 )
 from weightcast.subscriber.engines.rules import ReloadOrder
 from weightcast.subscriber.groups.messages import LEASE_LIMIT, is_member_url
-from weightcast.subscriber.sync.options import BadTarget, parse_target
+from weightcast.subscriber.sync.options import parse_target
 
 MOST_MEMBERS = 256
 _UpToADay = Annotated[float, Field(gt=0, le=86400)]
@@ -112,10 +112,9 @@ class SubscriberSettings(ServiceSettings):
     @field_validator("target", mode="after")
     @classmethod
     def _check_target(cls, value: str) -> str:
-        try:
-            parse_target(value)
-        except BadTarget as error:
-            raise ValueError(str(error)) from error
+        problem = problem_of(lambda: parse_target(value))
+        if problem:
+            raise ValueError(problem)
         return value
 
     @model_validator(mode="after")
@@ -123,7 +122,7 @@ class SubscriberSettings(ServiceSettings):
         if self.group_follower and (self.engine or self.group_member):
             raise ValueError("group_follower: engines and members are given to the group's leader")
         for url in self.group_member:
-            _require_reachable("group_member", url, self.members_token, "WEIGHTCAST_GROUP_TOKEN")
+            _require_reachable("group_member", url, self.secret(self.group_token), "WEIGHTCAST_GROUP_TOKEN")
         if len(set(map(address_of, self.group_member))) < len(self.group_member):
             raise ValueError("group_member: a URL is given twice")
         return self
@@ -134,22 +133,16 @@ class SubscriberSettings(ServiceSettings):
             return self
         if not self.report:
             raise ValueError("report_to: means nothing without reports (--no-report)")
-        _require_reachable("report_to", self.report_to, self.reports_token, "WEIGHTCAST_REPORT_TOKEN")
+        _require_reachable(
+            "report_to", self.report_to, self.secret(self.report_token), "WEIGHTCAST_REPORT_TOKEN"
+        )
         return self
 
     def missing(self) -> list[str]:
         problem = problem_of(lambda: require_places(self.channel, self.local))
         return [*super().missing(), *filter(None, [problem])]
 
-    @property
-    def reports_token(self) -> str | None:
-        return self._secret(self.report_token)
-
-    @property
-    def members_token(self) -> str | None:
-        return self._secret(self.group_token)
-
-    def _secret(self, own: Token | None) -> str | None:
+    def secret(self, own: Token | None) -> str | None:
         """Unset: the daemon's token."""
         token = self.token if own is None else own
         return None if token is None else token.get_secret_value()

@@ -25,7 +25,7 @@ from weightcast.subscriber.engines.base import (
 )
 from weightcast.subscriber.engines.host import Engines, RetryPace
 from weightcast.subscriber.engines.rules import ReloadOrder
-from weightcast.subscriber.groups.lead import PATIENCE, GroupPace, Lead, Member
+from weightcast.subscriber.groups.lead import PATIENCE, GroupPace, Lead
 from weightcast.subscriber.groups.messages import NAME_LIMIT
 from weightcast.subscriber.sync.options import SyncOptions, parse_target
 
@@ -60,12 +60,14 @@ def _hook(command: str, seconds: float) -> PreRead:
 def open_lead(settings: SubscriberSettings) -> Lead:
     """Connects to nothing yet."""
     lease = settings.group_lease
-    members: list[Member] = []
+    members = []
     if settings.group_member:
         # an HTTP client takes long to import, and most commands ask nobody
         from weightcast.subscriber.groups.client import MemberClient
 
-        members = [MemberClient(url, settings.members_token, lease) for url in settings.group_member]
+        members = [
+            MemberClient(url, settings.secret(settings.group_token), lease) for url in settings.group_member
+        ]
     return Lead(
         members,
         name=f"{socket.gethostname()}:{settings.local.absolute()}"[:NAME_LIMIT],

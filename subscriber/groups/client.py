@@ -17,7 +17,7 @@ _HOLD = TypeAdapter(Hold)
 
 
 class MemberClient:
-    """A `Member`."""
+    """Another host's subscriber. Raises EngineFailed when it does not answer, or not as a follower does."""
 
     def __init__(self, url: str, token: str | None, lease: float) -> None:
         self.url = url.rstrip("/")

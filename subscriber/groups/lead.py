@@ -12,13 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from weightcast.shared.base.errors import EngineFailed, Refused, RetryLater
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.checkpoint.state.state import LocalState, Position
 from weightcast.subscriber.groups.messages import Hold, Order, Release
 from weightcast.subscriber.status import GroupStatus, MemberStatus
+
+if TYPE_CHECKING:
+    # an HTTP client takes long to import
+    from weightcast.subscriber.groups.client import MemberClient
 
 ASK_FIRST, ASK_LONGEST = 0.02, 1.0
 _LOOK_EVERY = 0.1
@@ -30,21 +34,6 @@ back since an earlier process of this leader. Far below what an order can carry;
 higher."""
 Grants = Mapping[str, str]
 """by the member's URL"""
-
-
-class Member(Protocol):
-    """Another host's subscriber. Raises EngineFailed when it does not answer, or not as a follower does."""
-
-    @property
-    def url(self) -> str: ...
-
-    def order(self, order: Order) -> Hold: ...
-
-    def release(self, release: Release) -> Hold: ...
-
-    def look(self) -> Hold: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +58,7 @@ class Seen:
 class _Line:
     """What is known of a member. Used under its leader's lock."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: MemberClient) -> None:
         self.member = member
         self.expect(0.0)
 
@@ -135,7 +124,7 @@ class Lead:
 
     def __init__(
         self,
-        members: Sequence[Member] = (),
+        members: Sequence[MemberClient] = (),
         *,
         name: str = "leader",
         pace: GroupPace | None = None,
@@ -293,7 +282,7 @@ class Lead:
             line.ask_soon()
         self._changed.notify_all()
 
-    def _ask_all(self, ask: Callable[[Member], Hold]) -> None:
+    def _ask_all(self, ask: Callable[[MemberClient], Hold]) -> None:
         """Side by side: a hanging member costs its own time only."""
         with ThreadPoolExecutor(len(self.members), thread_name_prefix="group") as pool:
             answers = list(pool.map(lambda member: _answer(lambda: ask(member)), self.members))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,7 +166,6 @@ class StepHost:
         """from the channel, since the start"""
         self._progress_bytes = 0
         self._around: tuple[str, ...] = ()
-        self._updates: deque[UpdateStatus] = deque(maxlen=KEPT_UPDATES)
         self._read_before: dict[str, str | None] = {}
         """processes of engines when config files were last changed under them"""
         self._shown_at, self._looked = 0.0, -math.inf
@@ -229,7 +227,6 @@ class StepHost:
         self.note(
             progress_bytes=self._progress_bytes,
             bytes_read=self.bytes_read,
-            updates=tuple(self._updates),
             signed="not checked" if trust is None else f"verified by {signer}" if signer else "not verified",
         )
         self.shown = self.status = with_local(self.status, state, self.engines.status(state))
@@ -289,7 +286,7 @@ class StepHost:
             at=self.now(),
             **self.move.end(),
         )
-        self._updates.append(update)
+        self.note(updates=(*self.status.updates, update)[-KEPT_UPDATES:])
         self.tell()
         self._callbacks.moved(update)
 

@@ -28,7 +28,7 @@ from weightcast.shared.checkpoint.verify.hashing import Scrub
 from weightcast.shared.daemon.settings import BadSettings, load_settings
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.groups.client import MemberClient
-from weightcast.subscriber.groups.lead import GroupPace, Lead, Member
+from weightcast.subscriber.groups.lead import GroupPace, Lead
 from weightcast.subscriber.groups.messages import (
     HOLD_PATH,
     RELEASE_PATH,
@@ -205,7 +205,7 @@ class Twin:
             raise EngineFailed(f"{self.url} is away")
 
 
-def lead(*members: Member) -> Lead:
+def lead(*members: object) -> Lead:
     return Lead(members, name="boss", pace=QUICK, wait=lambda seconds: None)
 
 
