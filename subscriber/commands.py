@@ -77,10 +77,7 @@ class NoProbe(Refused):
 @option("--engine", help="The engine as the subscriber has it; it has loaded once it answers.")
 @option("--ready-url", help="Instead: it has loaded once this URL answers 2xx.")
 @option(
-    "--wait",
-    type=Number(min=0),
-    default=600.0,
-    help="Seconds to wait for a checkpoint that may be loaded.",
+    "--wait", type=Number(min=0), default=600.0, help="Seconds to wait for a checkpoint that may be loaded."
 )
 @option(
     "--load-deadline",
@@ -161,26 +158,13 @@ _MOST_SECONDS, _MOST = 1e9, 1_000_000
 @option("--role", type=click.Choice(get_args(Role)), help="What runs on this machine; unset: warns for both.")
 @option("--timeout", type=Number(0.1, 3600), default=30.0, help="Seconds that each place may take.")
 @option("--plan", type=path, help="HF checkpoint: say what a run of it will need; no weights are read.")
+@option("--density", type=Number(0, 1), default=0.01, help="Plan: share of elements that a version changes.")
 @option(
-    "--density",
-    type=Number(0, 1),
-    default=0.01,
-    help="Plan: share of elements that a version changes.",
-)
-@option(
-    "--interval",
-    type=Number(0.001, _MOST_SECONDS),
-    default=30.0,
-    help="Plan: seconds between two versions.",
+    "--interval", type=Number(0.001, _MOST_SECONDS), default=30.0, help="Plan: seconds between two versions."
 )
 @option("--hosts", type=click.IntRange(1, _MOST), default=1, help="Plan: rollout hosts.")
 @option("--away", type=Number(0, _MOST_SECONDS), default=600.0, help="Plan: seconds that a host misses.")
-@option(
-    "--link",
-    type=Number(0.001, _MOST),
-    default=10.0,
-    help="Plan: a host's link to the channel, Gbit/s.",
-)
+@option("--link", type=Number(0.001, _MOST), default=10.0, help="Plan: a host's link to the channel, Gbit/s.")
 @option("--threads", type=click.IntRange(1, _MOST), default=DEFAULT_THREADS, help="Plan: of a host.")
 @option("--encoding", type=click.Choice(get_args(Encoding)), default="fast", help="Plan: of the deltas.")
 @json_option

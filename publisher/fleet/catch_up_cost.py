@@ -145,10 +145,7 @@ def _joiner(page: History, pace: CatchUpPace) -> Joiner:
     if based is None:
         return Joiner(without_base=without)
     return Joiner(
-        bytes=based.nbytes,
-        steps=steps(based),
-        seconds=pace.seconds_for(based.nbytes),
-        without_base=without,
+        bytes=based.nbytes, steps=steps(based), seconds=pace.seconds_for(based.nbytes), without_base=without
     )
 
 

@@ -38,9 +38,7 @@ class Announcer:
         if waiting is not None and self._is_news("awaited", waiting.file):
             seconds = round(waiting.until - time.time())
             log.warning(
-                "waiting for a file",
-                sentence=f"{waiting}; up to {seconds} s more",
-                **waiting.by_name(),
+                "waiting for a file", sentence=f"{waiting}; up to {seconds} s more", **waiting.by_name()
             )
 
     def moved(self, move: UpdateStatus, status: HostStatus, words: int) -> None:

@@ -29,13 +29,7 @@ from weightcast.shared.daemon.http import StrictRoute, make_app
 from weightcast.shared.daemon.logs import get_log, setup_logs
 from weightcast.shared.daemon.loop import Stop, Wakeup, Watcher, begun, run_daemon
 from weightcast.shared.daemon.metrics import DiskMetrics, new_registry, watch_loop
-from weightcast.shared.daemon.status import (
-    STATUS,
-    LoopStatus,
-    Readiness,
-    Snapshot,
-    warm_up_in_background,
-)
+from weightcast.shared.daemon.status import STATUS, LoopStatus, Readiness, Snapshot, warm_up_in_background
 from weightcast.shared.files.disk_errors import DiskError
 from weightcast.shared.files.paths import exists, require_directory
 from weightcast.subscriber.daemon.announce import Announcer, FailedEngines
@@ -220,13 +214,7 @@ class Subscriber:
     def app(self) -> FastAPI:
         token = None if self.settings.token is None else self.settings.token.get_secret_value()
         app = make_app(
-            "weightcast subscriber",
-            self.status,
-            self.ready,
-            self.registry,
-            token,
-            self._wake,
-            HostStatus,
+            "weightcast subscriber", self.status, self.ready, self.registry, token, self._wake, HostStatus
         )
         if self.follower is not None:
             routes, post = APIRouter(tags=["group"], route_class=StrictRoute), self.follower.post

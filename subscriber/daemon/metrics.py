@@ -7,13 +7,7 @@ from typing import get_args
 
 from prometheus_client import Counter
 
-from weightcast.shared.daemon.metrics import (
-    NONE,
-    OTHER,
-    Metrics,
-    VerifyMetrics,
-    one_of,
-)
+from weightcast.shared.daemon.metrics import NONE, OTHER, Metrics, VerifyMetrics, one_of
 from weightcast.subscriber.engines.live import Why
 from weightcast.subscriber.status import (
     Cause,
@@ -70,11 +64,7 @@ _NUMBERS: tuple[tuple[str, str, Callable[[HostStatus], float]], ...] = (
         "Age of the oldest hash of the local weights when engines were last reloaded; NaN: never.",
         _proof_age,
     ),
-    (
-        "reload_proof_bound_seconds",
-        "Age from which weights are hashed again before a reload.",
-        _proof_bound,
-    ),
+    ("reload_proof_bound_seconds", "Age from which weights are hashed again before a reload.", _proof_bound),
 )
 """metrics that are one number of the status"""
 

@@ -11,13 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from weightcast.shared.checkpoint.local_checkpoint import Readers
-from weightcast.shared.daemon.settings import (
-    SUBSCRIBER_PORT,
-    ServiceSettings,
-    Token,
-    is_loopback,
-    problem_of,
-)
+from weightcast.shared.daemon.settings import SUBSCRIBER_PORT, ServiceSettings, Token, is_loopback, problem_of
 from weightcast.shared.files.paths import ChannelAddress, channel_address, require_places
 from weightcast.subscriber.engines.base import (
     SYNTAX,

@@ -17,12 +17,7 @@ from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.hooks import run_hook
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.engines.adapter import Adapter
-from weightcast.subscriber.engines.base import (
-    BadEngineOption,
-    EngineSpec,
-    Timeouts,
-    parse_engines,
-)
+from weightcast.subscriber.engines.base import BadEngineOption, EngineSpec, Timeouts, parse_engines
 from weightcast.subscriber.engines.host import Engines, RetryPace
 from weightcast.subscriber.engines.rules import ReloadOrder
 from weightcast.subscriber.groups.lead import PATIENCE, GroupPace, Lead

@@ -15,13 +15,7 @@ from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter, LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.side_files import UNLISTED
-from weightcast.shared.checkpoint.state.state import (
-    LocalState,
-    Mark,
-    Phase,
-    Position,
-    write_state,
-)
+from weightcast.shared.checkpoint.state.state import LocalState, Mark, Phase, Position, write_state
 from weightcast.shared.checkpoint.update.fetch import Awaited
 from weightcast.shared.daemon.status import SOFTWARE
 from weightcast.shared.files.disk_errors import disk_error
