@@ -4,7 +4,7 @@ without IO."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pydantic import BaseModel
 
@@ -127,25 +127,25 @@ def version_rows(page: History, publish_seconds: Mapping[int, float]) -> Version
 
 def catch_up(page: History, hosts: Sequence[Host]) -> CatchUp:
     """For lags 1, 2, 4 and so on, and those that hosts have."""
-    held, pace = page.versions, CatchUpPace.of(hosts)
+    held, seconds_for = page.versions, _pace(hosts)
     lags = {1 << power for power in range(20)} | {host.lag for host in hosts if host.lag}
     rows = []
     for lag in sorted(lag for lag in lags if 0 < lag <= page.pointer):
         way = cheapest(held, page.pointer, {page.pointer - lag: 0})
         if way is not None:
             rows.append(
-                CatchUpRow(lag=lag, bytes=way.nbytes, steps=steps(way), seconds=pace.seconds_for(way.nbytes))
+                CatchUpRow(lag=lag, bytes=way.nbytes, steps=steps(way), seconds=seconds_for(way.nbytes))
             )
-    return CatchUp(rows=tuple(rows), joiner=_joiner(page, pace))
+    return CatchUp(rows=tuple(rows), joiner=_joiner(page, seconds_for))
 
 
-def _joiner(page: History, pace: CatchUpPace) -> Joiner:
+def _joiner(page: History, seconds_for: Callable[[int], float | None]) -> Joiner:
     based, bare = (cheapest(page.versions, page.pointer, start) for start in ({0: 0}, {}))
     without = None if bare is None else WithoutBase(bytes=bare.nbytes, steps=steps(bare))
     if based is None:
         return Joiner(without_base=without)
     return Joiner(
-        bytes=based.nbytes, steps=steps(based), seconds=pace.seconds_for(based.nbytes), without_base=without
+        bytes=based.nbytes, steps=steps(based), seconds=seconds_for(based.nbytes), without_base=without
     )
 
 
@@ -173,26 +173,14 @@ def _run_text(run: Sequence[Hop]) -> str:
     return f"step {last.version}" if len(run) == 1 else f"steps {first.version} to {last.version}"
 
 
-class CatchUpPace(BaseModel, frozen=True):
-    """What hosts took for deltas of late."""
-
-    per_byte: float | None = None
-    reload_seconds: float = 0.0
-
-    @classmethod
-    def of(cls, hosts: Iterable[Host]) -> CatchUpPace:
-        patches = [
-            update for host in hosts for update in host.updates if update.kind == "patch" and update.bytes
-        ]
-        nbytes = sum(update.bytes for update in patches)
-        if not nbytes:
-            return cls()
-        preparing = sum(_of(update, _PREPARING) for update in patches)
-        reloading = statistics.median(_of(update, _RELOADING) for update in patches)
-        return cls(per_byte=preparing / nbytes, reload_seconds=reloading)
-
-    def seconds_for(self, nbytes: int) -> float | None:
-        return None if self.per_byte is None else self.per_byte * nbytes + self.reload_seconds
+def _pace(hosts: Iterable[Host]) -> Callable[[int], float | None]:
+    """Seconds for so many bytes, by what hosts took for deltas of late; None while none did."""
+    patches = [update for host in hosts for update in host.updates if update.kind == "patch" and update.bytes]
+    if not patches:
+        return lambda nbytes: None
+    per_byte = sum(_of(update, _PREPARING) for update in patches) / sum(update.bytes for update in patches)
+    reloading = statistics.median(_of(update, _RELOADING) for update in patches)
+    return lambda nbytes: per_byte * nbytes + reloading
 
 
 def _of(update: Update, phases: Iterable[str]) -> float:

@@ -82,10 +82,7 @@ class FleetView:
         self._publish_seconds = publish_seconds
         self._reader = FleetReader(self._store, bounds, publisher=publisher)
         self._history = VersionHistory(self._store)
-        unread, place = (
-            Verdict(level="warning", text="the channel has not been read yet"),
-            self._store.place(),
-        )
+        place, unread = store.place(), Verdict(level="warning", text="the channel has not been read yet")
         empty = Fleet(now=time.time(), channel=place, run_id=None, latest=None, bounds=bounds, verdict=unread)
         self._fleet = Snapshot(_page(empty, 0))
         self._versions = Snapshot(ChannelPage())

@@ -92,8 +92,8 @@ class SubscriberSettings(ServiceSettings):
     def _check_engines(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         # What is wrong with `local` itself is said elsewhere, and it is then absent here.
         local, problems = info.data.get("local", Path("/")), dict[str, None]()
-        parts: list[Callable[[Path], object]] = [partial(parse_engine, text) for text in value]
-        parts.append(partial(parse_engines, value))
+        each = (partial(parse_engine, text) for text in value)
+        parts: list[Callable[[Path], object]] = [*each, partial(parse_engines, value)]
         for parse in parts:
             try:
                 parse(local)

@@ -94,6 +94,7 @@ def test_an_engine_in_doubt_says_so_until_it_is_reloaded(world: World) -> None:
     world.turn()
     assert seen == [(Mark.SUSPECT, True)] * 2 and world.engine.paused
     assert not world.host.status.ready
+    assert world.turn() == {} and world.status.faults == 1, "counts do not go back while it is in doubt"
     world.host.retry()
     assert world.host.status.ready and not world.engine.paused
 
