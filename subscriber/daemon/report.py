@@ -37,6 +37,8 @@ _POST_SECONDS = 5.0
 _TICK = 0.05
 """seconds within which two clocks count as equal: file times are coarse"""
 
+_HOST = ("host", "local", "software", "target", "target_version", "local_version", "served_version")
+"""what is reported of the status as it is"""
 _ENGINE = ("name", "kind", "state", "mark", "version", "confirmed_by", "aligned")
 """what is reported of an engine's status"""
 VERIFY_CHANNEL = "check the mount; run `weightcast channel verify` on the publisher's machine"
@@ -207,20 +209,14 @@ def describe(status: HostStatus) -> Report:
     """`counter` is 0."""
     error, remedy = _trouble(status)
     return Report(
-        host=status.host,
-        local=status.local,
+        **{name: getattr(status, name) for name in _HOST},
         run_id=status.run_id or "",
         state="ready" if status.ready else status.state,
-        local_version=status.local_version,
-        served_version=status.served_version,
-        target=status.target,
         lag=status.lag_versions,
         last_error=error,
         engines=tuple({name: getattr(one, name) for name in _ENGINE} for one in status.engines),
         counter=0,
-        software=status.software,
         phase=status.state,
-        target_version=status.target_version,
         remedy=remedy,
         retries=status.loop.retries,
         bytes={str(cause): nbytes for cause, nbytes in status.bytes_by_cause.items()},

@@ -431,10 +431,9 @@ class Engines:
 
     def status(self, state: LocalState | None) -> tuple[EngineStatus, ...]:
         """Of all engines, as of the last look."""
-        if state is None:
-            return tuple(engine.status(None, False) for engine in self.engines)
-        in_sync = self.in_sync(state)
-        return tuple(one.status(state.engines.get(one.name), one.name in in_sync) for one in self.engines)
+        in_sync = frozenset[str]() if state is None else self.in_sync(state)
+        records = {} if state is None else state.engines
+        return tuple(one.status(records.get(one.name), one.name in in_sync) for one in self.engines)
 
     def due(self, state: LocalState) -> tuple[HostEngine, ...]:
         in_sync = self.in_sync(state)
