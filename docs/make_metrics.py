@@ -49,12 +49,12 @@ def document() -> str:
 def _publisher() -> list[MetricDoc]:
     registry = Metrics()
     PublisherMetrics(registry)
-    FleetMetrics(registry, _no_fleet, ChannelPage)
+    FleetMetrics(registry, _no_look)
     return _with_furniture(registry)
 
 
-def _no_fleet() -> Fleet:
-    return Fleet(now=0.0, channel="", run_id=None, latest=None)
+def _no_look() -> tuple[Fleet, ChannelPage]:
+    return Fleet(now=0.0, channel="", run_id=None, latest=None), ChannelPage()
 
 
 def _subscriber() -> list[MetricDoc]:
