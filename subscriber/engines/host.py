@@ -9,11 +9,13 @@ import contextlib
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from weightcast.shared.base.errors import EngineFailed, WeightcastError
+from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers
 from weightcast.shared.checkpoint.state.state import EngineState, LocalState, Mark, Phase, Step
 from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
@@ -27,7 +29,15 @@ from weightcast.subscriber.engines.base import (
     ReloadOutcome,
     Suspect,
 )
-from weightcast.subscriber.engines.live import Live, Offer, make_offers, side_by_side
+from weightcast.subscriber.engines.live import (
+    APART,
+    WAITS,
+    Live,
+    Offer,
+    side_by_side,
+    start_of,
+    write_patch,
+)
 from weightcast.subscriber.engines.rules import (
     EngineResult,
     Observation,
@@ -506,10 +516,32 @@ class Engines:
         """Has a patch made of what leads to the staged version, and checked by each engine that takes
         patches. Engines serve; nothing of the local checkpoint is written. The next reload uses what they
         answer."""
-        engines = [engine for engine in self.engines if engine.live is not None]
-        self._look_at(engines)
-        steps = (*local.state.undo, staged)
-        self._offers = make_offers(local, steps, engines, readers, group_patches=self._group_patches)
+        lives, steps = self.lives, (*local.state.undo, staged)
+        self._look_at([self[name] for name in lives])
+        self._offers = {}
+        starts: dict[str, tuple[int, int]] = {}
+        for name, live in lives.items():
+            record, grouped = local.state.engines.get(name), self[name].grouped and not self._group_patches
+            start = start_of(self[name], record, steps, grouped=grouped)
+            if isinstance(start, Offer):
+                self._offers[name] = start
+            elif live.waits():
+                self._offers[name] = WAITS
+            else:
+                starts[name] = start
+        if not starts:
+            return
+        common, _ = Counter(starts.values()).most_common(1)[0]
+        self._offers |= {name: APART for name, its in starts.items() if its != common}
+        fit = [name for name, its in starts.items() if its == common]
+        version, first = common
+        made = write_patch(local, steps[first:], version, readers)
+        if isinstance(made, Offer):
+            checked = [made] * len(fit)
+        else:
+            checked = side_by_side([lives[name] for name in fit], lambda live: live.check(made))
+        failpoint("engine.checked")
+        self._offers |= dict(zip(fit, checked, strict=True))
 
     def offer_to(self, engine: HostEngine) -> Offer:
         return self._offers.get(engine.name, Offer())

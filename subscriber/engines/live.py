@@ -11,7 +11,6 @@ engine that cannot take it loads the checkpoint from disk, and its offer says wh
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,6 +78,15 @@ class Live:
         self._wait -= waits
         return waits
 
+    def check(self, patch: EnginePatch) -> Offer:
+        """Has the engine check it while it serves."""
+        try:
+            with guarded(self.adapter.spec):
+                self.adapter.check(patch)
+        except EngineFailed as refusal:
+            return Offer(None, "refused", refusal.message)
+        return Offer(patch)
+
     def aim(self, held: HeldWeights, offer: Offer, *, watched: bool) -> None:
         """Before every reload: towards the local checkpoint's version; a patch that leads elsewhere is none.
         `watched`: others are asked while the engine is paused, so that only the caller may resume it."""
@@ -141,7 +149,7 @@ class Live:
         return self.adapter.confirm(self._aim, label)
 
 
-def _start_of(
+def start_of(
     engine: HostEngine, record: EngineState | None, steps: Sequence[Step], *, grouped: bool
 ) -> tuple[int, int] | Offer:
     """The version that the engine holds, and the first of `steps` from there, else why it loads from disk.
@@ -168,46 +176,8 @@ def _start_of(
     )
 
 
-def make_offers(
-    local: LocalCheckpoint,
-    steps: Sequence[Step],
-    engines: Sequence[HostEngine],
-    readers: Readers | None,
-    *,
-    group_patches: bool,
-) -> dict[str, Offer]:
-    """By name, for engines that take patches. `steps` as of `write_engine_patch`; `group_patches`: the other
-    hosts of an engine's group stage patches. Raises nothing for what an engine, a journal or the disk
-    does."""
-    found: dict[str, Offer] = {}
-    starts: dict[str, tuple[int, int]] = {}
-    for engine in engines:
-        record, grouped = local.state.engines.get(engine.name), engine.grouped and not group_patches
-        start = _start_of(engine, record, steps, grouped=grouped)
-        if isinstance(start, Offer):
-            found[engine.name] = start
-        elif engine.live is not None and engine.live.waits():
-            found[engine.name] = _WAITS
-        else:
-            starts[engine.name] = start
-    if not starts:
-        return found
-    common, _ = Counter(starts.values()).most_common(1)[0]
-    found |= {name: _APART for name, its in starts.items() if its != common}
-    fit = [engine for engine in engines if engine.name not in found]
-    version, first = common
-    patch = write_patch(local, steps[first:], version, readers)
-    checked = (
-        [patch] * len(fit)
-        if isinstance(patch, Offer)
-        else side_by_side(fit, lambda engine: _checked(engine, patch))
-    )
-    failpoint("engine.checked")
-    return found | {engine.name: offer for engine, offer in zip(fit, checked, strict=True)}
-
-
-_WAITS = Offer(None, "waiting", "patches failed in the pause before; some versions are loaded from disk")
-_APART = Offer(None, "journal", "other engines hold another version, and a patch has one base")
+WAITS = Offer(None, "waiting", "patches failed in the pause before; some versions are loaded from disk")
+APART = Offer(None, "journal", "other engines hold another version, and a patch has one base")
 
 
 def write_patch(
@@ -225,16 +195,6 @@ def write_patch(
         return Offer(None, "patch", disk_text(error, local.paths.room))
     failpoint("engine.staged")
     return made
-
-
-def _checked(engine: HostEngine, patch: EnginePatch) -> Offer:
-    try:
-        with guarded(engine.spec):
-            if engine.live is not None:
-                engine.live.adapter.check(patch)
-    except EngineFailed as refusal:
-        return Offer(None, "refused", refusal.message)
-    return Offer(patch)
 
 
 def side_by_side(engines: Sequence[E], work: Callable[[E], T]) -> list[T]:
