@@ -323,7 +323,7 @@ class Publisher:
         channel. Rank 0 does this by itself at `open` and before every publication."""
         self._drained()
         if self._owner is not None:
-            self._owner.recover(advance)
+            self._owner.recovery.recover(advance)
 
     def publish(
         self,
@@ -499,7 +499,7 @@ class Publisher:
         order = standing(channel)
         if order is None or self._lone is None:
             return order
-        self._lone.recover()
+        self._lone.recovery.recover()
         if not is_carried_out(channel, order):
             carry_out(self._lone, self._updater, channel, order)
             if self._background is not None:

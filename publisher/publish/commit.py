@@ -380,8 +380,11 @@ def is_carried(channel: Channel, facts: InputFacts, version: int) -> bool:
 
 
 def _of(channel: Channel, version: int) -> tuple[FileRecord, ...]:
-    if version == 0:
-        return ()
+    return () if version == 0 else announced(channel, version).carried
+
+
+def announced(channel: Channel, version: int) -> Index:
+    """The index of a version up to the pointer. Raises DamagedFile where the channel lost it."""
     _, base = channel.require_ours()
     index = channel.index(Pointer(version), version, base.table)
     if not isinstance(index, Index):
@@ -389,7 +392,7 @@ def _of(channel: Channel, version: int) -> tuple[FileRecord, ...]:
             f"{channel.store.place(index_key(version))} is missing although the pointer names it",
             remedy="restore it; run `weightcast channel verify`",
         )
-    return index.carried
+    return index
 
 
 def _again(kept: SideFiles, made: Store, record: FileRecord, source: Store) -> None:

@@ -177,15 +177,15 @@ def check_doubles(assignment: ShardAssignment, table: TensorTable, parts: Sequen
 
 
 def assemble(
-    table: TensorTable, base: Position, parts: Sequence[RankPart], *, rename: bool = True
+    table: TensorTable, base: Position, parts: Sequence[RankPart], *, rename: bool, prefix: str = ""
 ) -> tuple[Index, Mapping[str, str]]:
     """Joins the ranks' parts: the version's index, and the name in the attempt of each of its files. Raises
     NeedsReseed when the bytes of a tensor that several ranks write are not the recorded ones with these
-    changes. `rename`: whether files get other names than in the attempt."""
+    changes. `rename`: whether files get other names than in the attempt; otherwise `prefix` and their own."""
     drafts = [one.draft for one in parts]
     shards = [one.files[0] for one in drafts if one.files]
     renamed = {
-        shard.name: f"model-{i:05d}-of-{len(shards):05d}.safetensors" if rename else shard.name
+        shard.name: f"model-{i:05d}-of-{len(shards):05d}.safetensors" if rename else prefix + shard.name
         for i, shard in enumerate(shards)
     }
     recorded = unpack_lanes(base.lanes)
@@ -218,16 +218,6 @@ def assemble(
         ),
     )
     return index, {new: old for old, new in renamed.items()}
-
-
-def prefixed(draft: Index, prefix: str) -> Index:
-    """With names of files that begin with `prefix`."""
-    return replace(
-        draft,
-        files=tuple(replace(file, name=prefix + file.name) for file in draft.files),
-        weight_map={name: prefix + file for name, file in draft.weight_map.items()},
-        chunks=tuple(chunk._replace(file=prefix + chunk.file) for chunk in draft.chunks),
-    )
 
 
 def _renamed(chunk: ChunkRecord, part: int, renamed: Mapping[str, str]) -> ChunkRecord:
@@ -297,7 +287,7 @@ class SpooledDelta:
     non_finite: Mapping[str, int]
     """elements by tensor that became NaN or infinite"""
 
-    def copy_to(self, files: Files) -> Index:
+    def copy_to(self, files: Files) -> None:
         """Makes its shards durable in `files`. Raises DamagedFile when they are not what was written."""
         for record in self.draft.files:
             name = files.prefix + record.name
@@ -307,7 +297,6 @@ class SpooledDelta:
                     remedy="nothing was published; check memory and disks of this machine",
                 )
         self.drop()
-        return prefixed(self.draft, files.prefix)
 
     def drop(self) -> None:
         for record in self.draft.files:

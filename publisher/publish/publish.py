@@ -46,7 +46,6 @@ from weightcast.publisher.ranks.shards import RankWeights
 from weightcast.publisher.weights.tensors import InputFacts
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
-from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import committed
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
@@ -171,12 +170,9 @@ class OwnerRank:
             job.check_allowed()
         self._claim.check()
         with job.phase("recover"):
-            channel = self.recover(job.advance)
+            channel = self.recovery.recover(job.advance)
         failpoint("publish.recovered", self._updater.store.place())
         return channel
-
-    def recover(self, advance: Advance | None = None) -> Channel:
-        return self.recovery.recover(advance)
 
     # compare
 
@@ -241,8 +237,15 @@ class OwnerRank:
             )
         with job.phase("copy"):
             parts = begin_attempt(self._claim, draft.version)
-            part = RankPart(spooled.copy_to(Files.of(channel.store, parts)))
-        index, sources = assemble(local.table, local.state.position, [part], rename=channel.store.renames)
+            files = Files.of(channel.store, parts)
+            spooled.copy_to(files)
+        index, sources = assemble(
+            local.table,
+            local.state.position,
+            [RankPart(draft)],
+            rename=channel.store.renames,
+            prefix=files.prefix,
+        )
         return Draft(index, parts, sources, spooled.facts, spooled.non_finite, local)
 
     def _write_delta(self, channel: Channel, local: LocalCheckpoint, given: Input, job: PublishJob) -> Draft:
@@ -400,7 +403,7 @@ class OwnerRank:
         """The local checkpoint at the version: the same one, or a new one where that had drifted. Who was
         told that the version is out is told of the drift too."""
         if local is None or staged is None:
-            self.recover(job.advance)
+            self.recovery.recover(job.advance)
             return None
         try:
             self._patch(local, staged, job)
@@ -409,7 +412,7 @@ class OwnerRank:
             if job.on_pointer_moved is not None:
                 raise
             self._updater.mark_dirty(error.message)
-            self.recover(job.advance)
+            self.recovery.recover(job.advance)
             if self._updater.local is None:
                 raise
             return self._updater.local
@@ -441,7 +444,7 @@ class OwnerRank:
 
     def write_anchor(self) -> bool:
         """Full weights of the current version beside it. False when they exist."""
-        channel, local = self.recover(), self._updater.local
+        channel, local = self.recovery.recover(), self._updater.local
         if local is None or channel.pointed() == 0:
             raise Refused("nothing to anchor: no version is published", remedy="publish a version first")
         return write_anchor_beside(local, self._claim, self._options.key)

@@ -8,12 +8,12 @@ from typing import TypeVar
 
 from weightcast.publisher.publish.commit import (
     advance_pointer,
+    announced,
     drop_parts,
     put_pointer_right,
     verify_files,
 )
 from weightcast.publisher.publish.publish_job import PublishOptions
-from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import (
     DamagedFile,
     Linked,
@@ -28,7 +28,7 @@ from weightcast.shared.channel.chain import committed
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.layout import Pointer, index_key, version_name
+from weightcast.shared.channel.layout import Pointer, version_name
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.files.disk_errors import NoRoom, lacks_room
 from weightcast.shared.files.system import nearest_directory, space_of
@@ -127,17 +127,6 @@ class Recovery:
 def _follows(channel: Channel, at: int, index: Index) -> bool:
     if index.kind == "anchor":
         return True
-    _, base = channel.require_ours()
-    return index.base_version == at and index.parent == _digest_at(channel, at, base.table)
-
-
-def _digest_at(channel: Channel, version: int, table: TensorTable) -> str:
-    if version == 0:
-        return channel.require_ours()[1].digest
-    index = channel.index(Pointer(version), version, table)
-    if index is None:
-        raise DamagedFile(
-            f"{channel.store.place(index_key(version))} is missing although the pointer names it",
-            remedy="restore it; run `weightcast channel verify`",
-        )
-    return index.digest
+    if index.base_version != at:
+        return False
+    return index.parent == (channel.require_ours()[1] if at == 0 else announced(channel, at)).digest

@@ -381,7 +381,7 @@ def _collect(
     for _ in looks(deadline):
         _raise_over(files)
         for rank in ranks:
-            _raise_failure(files, rank)
+            _raise_said(files, _failure(rank), f"rank {rank} failed")
             one = None if rank in found else read(rank)
             if one is not None:
                 found[rank] = one
@@ -412,10 +412,6 @@ def _check(draft: Index, attempt: Attempt, rank: int, assignment: ShardAssignmen
         raise Refused(
             f"rank {rank} left a part that is not its own", remedy="run the same release on all ranks"
         )
-
-
-def _raise_failure(files: Store, rank: int) -> None:
-    _raise_said(files, _failure(rank), f"rank {rank} failed")
 
 
 def _raise_closed(files: Store) -> None:
@@ -475,7 +471,11 @@ def find_attempt(
         found = [one for one in fitting if store.stat(f"{one[0]}/{_CLOSED}") is None]
         if found:
             key, attempt = found[-1]
-            _raise_other_world(attempt, rank)
+            if attempt.world_size != rank.world_size:
+                raise Refused(
+                    f"rank 0 publishes with {attempt.world_size} ranks, this rank with {rank.world_size}",
+                    remedy="give all ranks the same world_size",
+                )
             return key, attempt
         closed = [key for key, _ in fitting]
         for key in closed:
@@ -488,14 +488,6 @@ def find_attempt(
         f"rank 0 opened no version above {above} for step {step} in time",
         remedy="check that rank 0 runs and publishes the same step",
     )
-
-
-def _raise_other_world(attempt: Attempt, rank: Rank) -> None:
-    if attempt.world_size != rank.world_size:
-        raise Refused(
-            f"rank 0 publishes with {attempt.world_size} ranks, this rank with {rank.world_size}",
-            remedy="give all ranks the same world_size",
-        )
 
 
 def _attempts(store: Store, rank: int) -> list[tuple[str, Attempt]]:

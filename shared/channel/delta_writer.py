@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from weightcast.shared.base.elements import ByteArray, Chunk, ChunkKey, TensorTable, Words
+from weightcast.shared.base.elements import ByteArray, Chunk, ChunkKey, TensorSpec, TensorTable, Words
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.index import ChunkRecord, Encoding, FileRecord, object_record
 from weightcast.shared.channel.store import Store
@@ -131,8 +131,8 @@ class _BlobShard(ShardWriter):
 class _OpenTensor:
     """The tensor whose payload is being written: starts at its first change, catching up with zeros."""
 
-    def __init__(self, name: str, nbytes: int, encoding: FieldEncoding, shard: ShardWriter) -> None:
-        self.name, self._nbytes, self._encoding, self._shard = name, nbytes, encoding, shard
+    def __init__(self, number: int, spec: TensorSpec, encoding: FieldEncoding, shard: ShardWriter) -> None:
+        self.number, self._spec, self._encoding, self._shard = number, spec, encoding, shard
         self._digest = digest_stream("xxh3-128")
         self._seen = 0
         self._writer: PayloadWriter | None = None
@@ -142,7 +142,7 @@ class _OpenTensor:
         self._digest.update(new.tobytes())
         if changed and self._writer is None:
             self._begin = self._shard.end
-            self._writer = PayloadWriter(self._encoding, self._nbytes, self._shard.write)
+            self._writer = PayloadWriter(self._encoding, self._spec.nbytes, self._shard.write)
             self._skip(self._seen)
         if self._writer is not None:
             self._writer.step(old, new)
@@ -161,7 +161,7 @@ class _OpenTensor:
             return None
         self._writer.finish()
         length = self._shard.end - self._begin
-        return Entry(self.name, "U8", (length,), self._begin, self._shard.end), self._digest.hexdigest()
+        return Entry(self._spec.name, "U8", (length,), self._begin, self._shard.end), self._digest.hexdigest()
 
     def abandon(self) -> None:
         if self._writer is not None:
@@ -174,7 +174,7 @@ class _FieldShard(ShardWriter):
     ) -> None:
         super().__init__(files, name, reserve, sync)
         self._table, self._encoding = table, encoding
-        self._open: tuple[int, _OpenTensor] | None = None
+        self._open: _OpenTensor | None = None
 
     def prepare(self, chunk: Chunk, old: Words, new: FetchWords, changes: Changes) -> bytes:
         return b""
@@ -194,14 +194,13 @@ class _FieldShard(ShardWriter):
             tensor.step(bytes_of(old[place]), bytes_of(after[place]), span.tensor in touched)
 
     def _tensor(self, number: int) -> _OpenTensor:
-        if self._open is None or self._open[0] != number:
+        if self._open is None or self._open.number != number:
             self._close_tensor()
-            spec = self._table[number]
-            self._open = (number, _OpenTensor(spec.name, spec.nbytes, self._encoding, self))
-        return self._open[1]
+            self._open = _OpenTensor(number, self._table[number], self._encoding, self)
+        return self._open
 
     def _close_tensor(self) -> None:
-        closed = self._open[1].close() if self._open is not None else None
+        closed = self._open.close() if self._open is not None else None
         if closed is not None:
             entry, checksum = closed
             self._entries.append(entry)
@@ -214,5 +213,5 @@ class _FieldShard(ShardWriter):
 
     def abandon(self) -> None:
         if self._open is not None:
-            self._open[1].abandon()
+            self._open.abandon()
         super().abandon()

@@ -113,8 +113,7 @@ class ObjectStore:
         return [entry.name for entry in self.list(prefix)]
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        key = self._key(prefix)
-        with self._named(key):
+        with self._named(prefix) as key:
             found = obstore.list_with_delimiter(self._client, key)
         for path in found["common_prefixes"]:
             yield Entry(path.rpartition("/")[2], "directory")
@@ -124,8 +123,7 @@ class ObjectStore:
                 yield Entry(name, "file", _stat(meta))
 
     def stat(self, key: str) -> Stat | None:
-        full = self._key(key)
-        with contextlib.suppress(NotFound), self._named(full):
+        with contextlib.suppress(NotFound), self._named(key) as full:
             return _stat(obstore.head(self._client, full))
         return None
 
@@ -134,8 +132,7 @@ class ObjectStore:
 
     def _read(self, key: str, limit: int) -> tuple[bytes, str]:
         """Content and tag."""
-        full = self._key(key)
-        with self._named(full):
+        with self._named(key) as full:
             found = obstore.get(self._client, full)
             if found.meta["size"] > limit:
                 raise DamagedFile(
@@ -144,36 +141,33 @@ class ObjectStore:
             return bytes(found.bytes()), found.meta["e_tag"] or ""
 
     def read_range(self, key: str, offset: int, length: int) -> bytes:
-        found = self.stat(key)
-        if found is None:
-            raise NotFound.at(self.place(key))
-        length = min(length, found.size - offset)
+        length = min(length, self._found(key).size - offset)
         if length <= 0:
             return b""
-        full = self._key(key)
-        with self._named(full):
+        with self._named(key) as full:
             return bytes(obstore.get_range(self._client, full, start=offset, length=length))
 
     def open(self, key: str) -> _Body:
+        return _Body(self, key, self._found(key))
+
+    def _found(self, key: str) -> Stat:
         found = self.stat(key)
         if found is None:
             raise NotFound.at(self.place(key))
-        return _Body(self, key, found)
+        return found
 
     def read_window(self, key: str, offset: int, size: int) -> bytes:
         """Bytes from `offset` on of an object of `size` bytes, several ranges in parallel."""
-        full = self._key(key)
         end = min(offset + _WINDOW, size)
         starts = range(offset, end, _RANGE)
-        with self._named(full):
+        with self._named(key) as full:
             pieces = obstore.get_ranges(
                 self._client, full, starts=starts, ends=[min(start + _RANGE, end) for start in starts]
             )
         return b"".join(pieces)
 
     def create(self, key: str, data: bytes) -> None:
-        full = self._key(key)
-        with self._named(full):
+        with self._named(key) as full:
             obstore.put(self._client, full, data, mode="create", use_multipart=False)
 
     def replace(
@@ -185,11 +179,10 @@ class ObjectStore:
         allowed: Callable[[], None] | None = None,
         sync: bool = True,
     ) -> None:
-        full = self._key(key)
         if expected is None:
             if allowed is not None:
                 allowed()
-            with self._named(full):
+            with self._named(key) as full:
                 obstore.put(self._client, full, data, use_multipart=False)
             return
         try:
@@ -205,10 +198,9 @@ class ObjectStore:
     def _put_if_match(self, key: str, data: bytes, tag: str) -> None:
         """Ceph 16 and some others answer 412 to a quoted ETag that matches: it is sent again unquoted. Raises
         Changed."""
-        full = self._key(key)
         for attempt in dict.fromkeys((tag, tag.strip('"'))):
             try:
-                with self._named(full):
+                with self._named(key) as full:
                     obstore.put(
                         self._client, full, data, mode=cast(Any, {"e_tag": attempt}), use_multipart=False
                     )
@@ -227,8 +219,7 @@ class ObjectStore:
         return _Writer(self, key, reserve)
 
     def upload(self, key: str, file: IO[bytes]) -> None:
-        full = self._key(key)
-        with self._named(full):
+        with self._named(key) as full:
             obstore.put(self._client, full, file)
 
     def begin(self, draft: str) -> ObjectStore:
@@ -240,17 +231,16 @@ class ObjectStore:
         """Copies within the store, then deletes."""
         old, new = self._key(source), self._key(target)
         moved = self._below(source) or [old]
-        for key in moved:
-            with self._named(key):
+        with self._named(source):
+            for key in moved:
                 obstore.copy(self._client, key, new + key[len(old) :])
-        with self._named(old):
             obstore.delete(self._client, moved)
 
     def copy(self, source: str, target: str) -> None:
         if self.stat(target) is not None:
             raise AlreadyExists.at(self.place(target))
-        with self._named(self._key(source)):
-            obstore.copy(self._client, self._key(source), self._key(target))
+        with self._named(source) as full:
+            obstore.copy(self._client, full, self._key(target))
 
     def commit(
         self,
@@ -280,26 +270,23 @@ class ObjectStore:
     def discard(self, prefix: str) -> None:
         keys = self._below(prefix)
         keys.sort(key=lambda key: not key.endswith(".index.json"))
-        for key in [*keys[:1], keys[1:]] if keys else []:
-            with self._named(self._key(prefix)):
+        with self._named(prefix):
+            for key in [*keys[:1], keys[1:]] if keys else []:
                 obstore.delete(self._client, key)
 
     def _below(self, prefix: str) -> _Keys:
-        full = self._key(prefix)
-        with self._named(full):
+        with self._named(prefix) as full:
             return [meta["path"] for batch in obstore.list(self._client, full) for meta in batch]
 
     def delete(self, key: str) -> bool:
         if self.stat(key) is None:
             return False
-        full = self._key(key)
-        with self._named(full):
+        with self._named(key) as full:
             obstore.delete(self._client, full)
         return True
 
     def now(self, prefix: str = "") -> float:
-        key = joined(self._key(prefix), f"{_CLOCK}-{secrets.token_hex(4)}")
-        with self._named(key):
+        with self._named(joined(prefix, f"{_CLOCK}-{secrets.token_hex(4)}")) as key:
             obstore.put(self._client, key, b"", use_multipart=False)
             found = obstore.head(self._client, key)
             obstore.delete(self._client, key)
@@ -309,11 +296,13 @@ class ObjectStore:
         return joined(self._prefix, check_key(key)) if key else self._prefix
 
     @contextlib.contextmanager
-    def _named(self, key: str) -> Iterator[None]:
-        """Errors of obstore as those of a store, with the object's URL and no request in their text."""
-        place = joined(self._url, key)
+    def _named(self, key: str) -> Iterator[str]:
+        """The key in the bucket. Errors of obstore as those of a store, with the object's URL and no request
+        in their text."""
+        full = self._key(key)
+        place = joined(self._url, full)
         try:
-            yield
+            yield full
         except StoreError:
             raise
         except FileNotFoundError as error:

@@ -17,7 +17,7 @@ from typing import Literal, cast
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat, WeightcastError
 from weightcast.shared.channel.index_records import FORMAT, check_format
 from weightcast.shared.channel.layout import HOSTS, report_key
-from weightcast.shared.channel.store import Entry, Stat, Store, StoreError
+from weightcast.shared.channel.store import Stat, Store, StoreError
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
@@ -258,10 +258,15 @@ class ReportReader:
         ]
 
     def _report(self, name: str, seen: _Seen) -> Report | None:
-        report = _read(self._hosts, name, 0 if seen.brief else self._updates)
-        if report is not None and self._engine_members is not None:
+        """None for a file that is not a report, and will not be one until it is replaced."""
+        updates = 0 if seen.brief else self._updates
+        try:
+            report = parse_report(self._hosts.read(name, REPORT_LIMIT), name, updates)
+        except (DamagedFile, UnknownFormat):
+            return None
+        if self._engine_members is not None:
             report = replace(report, engines=tuple(_some(e, self._engine_members) for e in report.engines))
-        return report if report is None or not seen.brief else _brief(report)
+        return _brief(report) if seen.brief else report
 
     def _listed(self) -> Sequence[tuple[str, _Seen]]:
         # reports of hosts that are gone may be many
@@ -273,7 +278,8 @@ class ReportReader:
 
 def _there(hosts: Store) -> list[tuple[str, Stat]]:
     """Raises StoreError when the directory cannot be listed."""
-    found = islice(filter(_is_report, hosts.list()), _NAMES_LIMIT)
+    reports = (entry for entry in hosts.list() if entry.name.endswith(_SUFFIX))
+    found = islice(reports, _NAMES_LIMIT)
     return [(entry.name, entry.stat) for entry in found if entry.stat is not None]
 
 
@@ -303,18 +309,6 @@ def _longest_whole(sizes: Sequence[int]) -> int:
             # of equal lengths all are brief, or a look's order would decide
             return size - 1
     return longest
-
-
-def _is_report(entry: Entry) -> bool:
-    return entry.name.endswith(_SUFFIX)
-
-
-def _read(hosts: Store, name: str, updates: int) -> Report | None:
-    """None for a file that is not a report, and will not be one until it is replaced."""
-    try:
-        return parse_report(hosts.read(name, REPORT_LIMIT), name, updates)
-    except (DamagedFile, UnknownFormat):
-        return None
 
 
 def _some(engine: Mapping[str, object], members: Collection[str]) -> Mapping[str, object]:
