@@ -80,6 +80,8 @@ def kind_of(where: Path) -> str:
         return "version"
     if parent.endswith(".parts"):
         return "attempt"
+    if name.endswith(".patch"):
+        return "engine patch"
     if name.startswith("part-"):
         return "failure" if name.endswith("failed.json") else "draft"
     return KINDS.get(name, name)

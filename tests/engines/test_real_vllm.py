@@ -46,7 +46,7 @@ TIED, UNTIED = (
 POLICIES = ("recompute", "wait", "abort")
 VERSIONS = 10
 """of a start, all its policies together, or a few more; later tests add theirs"""
-MORE_VERSIONS = 20
+MORE_VERSIONS = 60
 """at most, for as long as no request met a pause"""
 
 
