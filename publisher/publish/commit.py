@@ -20,7 +20,6 @@ from blake3 import blake3
 from weightcast.publisher.weights.tensors import InputFacts
 from weightcast.shared.base.errors import DamagedFile, Forked, Refused, RetryLater
 from weightcast.shared.base.failpoints import failpoint
-from weightcast.shared.channel.chain import versions_in
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import CARRIED, INDEX_LIMIT, INDEX_NAME, FileRecord, Index, object_record
@@ -33,6 +32,7 @@ from weightcast.shared.channel.layout import (
     index_key,
     read_pointer,
     version_name,
+    version_of,
     write_pointer,
 )
 from weightcast.shared.channel.signing import (
@@ -174,9 +174,10 @@ def drop_parts(claim: Claim) -> None:
     deleted: only the channel's owner may call this. Who is no longer that leaves alone what newer owners
     make."""
     store = claim.store
+    names = _directories(store, "")
     if not store.renames:
-        _drop_uncommitted(claim)
-    for name in _directories(store, ""):
+        _drop_uncommitted(claim, names)
+    for name in names:
         if name.endswith(ATTEMPTS):
             for attempt in _directories(store, name):
                 if not _is_newer(attempt, claim.epoch):
@@ -188,13 +189,13 @@ def drop_parts(claim: Claim) -> None:
             store.discard(f"{TRASH}/{name}")
 
 
-def _drop_uncommitted(claim: Claim) -> None:
-    """Files of versions beyond the pointer that have no index."""
+def _drop_uncommitted(claim: Claim, names: Iterable[str]) -> None:
+    """Files of versions beyond the pointer that have no index. `names`: the channel's directories."""
     pointer = read_pointer(claim.store)
     at = 0 if pointer is None else pointer.version
-    for version in versions_in(claim.store):
-        name = version_name(version)
-        if version > at and claim.store.stat(index_key(version)) is None:
+    for name in names:
+        version = version_of(name)
+        if version is not None and version > at and claim.store.stat(index_key(version)) is None:
             drop_unfinished(claim, name)
 
 
@@ -231,9 +232,9 @@ def put(files: Store, name: str, pieces: Iterable[bytes]) -> FileRecord:
     try:
         writer = files.write(name)
     except AlreadyExists:
-        if files.renames or object_record(files, name) != _record_of(name, pieces):
+        if files.renames or (found := object_record(files, name)) != _record_of(name, pieces):
             raise
-        return object_record(files, name)  # of another attempt
+        return found  # of another attempt
     try:
         for piece in pieces:
             writer.write(piece)

@@ -57,9 +57,8 @@ _STATUS = re.compile(r"status code: (\d{3}[^:\n]{0,40})")
 
 
 def open_object_store(url: str) -> ObjectStore:
-    """`s3://bucket/prefix` or `gs://bucket/prefix`. Credentials come from the
-    environment and the clients' own chains. Raises Refused for invalid URLs, and for
-    credentials in a URL."""
+    """`s3://bucket/prefix` or `gs://bucket/prefix`. Credentials come from the environment and the clients'
+    own chains. Raises Refused for invalid URLs, and for credentials in a URL."""
     parts = urlsplit(url)
     if parts.scheme not in _SCHEMES:
         raise Refused(
@@ -229,9 +228,9 @@ class ObjectStore:
 
     def move(self, source: str, target: str, *, sync: bool = False) -> None:
         """Copies within the store, then deletes."""
-        old, new = self._key(source), self._key(target)
-        moved = self._below(source) or [old]
-        with self._named(source):
+        new = self._key(target)
+        with self._named(source) as old:
+            moved = self._below(source) or [old]
             for key in moved:
                 obstore.copy(self._client, key, new + key[len(old) :])
             obstore.delete(self._client, moved)
@@ -269,10 +268,10 @@ class ObjectStore:
 
     def discard(self, prefix: str) -> None:
         keys = self._below(prefix)
-        keys.sort(key=lambda key: not key.endswith(".index.json"))
+        indexes = [key for key in keys if key.endswith(".index.json")]
         with self._named(prefix):
-            for key in [*keys[:1], keys[1:]] if keys else []:
-                obstore.delete(self._client, key)
+            obstore.delete(self._client, indexes)
+            obstore.delete(self._client, [key for key in keys if key not in indexes])
 
     def _below(self, prefix: str) -> _Keys:
         with self._named(prefix) as full:
