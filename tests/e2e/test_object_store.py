@@ -64,6 +64,14 @@ def test_a_host_follows_a_watched_directory(bucket: str, s3: Gateway, tmp_path: 
                 _daemon(tmp_path, "subscriber", "--port", ports[1], "--local", local, *places)
             ),
         ]
+        for port in ports:
+            # what was saved before the publisher's start is left alone
+            ready = f"http://127.0.0.1:{port}/readyz"
+            wait_until(
+                lambda ready=ready: httpx.get(ready, timeout=10).is_success,  # type: ignore[misc]
+                passing=(httpx.TransportError,),
+                what=ready,
+            )
         for step in (1, 2, 3):
             saved = write_checkpoint(tmp_path / "unfinished", _model(step))
             saved.rename(tmp_path / "saves" / f"step-{step}")
