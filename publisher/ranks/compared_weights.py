@@ -127,7 +127,7 @@ class ComparedWeights(NewWeights):
     def words_in(self, name: str, start: int, stop: int) -> Words:
         tensor = self._numbers[name]
         words = scratch().lend("compared", self.local.table[tensor].kind.numpy, stop - start)
-        for stretch in self._between(tensor, start, stop):
+        for stretch in self._between(tensor, start, stop) if start < stop else ():
             at, end = stretch.run.at, stretch.run.at + stretch.run.words
             low, high = max(start, at), min(stop, end)
             stretch.read(self.local, tensor, low - at, high - at, words[low - start : high - start])

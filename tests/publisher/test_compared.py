@@ -98,6 +98,16 @@ def test_any_stretch_of_any_piece(
     assert found.view(np.uint8).tobytes() == expected[name][start * width : stop * width].tobytes()
 
 
+@pytest.mark.parametrize("cut", CUTS)
+def test_no_words_at_the_edge_of_a_row(
+    world: tuple[LocalCheckpoint, Model, Path], moves: dict[str, Model], cut: str
+) -> None:
+    weights, tensors = kept(world[0], moves["little"], CUTS[cut])
+    matrix = np.asarray(one.tensor if isinstance(one := tensors["matrix"], Shard) else one)
+    for row in (0, 1, len(matrix) // 2, len(matrix)):
+        assert len(weights.words_in("matrix", row * matrix.shape[1], row * matrix.shape[1])) == 0
+
+
 def test_it_holds_changes_not_copies(world: tuple[LocalCheckpoint, Model, Path]) -> None:
     local, model, _ = world
     weights, _ = kept(local, all_changed(model, np.random.default_rng(5), 3), along(0))
