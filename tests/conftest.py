@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,14 +14,20 @@ if os.environ.get("WEIGHTCAST_TEST_ORACLE"):  # before anything imports the kern
     numpy_kernels.install()
 
 from in_process import Command, Done
-from s3_gateway import Gateway, gateway
+from s3_gateway import Gateway, gateway, running_gateway
 
 from weightcast.shared.cli.main import run
 from weightcast.shared.daemon import logs
 from weightcast.shared.files.system import file_system
 
 # how fast inputs are drawn says more about the machine's other work than about a strategy
-settings.register_profile("shared-machine", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+# the gate draws the same examples every time; `make fuzz` looks for new ones
+settings.register_profile(
+    "shared-machine",
+    suppress_health_check=[HealthCheck.too_slow],
+    deadline=None,
+    derandomize="FUZZ_EXAMPLES" not in os.environ,
+)
 settings.load_profile("shared-machine")
 
 # set in the processes of pytest-xdist: what goes into a pipe would be wrapped as on a small terminal
@@ -56,7 +63,10 @@ def weightcast(capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A real S3 server, for tests with the mark `s3`."""
+    """A real S3 server, for tests with the mark `s3`. WEIGHTCAST_TEST_S3: the directory of a running one."""
+    if running := os.environ.get("WEIGHTCAST_TEST_S3"):
+        yield running_gateway(Path(running))
+        return
     with gateway(tmp_path_factory.mktemp("ceph")) as made:
         yield made
 

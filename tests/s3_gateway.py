@@ -154,6 +154,13 @@ def gateway(root: Path) -> Iterator[Gateway]:
             daemon.wait()
 
 
+def running_gateway(root: Path) -> Gateway:
+    """The one that this module serves in `root`."""
+    lines = (root / "environment").read_text().splitlines()
+    values = dict(line.removeprefix("export ").split("=", 1) for line in lines)
+    return Gateway(values["AWS_ENDPOINT_URL"], values["AWS_ACCESS_KEY_ID"], values["AWS_SECRET_ACCESS_KEY"])
+
+
 def _wait_until_it_answers(endpoint: str, daemons: list[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
