@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.5
 _PREFIX = "WEIGHTCAST_"
-_READ_HERE = frozenset(_PREFIX + name for name in ("CHANNEL", "LOCAL", "BASE", "CACHE"))
+_READ_HERE = frozenset(_PREFIX + name for name in ("CHANNEL", "LOCAL", "BASE", "BASE_VERSION", "CACHE"))
 
 
 @click.command
@@ -55,6 +55,13 @@ _READ_HERE = frozenset(_PREFIX + name for name in ("CHANNEL", "LOCAL", "BASE", "
     help="Local checkpoint: what engines load from.",
 )
 @option("--base", type=path, envvar="WEIGHTCAST_BASE", help="HF checkpoint that the run starts from.")
+@option(
+    "--base-version",
+    type=click.IntRange(min=0),
+    default=0,
+    envvar="WEIGHTCAST_BASE_VERSION",
+    help="Version whose weights --base has, for a foreign run that was resumed.",
+)
 @option("--engine", multiple=True, help="Inference engine kind=URL[,...]; repeatable.")
 @option("--target", default="latest", help="latest, a version or a tag.")
 @threads_option
@@ -115,6 +122,7 @@ def plain_options(flags: Mapping[str, Any]) -> SyncOptions:
         channel=flags["channel"],
         local=flags["local"].absolute(),
         base=flags["base"],
+        base_version=flags["base_version"],
         target=parse_target(flags["target"]),
         threads=working_threads(flags["threads"]),
     )

@@ -68,6 +68,8 @@ class UpdaterOptions:
     """put the config files that versions carry in place; a publisher keeps the base's"""
     before_replay: Callable[[LocalCheckpoint], None] = lambda local: None
     """called before `load` finishes an update that was begun, which writes words"""
+    base_version: int = 0
+    """whose full weights the base has; above 0 only in foreign channels"""
 
     @property
     def patience(self) -> Patience:
@@ -214,7 +216,9 @@ class LocalUpdater:
             with local.patching():
                 repaired = repair(
                     local,
-                    lambda at: repair_sources(channel, at.version, local.table, self.base_dir),
+                    lambda at: repair_sources(
+                        channel, at.version, local.table, self.base_dir, self.options.base_version
+                    ),
                     damage,
                     advance=advance,
                 )
@@ -304,6 +308,7 @@ class LocalUpdater:
                 base=base_digest(channel, self.base_dir),
                 patience=self.options.patience,
                 avoid=avoid,
+                base_version=self.options.base_version,
             )
 
         damaged = self.damaged_sources.damaged

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from weightcast.shared.checkpoint.local_checkpoint import Readers
 from weightcast.shared.daemon.settings import SUBSCRIBER_PORT, ServiceSettings, Token, is_loopback, problem_of
@@ -40,6 +47,8 @@ class SubscriberSettings(ServiceSettings):
     """Local checkpoint: the directory that engines load from."""
     base: Path | None = None
     """HF checkpoint directory that the run starts from."""
+    base_version: NonNegativeInt = 0
+    """Version whose weights --base has: of a foreign run that was resumed (Stitch)."""
     engine: tuple[str, ...] = ()
     """Inference engine kind=URL[,key=value...]; may be repeated. Kinds: docs/engines.md."""
     target: str = Field("latest", min_length=1, max_length=255)
@@ -110,6 +119,12 @@ class SubscriberSettings(ServiceSettings):
         if problem:
             raise ValueError(problem)
         return value
+
+    @model_validator(mode="after")
+    def _check_base_version(self) -> Self:
+        if self.base_version and self.base is None:
+            raise ValueError("base_version: needs the checkpoint of that version (--base)")
+        return self
 
     @model_validator(mode="after")
     def _check_group(self) -> Self:

@@ -33,6 +33,7 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         channel=settings.channel,
         local=settings.local.absolute(),
         base=settings.base,
+        base_version=settings.base_version,
         target=parse_target(settings.target),
         threads=working_threads(settings.threads, settings.memory_budget),
         visible_seconds=settings.visible_deadline,

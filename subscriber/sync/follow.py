@@ -213,7 +213,7 @@ class Follow:
         self._grant_read()
         nbytes = self._host.local().table.nbytes
         self._move.read(nbytes)
-        if plan.version:
+        if plan.version != route.base_version:
             self._host.read_for("anchor", nbytes)
         self._host.moved("seed", before, 1)
         if plan.then.legs:

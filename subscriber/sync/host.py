@@ -175,6 +175,7 @@ class StepHost:
                 self.wait,
                 self.on_wait,
                 before_replay=self.pause_for_replay,
+                base_version=options.base_version,
             ),
         )
 

@@ -90,3 +90,5 @@ class SyncOptions:
     """a follower also stages patches for the group's engines"""
     group_follower: bool = False
     """the local checkpoint moves only by the orders given to `Sync.sync_once`"""
+    base_version: int = 0
+    """whose full weights `base` has; above 0 only in foreign channels, whose runs may begin at any version"""

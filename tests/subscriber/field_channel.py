@@ -5,22 +5,41 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+import obstore
 from field_writer import write_version
 from hosts import Weights
+from obstore.store import from_url
 
 Encoding = Literal["xor", "overwrite", "xor_sparse"]
 Dialect = Literal["plain", "stitch"]
 
 
 class FieldChannel:
-    def __init__(self, root: Path, base: Weights, dialect: Dialect = "plain", run: str = "run-a") -> None:
-        self.root, self.dialect, self.run = root, dialect, run
+    """`url`: of a prefix in an object store, to which every version is uploaded before its pointer moves, as
+    that system's own upload does. `boot`: the version that the base is."""
+
+    def __init__(
+        self,
+        root: Path,
+        base: Weights,
+        dialect: Dialect = "plain",
+        run: str = "run-a",
+        *,
+        url: str = "",
+        boot: int = 0,
+    ) -> None:
+        self.root, self.dialect, self.run, self.url, self.boot = root, dialect, run, url, boot
         self.weights = [base]
         self.versions_dir.mkdir(parents=True)
 
     @property
     def versions_dir(self) -> Path:
         return self.root if self.dialect == "plain" else self.root / "updates"
+
+    @property
+    def address(self) -> Path | str:
+        """What a host follows."""
+        return self.url or self.root
 
     def directory(self, version: int) -> Path:
         return self.versions_dir / f"weight_v{version:06d}"
@@ -30,6 +49,17 @@ class FieldChannel:
         temporary = self.root / "latest.tmp"
         temporary.write_text(name)
         temporary.rename(self.root / "latest")
+        if self.url:
+            self.upload(version)
+
+    def upload(self, version: int) -> None:
+        """Weights, index, pointer."""
+        bucket, _, prefix = self.url.removeprefix("s3://").partition("/")
+        store = from_url(f"s3://{bucket}", client_options={"allow_http": True})
+        files = self.directory(version).glob("*")
+        for path in (*sorted(files, key=lambda path: path.suffix == ".json"), self.root / "latest"):
+            if path.is_file():
+                obstore.put(store, f"{prefix}/{path.relative_to(self.root)}", path)
 
     def publish(
         self,
@@ -39,19 +69,23 @@ class FieldChannel:
         ranks: int = 1,
         version: int | None = None,
     ) -> int:
-        number = len(self.weights) if version is None else version
-        old, directory = self.weights[number - 1], self.directory(number)
+        number = self.newest + 1 if version is None else version
+        old, directory = self.weights[number - 1 - self.boot], self.directory(number)
         write_version(directory, number, old.data, new.data, encoding=encoding, checksum=form, shards=ranks)
         self.point(number)
-        self.weights[number:] = [new]
+        self.weights[number - self.boot :] = [new]
         return number
 
     def publish_full(self, new: Weights) -> int:
-        number = len(self.weights)
+        number = self.newest + 1
         new.write(self.directory(number))
         self.weights.append(new)
         self.point(number)
         return number
 
+    @property
+    def newest(self) -> int:
+        return self.boot + len(self.weights) - 1
+
     def digest(self, version: int) -> str:
-        return self.weights[version].digest()
+        return self.weights[version - self.boot].digest()

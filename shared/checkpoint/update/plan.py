@@ -48,8 +48,8 @@ class PlanFacts:
     """`links`: main indexes read so far; a version mapped to None does not exist (pruned or never published).
     `multi_step`: indexes of multi-step deltas read so far, by version and base version. `shown`: what
     directories show, of the versions above `looked`; one without an entry is missing. `base`: the digest of
-    version 0 when its full weights are at hand. `exact`: the target was asked for by number, going back is
-    meant."""
+    the base version when its full weights are at hand. `exact`: the target was asked for by number, going
+    back is meant."""
 
     here: Position | None
     target: int
@@ -70,6 +70,8 @@ class PlanFacts:
     """every link is signed by a trusted key: a version that does not continue the local one was forged"""
     reached: int = 0
     """the version that was last applied here, also where its bytes are lost"""
+    base_version: int = 0
+    """whose full weights the base has; above 0 only in foreign channels"""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Relabel:
 
 @dataclass(frozen=True)
 class Seed:
-    """Full weights of `version` (0: the base), then the legs."""
+    """Full weights of `version` (the base's where it is the base version), then the legs."""
 
     version: int
     then: Patch
@@ -162,7 +164,9 @@ def plan(facts: PlanFacts) -> Plan:
         return _rewound(facts, reached)
     if here is not None and facts.target == here.version:
         return _same_version(facts, here)
-    if facts.target > 0 and facts.target not in facts.links:
+    seeds = here is None or facts.target < here.version
+    is_base = seeds and _is_base(facts, facts.target)
+    if facts.target > 0 and facts.target not in facts.links and not is_base:
         return Need(facts.target)
     target = facts.links.get(facts.target)
     if target is not None:
@@ -198,7 +202,7 @@ def _refusal(facts: PlanFacts, target: Link) -> Refuse | None:
 
 
 def _same_version(facts: PlanFacts, here: Position) -> Plan:
-    if here.version == 0:
+    if here.version == 0 or not here.digest:
         if facts.base is not None and facts.base != here.digest:
             return _forked(facts, "the local base is another run's")
         return Stay()
@@ -265,7 +269,7 @@ def _seed(facts: PlanFacts, reason: str) -> Plan:
             ": ".join([f"version {facts.target} cannot be reached", *why]),
             MEND_CHANNEL
             if facts.damaged
-            else "give --base with the run's base checkpoint, or have the publisher write an anchor",
+            else "give --base (of a resumed run with --base-version), or have the publisher write an anchor",
         )
     return Seed(way.version, _legs(facts, way), reason or "no local checkpoint yet")
 
@@ -302,7 +306,9 @@ def _search(facts: PlanFacts, here: Position | None) -> _Way | Need | None:
         onward[version] = hop
         for kind, nbytes in _sources(facts, here, version):
             heapq.heappush(queue, (cost + nbytes, hops, next(tie), version, kind, None))
-        if version not in facts.links and version not in facts.shown and _beyond(here, version):
+        is_known = version in facts.links or version in facts.shown
+        is_known |= here is None and _is_base(facts, version)
+        if not is_known and _beyond(here, version):
             return Need(version)
         for one in _hops(facts, here, version):
             heapq.heappush(queue, (cost + one.nbytes, hops + 1, next(tie), one.base_version, None, one))
@@ -324,6 +330,12 @@ def _beyond(here: Position | None, version: int) -> bool:
     return version > (0 if here is None else here.version)
 
 
+def _is_base(facts: PlanFacts, version: int) -> bool:
+    """Whether the base has its full weights: then no index of the channel is needed to seed."""
+    is_usable = facts.base is not None and (version, FULL) not in facts.avoid
+    return is_usable and version == facts.base_version
+
+
 def _sources(facts: PlanFacts, here: Position | None, version: int) -> Iterator[tuple[_Source, int]]:
     """Where a way may begin at `version`, and the bytes of that."""
     link, shown = facts.links.get(version), facts.shown.get(version)
@@ -333,7 +345,7 @@ def _sources(facts: PlanFacts, here: Position | None, version: int) -> Iterator[
         yield "equal", 0
     if (version, FULL) in facts.avoid:
         return
-    if here is None and version == 0 and facts.base is not None:
+    if here is None and _is_base(facts, version):
         yield "base", 0
     if not _beyond(here, version) or (link is None and version in facts.links):
         return
@@ -382,7 +394,7 @@ def _starts_from(facts: PlanFacts, here: Position | None, link: Link) -> bool:
     """Whether a delta's base is the local version."""
     base = facts.links.get(link.base_version)
     if here is not None and link.base_version == here.version:
-        if link.parent is None and here.version > 0:
+        if link.parent is None and here.version > 0 and here.digest:
             # foreign indexes name no parent: the local version's own index must be the one applied
             return base is None or base.digest == here.digest
         return link.parent is None or link.parent == here.digest
@@ -409,12 +421,14 @@ def _unread_of(facts: PlanFacts, here: Position | None, hop: _Hop) -> Iterator[N
     link = _link(facts, hop)
     if here is None or link is None or link.parent is not None:
         return
-    if hop.base_version == here.version > 0 and hop.base_version not in facts.links:
+    if hop.base_version == here.version > 0 and here.digest and hop.base_version not in facts.links:
         yield Need(hop.base_version)
 
 
 def _why_not(facts: PlanFacts, here: Position | None) -> str:
     """Where the steps from the target back to `here`, or to full weights, break off; empty if they do not."""
+    if here is None and facts.base is not None and facts.target < facts.base_version:
+        return f"the base has version {facts.base_version}"
     stop_at = 0 if here is None else here.version
     version, expected = facts.target, None
     while version > stop_at:

@@ -18,9 +18,11 @@ from weightcast.shared.base.errors import (
     Refused,
     RetryLater,
     WeightcastError,
+    WrongRun,
 )
 from weightcast.shared.channel.chain import AnyIndex
 from weightcast.shared.channel.channel import Channel, FullVersion
+from weightcast.shared.channel.delta_reader import read_shard_header
 from weightcast.shared.channel.directory_store import directory_of, mounted
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.channel.layout import Pointer
@@ -42,7 +44,14 @@ from weightcast.shared.checkpoint.update.plan import (
 )
 from weightcast.shared.checkpoint.update.stage import BadDelta
 from weightcast.shared.checkpoint.verify.repair import RepairSource
-from weightcast.shared.checkpoint.verify.seed import SeedSource, check_table, describe, start_of
+from weightcast.shared.checkpoint.verify.seed import (
+    ReadCheckpoint,
+    SeedSource,
+    check_table,
+    describe,
+    start_of,
+)
+from weightcast.shared.codec.slime import digest_stream
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.files.hf_checkpoint import Checkpoint, open_checkpoint
@@ -62,6 +71,8 @@ class Route:
     channel: Channel
     indexes: Mapping[int, AnyIndex]
     multi_step: Mapping[tuple[int, int], Index]
+    base_version: int = 0
+    """whose full weights the base has"""
 
     def files(self, version: int) -> Store:
         return self.channel.version(self.pointer, version)
@@ -103,11 +114,18 @@ def find_route(
     patience: Patience = Patience(),
     shortcuts: bool = True,
     avoid: Collection[tuple[int, int]] = (),
+    base_version: int = 0,
 ) -> Route:
-    """`base`: digest of version 0 when its weights are at hand; `table`: None while a foreign run's tensors
-    are unknown; `shortcuts`: whether anchors and multi-step deltas count; `avoid`: damaged sources, as in
-    `PlanFacts`. An index that the pointer implies and that does not appear in time is RetryLater for the
-    target, and counts as pruned below it."""
+    """`base`: digest of the base version when its weights are at hand; `table`: None while a foreign run's
+    tensors are unknown; `shortcuts`: whether anchors and multi-step deltas count; `avoid`: damaged
+    sources, as in `PlanFacts`. An index that the pointer implies and that does not appear in time is
+    RetryLater for the target, and counts as pruned below it. Raises Refused for a `base_version` in a channel
+    with a base.json."""
+    if base_version and not channel.foreign:
+        raise Refused(
+            f"--base-version {base_version}: the base of {channel.place} is version 0",
+            remedy="leave it out; it is for foreign channels whose run was resumed",
+        )
     facts = PlanFacts(
         here=None if state is None or state.phase is not Phase.CLEAN else state.position,
         target=target,
@@ -120,6 +138,7 @@ def find_route(
         epoch=0 if state is None else state.epoch,
         signed=channel.trust is not None,
         reached=0 if state is None else state.position.version,
+        base_version=base_version,
     )
     reader = _IndexReader(channel, pointer, table or TensorTable(()), patience.begin())
     found = plan(facts)
@@ -128,7 +147,7 @@ def find_route(
         found = plan(facts)
     if isinstance(found, Refuse) and reader.damaged:
         found = replace(found, reason="; ".join([found.reason, *list(reader.damaged.values())[:3]]))
-    return Route(found, pointer, channel, reader.indexes, reader.multi_step)
+    return Route(found, pointer, channel, reader.indexes, reader.multi_step, base_version)
 
 
 @dataclass
@@ -188,7 +207,10 @@ class _IndexReader:
                 f"{place} is {'cut short' if there else 'missing'} "
                 f"although the pointer names {self.pointer.version}",
                 version,
-                remedy="check the mount; `weightcast channel verify` lists missing files",
+                remedy="check the mount; `weightcast channel verify` lists missing files"
+                if self.channel.file is not None
+                else f"check the mount; if the run was resumed at version {version}, give that checkpoint as "
+                f"--base with --base-version {version}",
             )
         return index
 
@@ -212,7 +234,7 @@ def link_of(index: AnyIndex) -> Link:
 
 
 def repair_sources(
-    channel: Channel, version: int, table: TensorTable, base: Path | None
+    channel: Channel, version: int, table: TensorTable, base: Path | None, base_version: int = 0
 ) -> list[RepairSource]:
     """At most one over each kind of source: the cheapest, anchors, the base. A version that the channel
     cannot lead to has none."""
@@ -223,12 +245,21 @@ def repair_sources(
         with contextlib.suppress(WeightcastError, OSError):
             pointer = channel.pointer() or Pointer(0)
             route = find_route(
-                channel, pointer, table, None, target=version, exact=True, base=source, shortcuts=shortcuts
+                channel,
+                pointer,
+                table,
+                None,
+                target=version,
+                exact=True,
+                base=source,
+                shortcuts=shortcuts,
+                base_version=base_version,
             )
-            if isinstance(route.plan, Seed) and (route.plan.version > 0 or base is not None):
+            of_base = isinstance(route.plan, Seed) and route.plan.version == base_version
+            if isinstance(route.plan, Seed) and not (of_base and base is None):
                 deltas = tuple(route.delta(version) for leg in route.plan.then.legs for version in leg)
                 directory = full_weights(route, route.plan.version, base)
-                one = RepairSource(directory, of_base=route.plan.version == 0, deltas=deltas)
+                one = RepairSource(directory, of_base=of_base, deltas=deltas)
                 # repairs read shards where they are, proven by lanes alone: no guard against who can write
                 # there
                 is_safe = channel.trust is None or (directory == base and not deltas)
@@ -247,7 +278,7 @@ def base_digest(channel: Channel, base: Path | None) -> str | None:
 def full_weights(route: Route, version: int, base: Path | None, spool: Path | None = None) -> Path:
     """The directory with the full weights of a version that the plan of `route` seeds from: its files are
     mapped. From a channel that is not in a directory they are streamed into `spool`; None: Refused."""
-    if version == 0:
+    if version == route.base_version:
         if base is None:
             raise Refused("the base checkpoint is unknown", remedy="give --base")
         return base
@@ -299,14 +330,36 @@ def seed_source(route: Route, plan: Seed, directory: Path, *, threads: int) -> S
 
 
 def _foreign_source(route: Route, plan: Seed, directory: Path, threads: int) -> SeedSource:
-    is_base = plan.version == 0
+    is_base = plan.version == route.base_version
     checkpoint = open_base(directory) if is_base else open_checkpoint(directory, follow_links=False)
+    if is_base and plan.version > 0:
+        _check_base_version(route, checkpoint)
     first = route.indexes.get(plan.then.legs[0][0] if plan.then.legs else plan.version)
     run = route.pointer.run or ("foreign" if first is None else f"foreign-{first.digest[:16]}")
     base = describe(checkpoint, run, threads=threads)
     digest = "" if is_base else route.indexes[plan.version].digest
     position = replace(start_of(base), version=plan.version, digest=digest)
     return SeedSource(checkpoint, position, base, foreign=True)
+
+
+def _check_base_version(route: Route, checkpoint: Checkpoint) -> None:
+    """Where the channel has the delta to the base's version: it states digests of the tensors that it
+    changed. Raises WrongRun. Without that delta the next one shows a wrong base."""
+    version, table = route.base_version, checkpoint.table
+    index, files = route.channel.index(route.pointer, version, table), route.files(version)
+    if not isinstance(index, ForeignIndex):
+        return
+    with ReadCheckpoint(checkpoint) as read:
+        for shard in set(index.weight_map.values()):
+            for name, stated in read_shard_header(files, shard).metadata.items():
+                digest = digest_stream(index.checksum_format)
+                if name in table.numbers:
+                    digest.update(read.bytes_at(checkpoint.places[table.numbers[name]]).tobytes())
+                if digest.hexdigest() != stated:
+                    raise WrongRun(
+                        f"{checkpoint.directory} is not version {version}: {name} differs",
+                        remedy="give the checkpoint of that version as --base, or another --base-version",
+                    )
 
 
 def open_base(directory: Path) -> Checkpoint:
