@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from weightcast.publisher.trainer.handover import HandOver
     from weightcast.publisher.trainer.precision import CastWeights, cast_like
     from weightcast.publisher.weights.given import RawTensor, Shard
+    from weightcast.shared.channel.rate import Rate
 
 __all__ = [
     "CastWeights",
@@ -22,6 +23,7 @@ __all__ = [
     "PublishReport",
     "Publisher",
     "PublisherOptions",
+    "Rate",
     "RawTensor",
     "Shard",
     "cast_like",
@@ -34,6 +36,7 @@ _MODULES = {
     "PublishReport": "publish.report",
     "Publisher": "api",
     "PublisherOptions": "api",
+    "Rate": "api",
     "RawTensor": "weights.given",
     "Shard": "weights.given",
     "cast_like": "trainer.precision",

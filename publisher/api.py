@@ -49,6 +49,7 @@ from weightcast.shared.channel.claims import Claim, claim, this_process
 from weightcast.shared.channel.directory_store import directory_of, mounted, open_store
 from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding
 from weightcast.shared.channel.pins import Rollback
+from weightcast.shared.channel.rate import NO_RATE, Rate, Rates
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
@@ -98,6 +99,8 @@ class PublisherOptions:
     """file with the key that signs every version; rank 0 alone needs it"""
     trusted_keys: Sequence[str | Path] = ()
     """further keys whose versions are continued, as text or files"""
+    publish_rate: Rate = NO_RATE
+    """of bytes that are written to the channel: `Rate(bytes_per_second)`; several publishers may share one"""
     visible_seconds: float = 30.0
     """files that the channel names may stay invisible this long before they count as lost"""
     upkeep: UpkeepOptions | None = None
@@ -176,7 +179,7 @@ class Publisher:
             raise Refused(
                 f"rank {rank} with world_size {world_size}", remedy="give a rank from 0 to world_size - 1"
             )
-        store = open_store(channel)
+        store = open_store(channel, Rates(publish=options.publish_rate))
         directory = mounted(store)
         if directory is not None:
             require_places(directory, Path(local))

@@ -26,6 +26,7 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Encoding
+from weightcast.shared.channel.rate import NO_RATE, Rate
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.cli.options import (
     channel_option,
@@ -33,6 +34,7 @@ from weightcast.shared.cli.options import (
     option,
     path,
     sign_key_option,
+    size,
     threads_option,
     trusted_key_option,
 )
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     help="Maximum span of multi-step deltas, in versions; 0: none.",
 )
 @option("--anchor", is_flag=True, help="Also write full weights for new hosts.")
+@option("--publish-rate", type=size, help="Bytes per second to write, e.g. 50MB; 0: no limit.")
 @option(
     "--non-finite",
     type=click.Choice(get_args(NonFinite)),
@@ -93,6 +96,7 @@ def publish(
     trusted_key: tuple[str, ...],
     skip_span: int,
     anchor: bool,
+    publish_rate: int | None,
     non_finite: NonFinite,
     carry_config: bool,
     cast: bool,
@@ -115,6 +119,7 @@ def publish(
                 take_over=take_over,
                 sign_key=sign_key,
                 trusted_keys=trusted_key,
+                publish_rate=NO_RATE if publish_rate is None else Rate(publish_rate),
                 non_finite=non_finite,
                 carry_config=carry_config,
                 upkeep=UpkeepOptions(skip_span=skip_span) if skip_span else None,

@@ -78,6 +78,7 @@ _READ_HERE = frozenset(_PREFIX + name for name in ("CHANNEL", "LOCAL", "BASE", "
     default=0.0,
     help="Seconds to wait for engines that do not serve yet.",
 )
+@option("--fetch-rate", help="Bytes per second to read from the channel, e.g. 50MB; 0: no limit.")
 @trusted_key_option
 @option("--rehash", is_flag=True, help="Read every byte first and repair what differs.")
 @json_option
@@ -94,7 +95,7 @@ def sync(
     setup_logs(level="error")
     local: Path = flags["local"]
     require_places(flags["channel"], local)
-    if engine or trusted_key or not is_plain(os.environ):
+    if engine or trusted_key or flags["fetch_rate"] or not is_plain(os.environ):
         opened = _by_settings({**flags, "engine": engine, "trusted_key": trusted_key})
     else:
         opened = partial(Sync, plain_options(flags))

@@ -94,7 +94,7 @@ class PublishLoop:
         try:
             self._full_bytes = ready_channel(settings, self._meter)
             self._meter.phase("seed")
-            self._publisher = open_publisher(settings)
+            self._publisher = open_publisher(settings, self._stop)
         finally:
             self._meter.end()
         try:

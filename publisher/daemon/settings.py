@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    ByteSize,
     Field,
     NonNegativeInt,
     PositiveInt,
@@ -30,7 +31,7 @@ from weightcast.shared.channel.signing import load_private_key
 from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
-from weightcast.shared.daemon.settings import PUBLISHER_PORT, ServiceSettings, Token, problem_of
+from weightcast.shared.daemon.settings import PUBLISHER_PORT, ServiceSettings, Size, Token, problem_of
 from weightcast.shared.files.paths import (
     ChannelAddress,
     channel_address,
@@ -146,6 +147,8 @@ class PublisherSettings(ServiceSettings):
     """Take the channel over from a publisher that seems alive."""
     sign_key: Path | None = Field(None, validate_default=True)
     """File with the key that signs every version (make one: `weightcast keygen`)."""
+    publish_rate: Size = Field(ByteSize(0), ge=0)
+    """Bytes per second that are written to the channel, e.g. 50MB; 0: no limit."""
     publish_seconds: _UpToADay = 600.0
     """Deadline of one publication."""
 

@@ -12,16 +12,18 @@ from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.service_publisher import ServicePublisher
-from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
+from weightcast.shared.base.errors import Refused, RetryLater, Stopped, WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import read_pointer
+from weightcast.shared.channel.rate import Rate
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room
 from weightcast.shared.checkpoint.update.sources import find_base, open_base
 from weightcast.shared.checkpoint.verify.seed import check_other_files, check_table
 from weightcast.shared.daemon.hooks import run_hook
 from weightcast.shared.daemon.logs import get_log
+from weightcast.shared.daemon.loop import Stop
 from weightcast.shared.files.paths import ChannelAddress, exists, is_directory
 from weightcast.shared.files.probes import CONSUME_NEEDS, require
 from weightcast.shared.files.side_files import side_files
@@ -102,7 +104,11 @@ def _check_base(directory: Path, base: Base) -> None:
     check_other_files(directory, side_files(checkpoint).files, base.all_files)
 
 
-def open_publisher(settings: PublisherSettings) -> ServicePublisher:
+def open_publisher(settings: PublisherSettings, stop: Stop) -> ServicePublisher:
+    def wait(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise Stopped("the process ends", remedy="the next start continues")
+
     return ServicePublisher.open(
         settings.channel,
         local=settings.local,
@@ -116,6 +122,7 @@ def open_publisher(settings: PublisherSettings) -> ServicePublisher:
             deadline_seconds=settings.publish_seconds,
             sign_key=settings.sign_key,
             trusted_keys=settings.trusted_key,
+            publish_rate=Rate(int(settings.publish_rate), wait),
             non_finite=settings.non_finite,
             until="out",
             carry_config=settings.carry_config,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.rate import NO_RATES, Rate, Rates
 from weightcast.shared.channel.store import (
     TRASH,
     AlreadyExists,
@@ -55,23 +56,28 @@ _COMPARING = threading.Lock()
 """held from a comparison to its rename: no rename compares by itself"""
 
 
-def open_store(channel: ChannelAddress | Store) -> Store:
-    """The store of a channel, as a command line or a caller of the API names it. Raises Refused for a URL
-    that nothing here can open."""
+def open_store(channel: ChannelAddress | Store, rates: Rates = NO_RATES) -> Store:
+    """The store of a channel, as a command line or a caller of the API names it; an open store keeps its
+    rates. Raises Refused for a URL that nothing here can open."""
     if not isinstance(channel, str | Path):
         return channel
     address = channel_address(channel)
     if isinstance(address, Path):
-        return DirectoryStore(address)
+        return DirectoryStore(address, rates=rates)
     # its client takes a tenth of a second to import
     from weightcast.shared.channel.object_store import open_object_store
 
-    return open_object_store(address)
+    return open_object_store(address, rates)
 
 
 def mounted(store: Store) -> Path | None:
     """The directory that a store is in, for checks that concern mounts alone; None for other stores."""
     return store.directory if isinstance(store, DirectoryStore) else None
+
+
+def may_map(store: Store) -> bool:
+    """Whether files may be mapped where they are: what reads a mapping cannot wait for a rate."""
+    return isinstance(store, DirectoryStore) and not store.rates.fetch.limits
 
 
 def directory_of(store: Store) -> Path:
@@ -96,8 +102,8 @@ class DirectoryStore:
     """`root`: the channel's directory, where this one is within it. A root may be a symbolic link; below it
     no link is followed."""
 
-    def __init__(self, directory: Path, root: Path | None = None) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, root: Path | None = None, rates: Rates = NO_RATES) -> None:
+        self.directory, self.rates = directory, rates
         self._root = directory if root is None else root
 
     def __repr__(self) -> str:
@@ -115,7 +121,9 @@ class DirectoryStore:
         return str(self.directory / key)
 
     def within(self, prefix: str) -> DirectoryStore:
-        return DirectoryStore(self.directory / check_key(prefix), self._root) if prefix else self
+        if not prefix:
+            return self
+        return DirectoryStore(self.directory / check_key(prefix), self._root, self.rates)
 
     def present(self) -> bool:
         with _mapped(self.directory):
@@ -169,6 +177,7 @@ class DirectoryStore:
                 data = os.pread(fd, length, offset)
                 while len(data) < length and (more := os.pread(fd, length - len(data), offset + len(data))):
                     data += more
+                self.rates.fetch.take(len(data))
                 return data
             finally:
                 os.close(fd)
@@ -176,7 +185,7 @@ class DirectoryStore:
     def open(self, key: str) -> _FileBody:
         path = self._path(key)
         with _mapped(path):
-            return _FileBody(path)
+            return _FileBody(path, self.rates.fetch)
 
     def create(self, key: str, data: bytes) -> None:
         with self._made(key) as path:
@@ -201,7 +210,8 @@ class DirectoryStore:
 
     def write(self, key: str, *, reserve: int = 0, sync: bool = True) -> _FileWriter:
         with self._made(key) as path:
-            return _FileWriter(path, reserve, sync, is_nested=path.parent != self.directory)
+            nested = path.parent != self.directory
+            return _FileWriter(path, reserve, sync, self.rates.publish, is_nested=nested)
 
     def begin(self, draft: str) -> DirectoryStore:
         path = self._path(draft)
@@ -334,27 +344,31 @@ def _has(path: Path, data: bytes) -> bool:
 
 
 class _FileBody(FileIO):
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rate: Rate) -> None:
         super().__init__(durable.open_regular(path))
-        self._path = path
+        self._path, self._rate = path, rate
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         with _mapped(self._path), durable.named(self._path):
-            return super().readinto(buffer)
+            count = super().readinto(memoryview(buffer)[: self._rate.piece])
+        self._rate.take(count)
+        return count
 
 
 class _FileWriter:
-    def __init__(self, path: Path, reserve: int, sync: bool, *, is_nested: bool) -> None:
+    def __init__(self, path: Path, reserve: int, sync: bool, rate: Rate, *, is_nested: bool) -> None:
         """`is_nested`: in a subdirectory of its draft; `commit` does not make names there durable."""
         self._path, self._reserve, self._sync, self._is_nested = path, reserve, sync, is_nested
+        self._rate = rate
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._end = reserve
         self._sent = reserve
         """bytes up to here are on their way to the disk"""
 
     def write(self, data: bytes | memoryview) -> None:
-        self._put(data, self._end)
-        self._end += len(data)
+        for piece in self._rate.pieces(data):
+            self._put(piece, self._end)
+            self._end += len(piece)
         if self._sync and self._end - self._sent >= _SEND_BYTES:
             # goes to the disk meanwhile: the fsync at the end has less to wait for
             if _sync_file_range is not None:

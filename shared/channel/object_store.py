@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ from obstore.store import ObjectStore as Client
 from obstore.store import from_url
 
 from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.channel.rate import NO_RATES, Rates
 from weightcast.shared.channel.store import (
     AlreadyExists,
     Changed,
@@ -56,7 +58,7 @@ _CLOCK = ".weightcast-tmp-clock"
 _STATUS = re.compile(r"status code: (\d{3}[^:\n]{0,40})")
 
 
-def open_object_store(url: str) -> ObjectStore:
+def open_object_store(url: str, rates: Rates = NO_RATES) -> ObjectStore:
     """`s3://bucket/prefix` or `gs://bucket/prefix`. Credentials come from the environment and the clients'
     own chains. Raises Refused for invalid URLs, and for credentials in a URL."""
     parts = urlsplit(url)
@@ -79,14 +81,14 @@ def open_object_store(url: str) -> ObjectStore:
         raise Refused(
             f"{url}: {str(error).splitlines()[0]}", remedy="correct the URL or the environment"
         ) from error
-    return ObjectStore(client, bucket, parts.path.strip("/"))
+    return ObjectStore(client, bucket, parts.path.strip("/"), rates)
 
 
 class ObjectStore:
     """`client`: of obstore, for the bucket; `url`: of the bucket; `prefix`: of every key."""
 
-    def __init__(self, client: Client, url: str, prefix: str = "") -> None:
-        self._client, self._url, self._prefix = client, url, prefix
+    def __init__(self, client: Client, url: str, prefix: str = "", rates: Rates = NO_RATES) -> None:
+        self._client, self._url, self._prefix, self._rates = client, url, prefix, rates
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.place()!r})"
@@ -103,7 +105,7 @@ class ObjectStore:
         return joined(self._url, joined(self._prefix, key) if key else self._prefix)
 
     def within(self, prefix: str) -> ObjectStore:
-        return ObjectStore(self._client, self._url, self._key(prefix)) if prefix else self
+        return ObjectStore(self._client, self._url, self._key(prefix), self._rates) if prefix else self
 
     def present(self) -> bool:
         return True
@@ -143,6 +145,7 @@ class ObjectStore:
         length = min(length, self._found(key).size - offset)
         if length <= 0:
             return b""
+        self._rates.fetch.take(length)
         with self._named(key) as full:
             return bytes(obstore.get_range(self._client, full, start=offset, length=length))
 
@@ -157,7 +160,8 @@ class ObjectStore:
 
     def read_window(self, key: str, offset: int, size: int) -> bytes:
         """Bytes from `offset` on of an object of `size` bytes, several ranges in parallel."""
-        end = min(offset + _WINDOW, size)
+        end = min(offset + min(_WINDOW, self._rates.fetch.piece), size)
+        self._rates.fetch.take(end - offset)
         starts = range(offset, end, _RANGE)
         with self._named(key) as full:
             pieces = obstore.get_ranges(
@@ -218,8 +222,11 @@ class ObjectStore:
         return _Writer(self, key, reserve)
 
     def upload(self, key: str, file: IO[bytes]) -> None:
+        rate = self._rates.publish
+        # pieces of bytes are sent as parts of 5 MiB, each once it is complete
+        pieces = rate.paced(iter(partial(file.read, min(rate.piece, _RANGE)), b""))
         with self._named(key) as full:
-            obstore.put(self._client, full, file)
+            obstore.put(self._client, full, pieces if rate.limits else file)
 
     def begin(self, draft: str) -> ObjectStore:
         if self.names(draft) or self.stat(draft) is not None:

@@ -19,6 +19,13 @@ def path(text: str) -> Path:
     return at_home(Path(text))
 
 
+def size(text: str) -> int:
+    """A type of options: bytes, as settings take them (50MB, 16MiB)."""
+    from pydantic import ByteSize, TypeAdapter
+
+    return int(TypeAdapter(ByteSize).validate_python(text))
+
+
 class Number(click.FloatRange):
     """A type of options: a float in a range, not NaN, which is in every range."""
 

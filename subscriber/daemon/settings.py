@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import (
     BeforeValidator,
+    ByteSize,
     Field,
     NonNegativeInt,
     ValidationInfo,
@@ -18,7 +19,14 @@ from pydantic import (
 )
 
 from weightcast.shared.checkpoint.local_checkpoint import Readers
-from weightcast.shared.daemon.settings import SUBSCRIBER_PORT, ServiceSettings, Token, is_loopback, problem_of
+from weightcast.shared.daemon.settings import (
+    SUBSCRIBER_PORT,
+    ServiceSettings,
+    Size,
+    Token,
+    is_loopback,
+    problem_of,
+)
 from weightcast.shared.files.paths import ChannelAddress, channel_address, require_places
 from weightcast.subscriber.engines.base import (
     SYNTAX,
@@ -55,6 +63,8 @@ class SubscriberSettings(ServiceSettings):
     """latest, a version or a tag."""
     pre_read: _Command | None = None
     """Command run before a version of the channel is read."""
+    fetch_rate: Size = Field(ByteSize(0), ge=0)
+    """Bytes per second that are read from the channel, e.g. 50MB; 0: no limit."""
     visible_deadline: _UpToADay = 120.0
     """Seconds until what the pointer names must be visible here."""
     engine_deadline: _UpToADay = 300.0

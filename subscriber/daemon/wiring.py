@@ -38,6 +38,7 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         threads=working_threads(settings.threads, settings.memory_budget),
         visible_seconds=settings.visible_deadline,
         pre_read=None if settings.pre_read is None else _hook(settings.pre_read, settings.hook_seconds),
+        fetch_rate=int(settings.fetch_rate),
         trust=Trust.load(settings.trusted_key),
         readable_by=settings.readable_by,
         verified_within=settings.verified_within,

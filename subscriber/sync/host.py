@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from weightcast.shared.base.errors import RetryLater, Stopped, WeightcastError
 from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.rate import Rate, Rates
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter, LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.side_files import UNLISTED
@@ -164,7 +165,7 @@ class StepHost:
         """processes of engines when config files were last changed under them"""
         self._shown_at, self._looked = 0.0, -math.inf
         self.updater = LocalUpdater(
-            open_store(options.channel),
+            open_store(options.channel, Rates(fetch=Rate(options.fetch_rate, self.wait))),
             options.local,
             options.base,
             UpdaterOptions(

@@ -80,6 +80,8 @@ class SyncOptions:
     pre_read: PreRead | None = None
     fetch_ahead: bool = False
     """fetch the next version while one is patched and engines reload"""
+    fetch_rate: int = 0
+    """bytes per second that are read from the channel; 0: no limit"""
     trust: Trust | None = None
     """whose versions are followed; None: anybody's"""
     readable_by: Readers | None = None

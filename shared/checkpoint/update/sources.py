@@ -23,7 +23,7 @@ from weightcast.shared.base.errors import (
 from weightcast.shared.channel.chain import AnyIndex
 from weightcast.shared.channel.channel import Channel, FullVersion
 from weightcast.shared.channel.delta_reader import read_shard_header
-from weightcast.shared.channel.directory_store import directory_of, mounted
+from weightcast.shared.channel.directory_store import directory_of, may_map
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.store import Store, joined, pieces_of
@@ -285,7 +285,7 @@ def full_weights(route: Route, version: int, base: Path | None, spool: Path | No
     index = _main_index(route, version)
     is_full = isinstance(index, FullVersion) or (isinstance(index, Index) and index.kind == "anchor")
     files = route.files(version) if is_full else route.channel.anchor_files(version)
-    if spool is None or mounted(files) is not None:
+    if spool is None or may_map(files):
         return directory_of(files)
     return _streamed(files, spool / f"full-{version}")
 
