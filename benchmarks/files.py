@@ -305,20 +305,25 @@ def contender(name: str, root: Path, base: Path, threads: int) -> Contender:
 
 
 class Weightcast(Contender):
-    def __init__(self, name: str, places: Places, threads: int) -> None:
+    def __init__(
+        self, name: str, places: Places, threads: int, channel: str = "", flags: Sequence[object] = ()
+    ) -> None:
+        """`channel`: its URL, if it is not in `places`; `flags`: more, of its daemon."""
         super().__init__(name, places, threads)
         self._daemon: _Daemon | None = None
+        self._channel, self._flags = channel or places.channel, flags
 
     def start_publisher(self) -> None:
         sides = ("--base", self.places.base, "--local", self.places.publisher)
-        self._start("publisher", *sides, "--encoding", self.name)
+        self._start("publisher", *sides, "--encoding", self.name, *self._flags)
 
     def start_host(self) -> None:
-        self._start("subscriber", "--base", self.places.base, "--local", self.places.host)
+        self._start("subscriber", "--base", self.places.base, "--local", self.places.host, *self._flags)
 
     def _start(self, side: str, *flags: object) -> None:
         port_file = self.places.root / f"{side}.port"
-        words = [*_WEIGHTCAST, side, "run", "--channel", self.places.channel, *flags]
+        port_file.unlink(missing_ok=True)
+        words = [*_WEIGHTCAST, side, "run", "--channel", self._channel, *flags]
         words += ["--threads", self.threads, "--port", 0, "--port-file", port_file]
         process = spawn(words, self.places.log)
         self._daemon = _Daemon(self.name, process, self.places.log)
@@ -370,6 +375,11 @@ class Weightcast(Contender):
         phases = dict(status["updates"][-1]["seconds"])
         return Done(phases.pop("total"), phases, watched.cpu, watched.anon_bytes)
 
+    def ended(self, version: int) -> float:
+        """Unix time at which the host, which follows, had the version."""
+        status = self._running.wait(lambda: self._at(version), _ROUND_SECONDS)
+        return float(status["updates"][-1]["at"])
+
     def _at(self, version: int) -> Any:
         status = self._running.get("/v1/status")
         there = status["updates"] and status["updates"][-1]["version"] == version
@@ -382,13 +392,13 @@ class Weightcast(Contender):
 
     def publish_command(self, checkpoint: Path) -> Sequence[str]:
         places = self.places
-        words = [*_WEIGHTCAST, "publish", checkpoint, "--channel", places.channel, "--base", places.base]
+        words = [*_WEIGHTCAST, "publish", checkpoint, "--channel", self._channel, "--base", places.base]
         words += ["--local", places.publisher, "--encoding", self.name, "--threads", self.threads, "--json"]
         return [str(word) for word in words]
 
     def sync_command(self) -> Sequence[str]:
         places = self.places
-        words = [*_WEIGHTCAST, "sync", "--channel", places.channel, "--base", places.base]
+        words = [*_WEIGHTCAST, "sync", "--channel", self._channel, "--base", places.base]
         words += ["--local", places.host, "--threads", self.threads, "--json"]
         return [str(word) for word in words]
 

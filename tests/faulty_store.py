@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from io import BytesIO
@@ -175,6 +175,10 @@ class FaultyStore:
     def write(self, key: str, *, reserve: int = 0, sync: bool = True) -> Writer:
         self._fault("write", key)
         return self._inner.write(key, reserve=reserve, sync=sync)
+
+    def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
+        fault = self._fault("upload", key)
+        self._done(fault, key, self._inner.upload(key, pieces))
 
     def begin(self, draft: str) -> Store:
         fault = self._fault("begin", draft)

@@ -24,14 +24,14 @@ from weightcast.shared.channel.index import (
     FileRecord,
     Index,
     VersionTotals,
-    object_record,
+    upload,
     write_index,
 )
 from weightcast.shared.channel.index_records import TensorRecords
 from weightcast.shared.channel.layout import anchor_key
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.channel.signing import PrivateKey
-from weightcast.shared.channel.store import AlreadyExists, Store
+from weightcast.shared.channel.store import AlreadyExists
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, WordsIn
 from weightcast.shared.checkpoint.state.state import Position, lanes_list
 from weightcast.shared.digest.checksums import Lanes, hash_bytes
@@ -61,9 +61,11 @@ def write_weights(
     shards = list(_shards(table, shard_bytes))
     for number, tensors in enumerate(shards):
         name = f"{made.prefix}model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(files, name, table, tensors, words_in, lanes, advance)
+        records.append(
+            upload(files, name, _shard(files.place(name), table, tensors, words_in, lanes, advance))
+        )
+        failpoint("anchor.synced", files.place(name))
         weight_map.update((table[tensor].name, name) for tensor in tensors)
-        records.append(object_record(files, name))
     records += [put(files, name, durable.pieces_of(path)) for name, path in beside.items()]
     return tuple(records), weight_map, lanes
 
@@ -81,35 +83,27 @@ def _shards(table: TensorTable, shard_bytes: int) -> Iterator[list[int]]:
         yield shard
 
 
-def _write_shard(
-    files: Store,
-    name: str,
+def _shard(
+    place: str,
     table: TensorTable,
     tensors: Sequence[int],
     words_in: WordsIn,
     lanes: list[Lanes],
     advance: Advance | None,
-) -> None:
+) -> Iterator[bytes | memoryview]:
     entries, end = [], 0
     for tensor in tensors:
         spec = table[tensor]
         entries.append(Entry(spec.name, spec.dtype, spec.shape, end, end + spec.nbytes))
         end += spec.nbytes
-    writer = files.write(name)
-    try:
-        writer.write(pack_header(entries, {"format": "pt"}))
-        for tensor in tensors:
-            for start, piece in _pieces(table, tensor, words_in):
-                writer.write(piece)
-                lanes[tensor] = lanes[tensor].plus(hash_bytes(np.frombuffer(piece, np.uint8), start // 8))
-                if advance is not None:
-                    advance(len(piece))
-        failpoint("anchor.copied", files.place(name))
-        writer.finish()
-    except BaseException:
-        writer.discard()
-        raise
-    failpoint("anchor.synced", files.place(name))
+    yield pack_header(entries, {"format": "pt"})
+    for tensor in tensors:
+        for start, piece in _pieces(table, tensor, words_in):
+            yield piece
+            lanes[tensor] = lanes[tensor].plus(hash_bytes(np.frombuffer(piece, np.uint8), start // 8))
+            if advance is not None:
+                advance(len(piece))
+    failpoint("anchor.copied", place)
 
 
 def _pieces(table: TensorTable, tensor: int, words_in: WordsIn) -> Iterator[tuple[int, memoryview]]:

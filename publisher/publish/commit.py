@@ -22,7 +22,15 @@ from weightcast.shared.base.errors import DamagedFile, Forked, Refused, RetryLat
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.index import CARRIED, INDEX_LIMIT, INDEX_NAME, FileRecord, Index, object_record
+from weightcast.shared.channel.index import (
+    CARRIED,
+    INDEX_LIMIT,
+    INDEX_NAME,
+    FileRecord,
+    Index,
+    object_record,
+    upload,
+)
 from weightcast.shared.channel.layout import (
     ATTEMPTS,
     BASE_JSON,
@@ -230,19 +238,11 @@ def move_shards(store: Store, attempt: str, sources: Mapping[str, str]) -> str:
 def put(files: Store, name: str, pieces: Iterable[bytes]) -> FileRecord:
     """Writes a file of a draft, durable with it."""
     try:
-        writer = files.write(name)
+        return upload(files, name, pieces)
     except AlreadyExists:
         if files.renames or (found := object_record(files, name)) != _record_of(name, pieces):
             raise
         return found  # of another attempt
-    try:
-        for piece in pieces:
-            writer.write(piece)
-        writer.finish()
-    except BaseException:
-        writer.discard()
-        raise
-    return object_record(files, name)
 
 
 def _record_of(name: str, pieces: Iterable[bytes]) -> FileRecord:

@@ -355,14 +355,16 @@ class OwnerRank:
     def _staged(
         self, local: LocalCheckpoint, index: Index, sources: Mapping[str, str], files: Store
     ) -> Staged:
-        if not self._rank.alone:
+        if not self._rank.alone and files.renames:
             # what fails is left for the next attempt to move away: after a takeover it may be another
             # owner's. Digests of our own files were just computed from them
             own = rendezvous.shard_name(self._rank.number)
             verify_files(files, index, [new for new, old in sources.items() if old.endswith(own)])
-        fetched = [Delta(index, files)]
-        wanted = ROOM_BYTES + journal_bytes(index)
-        return self.recovery.with_room(lambda: stage(local, fetched), wanted)
+        delta, wanted = Delta(index, files), ROOM_BYTES + journal_bytes(index)
+        if files.renames:
+            return self.recovery.with_room(lambda: stage(local, [delta]), wanted)
+        wanted += sum(file.size for file in index.files)
+        return self.recovery.with_room(lambda: self._updater.stage_copy(local, delta), wanted)
 
     def _report(self, channel: Channel, draft: Draft, proven: Proven, job: PublishJob) -> PublishReport:
         index, configs = proven.index, draft.facts.configs

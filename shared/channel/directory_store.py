@@ -13,7 +13,7 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ from weightcast.shared.channel.store import (
     Store,
     StoreError,
     check_key,
+    fill,
     store_error,
     unavailable,
 )
@@ -212,6 +213,9 @@ class DirectoryStore:
         with self._made(key) as path:
             nested = path.parent != self.directory
             return _FileWriter(path, reserve, sync, self.rates.publish, is_nested=nested)
+
+    def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
+        fill(self.write(key), pieces)
 
     def begin(self, draft: str) -> DirectoryStore:
         path = self._path(draft)

@@ -629,6 +629,21 @@ def object_record(files: Store, key: str, advance: Advance | None = None) -> Fil
         return _record(key, body, advance)
 
 
+def upload(files: Store, key: str, pieces: Iterable[bytes | memoryview]) -> FileRecord:
+    """Makes an object; the record of what was written. Raises AlreadyExists, Unavailable."""
+    digest, size = blake3(), 0
+
+    def seen() -> Iterator[bytes | memoryview]:
+        nonlocal size
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+            yield piece
+
+    files.upload(key, seen())
+    return FileRecord(key, size, digest.hexdigest())
+
+
 def _record(name: str, body: Body | FileIO, advance: Advance | None = None) -> FileRecord:
     digest, size, room = blake3(), 0, memoryview(bytearray(_BLOCK))
     while count := body.readinto(room):

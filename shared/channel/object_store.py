@@ -2,7 +2,8 @@
 
 Conditional puts replace renames: `create` is a put with if-none-match, `replace` one with if-match of the
 ETag that was read, and a version is committed by creating its index last. A put whose answer was lost is
-decided by reading back. The head of a large object is known last: the object waits in a temporary file.
+decided by reading back. A large object is uploaded in parts while it is made; one whose head is known last
+waits in a temporary file.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
@@ -45,10 +49,13 @@ if TYPE_CHECKING:
 
 _Keys: TypeAlias = list[str]
 """the class below has a method of the name `list`"""
-_WINDOW = 32 << 20
-"""bytes of a large object that are read ahead, in memory"""
-_RANGE = 8 << 20
-"""bytes per request of a large object; a window's are read in parallel"""
+_PART = 8 << 20
+"""bytes per request of a large object"""
+_AHEAD = 4
+"""requests at a time of an object that is read: so many parts wait in memory"""
+_UPLOADS = 8
+_PARTS = 10_000
+"""of an upload, at most: as S3 has it"""
 _CLIENT: ClientConfig = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
 _RETRY: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=20)}
 """of a request; the callers of a store try again as their own deadlines say"""
@@ -88,7 +95,7 @@ class ObjectStore:
     """`client`: of obstore, for the bucket; `url`: of the bucket; `prefix`: of every key."""
 
     def __init__(self, client: Client, url: str, prefix: str = "", rates: Rates = NO_RATES) -> None:
-        self._client, self._url, self._prefix, self._rates = client, url, prefix, rates
+        self._client, self._url, self._prefix, self.rates = client, url, prefix, rates
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.place()!r})"
@@ -105,7 +112,7 @@ class ObjectStore:
         return joined(self._url, joined(self._prefix, key) if key else self._prefix)
 
     def within(self, prefix: str) -> ObjectStore:
-        return ObjectStore(self._client, self._url, self._key(prefix), self._rates) if prefix else self
+        return ObjectStore(self._client, self._url, self._key(prefix), self.rates) if prefix else self
 
     def present(self) -> bool:
         return True
@@ -142,32 +149,26 @@ class ObjectStore:
             return bytes(found.bytes()), found.meta["e_tag"] or ""
 
     def read_range(self, key: str, offset: int, length: int) -> bytes:
-        length = min(length, self._found(key).size - offset)
         if length <= 0:
             return b""
-        self._rates.fetch.take(length)
-        with self._named(key) as full:
-            return bytes(obstore.get_range(self._client, full, start=offset, length=length))
+        self.rates.fetch.take(length)
+        return bytes(self.part(key, offset, length)[0])
 
     def open(self, key: str) -> _Body:
-        return _Body(self, key, self._found(key))
+        return _Body(self, key)
 
-    def _found(self, key: str) -> Stat:
-        found = self.stat(key)
-        if found is None:
-            raise NotFound.at(self.place(key))
-        return found
-
-    def read_window(self, key: str, offset: int, size: int) -> bytes:
-        """Bytes from `offset` on of an object of `size` bytes, several ranges in parallel."""
-        end = min(offset + min(_WINDOW, self._rates.fetch.piece), size)
-        self._rates.fetch.take(end - offset)
-        starts = range(offset, end, _RANGE)
+    def part(self, key: str, offset: int, length: int) -> tuple[memoryview, int]:
+        """What the object has of a range of at least a byte, and its size."""
         with self._named(key) as full:
-            pieces = obstore.get_ranges(
-                self._client, full, starts=starts, ends=[min(start + _RANGE, end) for start in starts]
-            )
-        return b"".join(pieces)
+            try:
+                found = obstore.get(self._client, full, options={"range": (offset, offset + length)})
+                return memoryview(found.bytes()), found.meta["size"]
+            except exceptions.GenericError:
+                # the answer to a range that begins at the end
+                size = obstore.head(self._client, full)["size"]
+                if offset < size:
+                    raise
+                return memoryview(b""), size
 
     def create(self, key: str, data: bytes) -> None:
         with self._named(key) as full:
@@ -221,12 +222,30 @@ class ObjectStore:
             raise AlreadyExists.at(self.place(key))
         return _Writer(self, key, reserve)
 
-    def upload(self, key: str, file: IO[bytes]) -> None:
-        rate = self._rates.publish
-        # pieces of bytes are sent as parts of 5 MiB, each once it is complete
-        pieces = rate.paced(iter(partial(file.read, min(rate.piece, _RANGE)), b""))
+    def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
+        if self.stat(key) is not None:
+            raise AlreadyExists.at(self.place(key))
+        head, rest = bytearray(), self._paced(pieces)
+        for piece in rest:
+            head += piece
+            if len(head) > _PART:
+                break
         with self._named(key) as full:
-            obstore.put(self._client, full, pieces if rate.limits else file)
+            if len(head) <= _PART:
+                obstore.put(self._client, full, head, use_multipart=False)
+                return
+            parts = chain([memoryview(head)], rest)
+            obstore.put(self._client, full, parts, chunk_size=_PART, max_concurrency=_UPLOADS)
+
+    def upload_file(self, key: str, file: IO[bytes], size: int) -> None:
+        part = max(_PART, size // (_PARTS - 1))
+        pieces = self._paced(iter(partial(file.read, _PART), b""))
+        with self._named(key) as full:
+            body = pieces if self.rates.publish.limits else file
+            obstore.put(self._client, full, body, chunk_size=part, max_concurrency=_UPLOADS)
+
+    def _paced(self, pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+        return (piece for whole in pieces for piece in self.rates.publish.pieces(whole))
 
     def begin(self, draft: str) -> ObjectStore:
         if self.names(draft) or self.stat(draft) is not None:
@@ -312,6 +331,8 @@ class ObjectStore:
         except StoreError:
             raise
         except FileNotFoundError as error:
+            if error.errno is not None:
+                raise  # of a file that is uploaded
             _check_bucket(place, error)
             raise NotFound.at(place) from error
         except exceptions.AlreadyExistsError as error:
@@ -349,28 +370,39 @@ def _stat(meta: Any) -> Stat:
 
 
 class _Body(AbstractContextManager["_Body"]):
-    def __init__(self, store: ObjectStore, key: str, found: Stat) -> None:
-        self._store, self._key, self._found = store, key, found
-        self._offset = 0
-        self._window = memoryview(b"")
-        self._fill()
+    """Parts are asked for ahead, several at a time; a small object is one request."""
 
-    def _fill(self) -> None:
-        if self._offset < self._found.size:
-            data = self._store.read_window(self._key, self._offset, self._found.size)
-            self._offset += len(data)
-            self._window = memoryview(data)
+    def __init__(self, store: ObjectStore, key: str) -> None:
+        self._store, self._key = store, key
+        step = min(_PART, store.rates.fetch.piece)
+        self._part, size = store.part(key, 0, step)
+        store.rates.fetch.take(len(self._part))
+        self._ranges = ((start, min(step, size - start)) for start in range(step, size, step))
+        self._pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="parts")
+        self._coming: deque[Future[memoryview]] = deque()
+        for _ in range(_AHEAD):
+            self._ask()
+
+    def _ask(self) -> None:
+        for start, length in self._ranges:
+            self._coming.append(self._pool.submit(self._read, start, length))
+            return
+
+    def _read(self, start: int, length: int) -> memoryview:
+        self._store.rates.fetch.take(length)
+        return self._store.part(self._key, start, length)[0]
 
     def readinto(self, buffer: memoryview, /) -> int:
-        if not self._window:
-            self._fill()
-        count = min(len(buffer), len(self._window))
-        buffer[:count] = self._window[:count]
-        self._window = self._window[count:]
+        if not self._part and self._coming:
+            self._part = self._coming.popleft().result()
+            self._ask()
+        count = min(len(buffer), len(self._part))
+        buffer[:count] = self._part[:count]
+        self._part = self._part[count:]
         return count
 
     def __exit__(self, *error: object) -> None:
-        self._window = memoryview(b"")
+        self._pool.shutdown(cancel_futures=True)
 
 
 class _Writer:
@@ -391,8 +423,9 @@ class _Writer:
 
     def finish(self) -> None:
         with self._file:
+            size = self._file.seek(0, os.SEEK_END)
             self._file.seek(0)
-            self._store.upload(self._key, self._file)
+            self._store.upload_file(self._key, self._file, size)
 
     def discard(self) -> None:
         self._file.close()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -197,6 +197,9 @@ class Store(Protocol):
         """Begins a large object at a key that is not taken. `reserve`: bytes at its beginning that are
         written last; `sync`: whether `finish` waits until it is durable."""
 
+    def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Makes a large object, durable, at a key that is not taken. What `pieces` raises leaves nothing."""
+
     def begin(self, draft: str) -> Store:
         """A prefix for objects that nobody sees before `commit`. Leftovers are found by their name.
         Raises AlreadyExists where the name is taken, NotFound where the directory that it is in is gone."""
@@ -259,6 +262,17 @@ def pieces_of(store: Store, key: str) -> Iterator[bytes]:
     with store.open(key) as body:
         while count := body.readinto(room):
             yield bytes(room[:count])
+
+
+def fill(writer: Writer, pieces: Iterable[bytes | memoryview]) -> None:
+    """Writes a whole object; nothing is left where that fails."""
+    try:
+        for piece in pieces:
+            writer.write(piece)
+        writer.finish()
+    except BaseException:
+        writer.discard()
+        raise
 
 
 def joined(prefix: str, name: str) -> str:

@@ -393,6 +393,15 @@ class LocalUpdater:
                 self._intact = local.state.generation
             raise
 
+    def stage_copy(self, local: LocalCheckpoint, delta: Delta) -> Staged:
+        """Stages a version from its copy in the spool, where its store is asked anew for every chunk."""
+        copy = self._fetcher.fetched(delta)
+        try:
+            self._fetcher.fetch(delta, copy.incoming, Patience(), None)
+            return stage(local, [copy])
+        finally:
+            self._fetcher.drop(delta.index)
+
     def fetch_ahead(self, after: int, most: int | None = None) -> None:
         """Begins to fetch the version after `after` in a thread, if it is published and not above `most`."""
         self._stop_prefetch()
