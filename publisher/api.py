@@ -31,6 +31,7 @@ from weightcast.publisher.publish.publish_job import (
     WeightSource,
 )
 from weightcast.publisher.publish.report import PublishReport
+from weightcast.publisher.publish.stitch import Layout, StitchPointer, check_layout
 from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
@@ -103,6 +104,8 @@ class PublisherOptions:
     """of bytes that are written to the channel: `Rate(bytes_per_second)`; several publishers may share one"""
     visible_seconds: float = 30.0
     """files that the channel names may stay invisible this long before they count as lost"""
+    layout: Layout = "plain"
+    """`stitch`: the channel is ROOT/updates, and Stitch's replicas follow ROOT too"""
     upkeep: UpkeepOptions | None = None
     """what rank 0 makes beside the versions, in a thread that gives way to publications"""
 
@@ -179,7 +182,11 @@ class Publisher:
             raise Refused(
                 f"rank {rank} with world_size {world_size}", remedy="give a rank from 0 to world_size - 1"
             )
-        store = open_store(channel, Rates(publish=options.publish_rate))
+        is_stitch = options.layout == "stitch"
+        store = open_store(channel, Rates(publish=options.publish_rate), stitch=is_stitch)
+        if is_stitch:
+            extras = options.anchor_every > 0 or not (options.upkeep is None or options.upkeep.idle)
+            check_layout(store.place(), encoding, extras)
         directory = mounted(store)
         if directory is not None:
             require_places(directory, Path(local))
@@ -222,6 +229,8 @@ class Publisher:
                 patience=options.take_over_seconds,
                 above=updater.epoch,
             )
+            if is_stitch:
+                claimed.on_pointer = StitchPointer.of(store, opened.require_ours()[0].run_id).move
             upkeep = Upkeep(claimed, Path(local), options.upkeep or UpkeepOptions(), signer)
             keep = None if options.upkeep is None else upkeep.keep
             setup = replace(setup, free_space=upkeep.give_up, keep_journal=keep)

@@ -15,6 +15,7 @@ from weightcast.publisher.api import PublisherOptions
 from weightcast.publisher.maintenance.orders import Held, is_carried_out, standing
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.publish.report import Publication
+from weightcast.publisher.publish.stitch import Layout
 from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.weights.config import CONFIG, check_config
 from weightcast.publisher.weights.export_rules import ExportRules, adapt
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     "--base", type=path, help="The run's base; remembered for the user and machine that created the channel."
 )
 @option("--encoding", type=click.Choice(get_args(Encoding)), default="fast", help="Delta encoding.")
+@option("--layout", type=click.Choice(get_args(Layout)), default="plain", help="As of the publisher.")
 @option("--step", type=click.IntRange(min=0), help="The trainer's step.")
 @threads_option
 @option("--take-over", is_flag=True, help="Take the channel over from a publisher that seems alive.")
@@ -89,6 +91,7 @@ def publish(
     local: Path,
     base: Path | None,
     encoding: Encoding,
+    layout: Layout,
     step: int | None,
     threads: int | None,
     take_over: bool,
@@ -122,6 +125,7 @@ def publish(
                 publish_rate=NO_RATE if publish_rate is None else Rate(publish_rate),
                 non_finite=non_finite,
                 carry_config=carry_config,
+                layout=layout,
                 upkeep=UpkeepOptions(skip_span=skip_span) if skip_span else None,
             ),
         ) as publisher,

@@ -46,12 +46,14 @@ class Fault:
 
 
 class HttpFaults:
-    """`requests`: all of them, as (method, path). Of `faults` the first that matches a request counts."""
+    """`requests`: all of them, as (method, path); `sent`: with their headers, lower case names. Of `faults`
+    the first that matches a request counts."""
 
     def __init__(self, upstream: str) -> None:
         self.upstream = upstream
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
+        self.sent: list[tuple[str, str, dict[str, str]]] = []
         self.port = 0
         self._first: dict[str, tuple[int, list[tuple[bytes, bytes]], bytes]] = {}
         self._client = httpx.AsyncClient(timeout=60, trust_env=False)
@@ -91,6 +93,7 @@ class HttpFaults:
             return False
         method, path = request.method.decode(), request.target.decode()
         self.requests.append((method, path))
+        self.sent.append((method, path, {name.decode(): value.decode() for name, value in request.headers}))
         fault = next((one for one in self.faults if one.hit(method, path)), None)
         kind = fault.kind if fault else None
         if kind == "refuse":

@@ -20,6 +20,7 @@ from pydantic import (
 
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.publish.stitch import Layout, check_layout
 from weightcast.publisher.weights.export_rules import BadRule, ExportRules
 from weightcast.publisher.weights.precision import NonFinite
 from weightcast.publisher.weights.side_configs import CARRY_CONFIG
@@ -45,6 +46,8 @@ THREADS = 2
 """at most, unless set: the trainer needs the cores"""
 _NotNegative = Annotated[float, Field(ge=0)]
 _UpToADay = Annotated[float, Field(gt=0, le=86400)]
+_EXTRAS = {"anchor_every", "anchor_share", "anchor_seconds", "skip_span", "keep_versions", "keep_hours"}
+"""settings that layout stitch excludes"""
 
 
 def _plain_name(name: str) -> str:
@@ -118,6 +121,8 @@ class PublisherSettings(ServiceSettings):
     )
     encoding: Encoding = "fast"
     """Delta encoding: fast; small (a quarter less, for slow links); xor or overwrite (slime)."""
+    layout: Layout = "plain"
+    """plain; stitch: the channel is ROOT/updates, and Stitch's replicas follow ROOT too (docs/FORMAT.md)."""
     anchor_every: NonNegativeInt = 0
     """Write an anchor every N versions; 0: never."""
     anchor_share: _NotNegative = 0.0
@@ -187,6 +192,9 @@ class PublisherSettings(ServiceSettings):
             yield f"base: required to make the channel {self.channel} (--base)"
         if self.sign_key is not None:
             yield problem_of(partial(load_private_key, self.sign_key))
+        if self.layout == "stitch":
+            extras = not _EXTRAS.isdisjoint(self.model_fields_set)
+            yield problem_of(partial(check_layout, str(self.channel), self.encoding, extras))
         for option, path in (("--watch", self.watch), ("--hand-over", self.hand_over)):
             if path is None:
                 continue
@@ -210,6 +218,8 @@ class PublisherSettings(ServiceSettings):
 
     @property
     def upkeep(self) -> UpkeepOptions:
+        if self.layout == "stitch":
+            return UpkeepOptions(history_share=self.history_share)
         return UpkeepOptions(
             skip_span=self.skip_span,
             anchor_every=self.anchor_every,

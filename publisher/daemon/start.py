@@ -126,6 +126,7 @@ def open_publisher(settings: PublisherSettings, stop: Stop) -> ServicePublisher:
             non_finite=settings.non_finite,
             until="out",
             carry_config=settings.carry_config,
+            layout=settings.layout,
         ),
     )
 

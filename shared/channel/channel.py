@@ -20,7 +20,6 @@ from weightcast.shared.base.errors import (
     Untrusted,
 )
 from weightcast.shared.channel.delta_reader import read_shard_header
-from weightcast.shared.channel.directory_store import directory_of
 from weightcast.shared.channel.index import (
     INDEX_LIMIT,
     INDEX_NAME,
@@ -74,10 +73,6 @@ class FullVersion:
     version: int
     digest: str
     files: Store
-
-    @property
-    def directory(self) -> Path:
-        return directory_of(self.files)
 
 
 @dataclass(frozen=True)
@@ -254,7 +249,7 @@ class Channel:
         if kind == "ours":
             raise UnknownFormat(
                 f"{place} is weightcast's, but the channel has no channel.json",
-                remedy="restore channel.json",
+                remedy="give ROOT/updates as --channel if its layout is stitch; else restore channel.json",
             )
         if not self.foreign:
             raise DamagedFile(f"{files.place(INDEX_NAME)} was not written by weightcast", remedy=MEND_CHANNEL)

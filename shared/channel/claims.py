@@ -133,6 +133,8 @@ class Claim:
     record: ClaimRecord = field(repr=False)
     pointed: int = field(default=0, repr=False)
     """the highest version at which the pointer was seen under this claim"""
+    on_pointer: Callable[[int], None] = field(default=lambda version: None, repr=False)
+    """called with `pointed` whenever the pointer was seen or moved; may raise"""
 
     def check(self) -> None:
         """Raises Refused, naming the newer owner, when the channel has one."""
@@ -151,6 +153,7 @@ class Claim:
     def saw(self, version: int) -> None:
         """The pointer at this version."""
         self.pointed = max(self.pointed, version)
+        self.on_pointer(self.pointed)
 
     def beat(self) -> None:
         """Shows that the owner lives to publishers that wait to take over."""

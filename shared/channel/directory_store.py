@@ -57,9 +57,10 @@ _COMPARING = threading.Lock()
 """held from a comparison to its rename: no rename compares by itself"""
 
 
-def open_store(channel: ChannelAddress | Store, rates: Rates = NO_RATES) -> Store:
+def open_store(channel: ChannelAddress | Store, rates: Rates = NO_RATES, *, stitch: bool = False) -> Store:
     """The store of a channel, as a command line or a caller of the API names it; an open store keeps its
-    rates. Raises Refused for a URL that nothing here can open."""
+    rates. `stitch`: what is written in S3 gets the checks that Stitch reads. Raises Refused for a URL that
+    nothing here can open."""
     if not isinstance(channel, str | Path):
         return channel
     address = channel_address(channel)
@@ -68,7 +69,7 @@ def open_store(channel: ChannelAddress | Store, rates: Rates = NO_RATES) -> Stor
     # its client takes a tenth of a second to import
     from weightcast.shared.channel.object_store import open_object_store
 
-    return open_object_store(address, rates)
+    return open_object_store(address, rates, stitch=stitch)
 
 
 def mounted(store: Store) -> Path | None:

@@ -82,9 +82,10 @@ def report_key(host: str, local_path: Path | str) -> str:
     return f"{HOSTS}/{file_name(f'{name}-{mark}.json')}"
 
 
-_LIMIT = 4096
+POINTER_LIMIT = 4096
 _TORN = re.compile(r"(?:[^/]+/weight_v)?\d{0,5}", re.ASCII)
-_RUN_DIRECTORY = "updates"
+RUN_DIRECTORY = "updates"
+"""of Stitch's versions, next to its pointer"""
 
 
 class TornPointer(RetryLater):
@@ -107,7 +108,7 @@ class Pointer:
 
 def read_pointer(store: Store) -> Pointer | None:
     """None without a pointer. Raises TornPointer, and DamagedFile for content that can never be one."""
-    data = read_if_there(store, LATEST, _LIMIT)
+    data = read_if_there(store, LATEST, POINTER_LIMIT)
     return None if data is None else parse_pointer(data, store.place(LATEST))
 
 
@@ -123,7 +124,7 @@ def parse_pointer(data: bytes, place: str) -> Pointer:
             f"{place}: pointer content that can't be parsed: {text[:80]!r}",
             remedy="run `weightcast channel repair`, or write the six digits of a version into it",
         )
-    return Pointer(version, run, _RUN_DIRECTORY) if slash else Pointer(version)
+    return Pointer(version, run, RUN_DIRECTORY) if slash else Pointer(version)
 
 
 def _is_name(text: str) -> bool:
@@ -136,5 +137,5 @@ def _is_name(text: str) -> bool:
 def write_pointer(store: Store, version: int, allowed: Callable[[], None] | None = None) -> None:
     """Announces a version to all hosts: durable, at once; `allowed` is called last, and may raise. Raises
     Changed where another writer moved it meanwhile, in a store that compares."""
-    before = None if store.renames else read_if_there(store, LATEST, _LIMIT)
+    before = None if store.renames else read_if_there(store, LATEST, POINTER_LIMIT)
     store.replace(LATEST, digits(version).encode(), expected=before, allowed=allowed)

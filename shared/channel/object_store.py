@@ -20,6 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from hashlib import file_digest, sha256
+from io import BufferedRandom
 from itertools import chain
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import urlsplit
@@ -62,12 +64,14 @@ _RETRY: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=20)}
 _SCHEMES = ("s3", "gs")
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 _CLOCK = ".weightcast-tmp-clock"
+_SHA256 = "stitch-sha256"
+"""metadata by which Stitch checks what it uploaded"""
 _STATUS = re.compile(r"status code: (\d{3}[^:\n]{0,40})")
 
 
-def open_object_store(url: str, rates: Rates = NO_RATES) -> ObjectStore:
-    """`s3://bucket/prefix` or `gs://bucket/prefix`. Credentials come from the environment and the clients'
-    own chains. Raises Refused for invalid URLs, and for credentials in a URL."""
+def open_object_store(url: str, rates: Rates = NO_RATES, *, stitch: bool = False) -> ObjectStore:
+    """`s3://bucket/prefix` or `gs://bucket/prefix`. `stitch`: as of ObjectStore. Credentials come from the
+    environment and the clients' own chains. Raises Refused for invalid URLs, and for credentials in a URL."""
     parts = urlsplit(url)
     if parts.scheme not in _SCHEMES:
         raise Refused(
@@ -83,19 +87,28 @@ def open_object_store(url: str, rates: Rates = NO_RATES) -> ObjectStore:
     plain = any(value.startswith("http://") for name, value in os.environ.items() if name in _ENDPOINTS)
     bucket = f"{parts.scheme}://{parts.netloc}"
     try:
-        client = from_url(bucket, client_options={**_CLIENT, "allow_http": plain}, retry_config=_RETRY)
+        client = from_url(
+            bucket,
+            config={"checksum_algorithm": "sha256"} if stitch else None,
+            client_options={**_CLIENT, "allow_http": plain},
+            retry_config=_RETRY,
+        )
     except (exceptions.BaseError, ValueError) as error:
         raise Refused(
             f"{url}: {str(error).splitlines()[0]}", remedy="correct the URL or the environment"
         ) from error
-    return ObjectStore(client, bucket, parts.path.strip("/"), rates)
+    return ObjectStore(client, bucket, parts.path.strip("/"), rates, stitch=stitch)
 
 
 class ObjectStore:
-    """`client`: of obstore, for the bucket; `url`: of the bucket; `prefix`: of every key."""
+    """`client`: of obstore, for the bucket; `url`: of the bucket; `prefix`: of every key; `stitch`: objects
+    get their SHA-256 as user metadata."""
 
-    def __init__(self, client: Client, url: str, prefix: str = "", rates: Rates = NO_RATES) -> None:
+    def __init__(
+        self, client: Client, url: str, prefix: str = "", rates: Rates = NO_RATES, *, stitch: bool = False
+    ) -> None:
         self._client, self._url, self._prefix, self.rates = client, url, prefix, rates
+        self._stitch = stitch
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.place()!r})"
@@ -112,7 +125,9 @@ class ObjectStore:
         return joined(self._url, joined(self._prefix, key) if key else self._prefix)
 
     def within(self, prefix: str) -> ObjectStore:
-        return ObjectStore(self._client, self._url, self._key(prefix), self.rates) if prefix else self
+        if not prefix:
+            return self
+        return ObjectStore(self._client, self._url, self._key(prefix), self.rates, stitch=self._stitch)
 
     def present(self) -> bool:
         return True
@@ -171,8 +186,12 @@ class ObjectStore:
                 return memoryview(b""), size
 
     def create(self, key: str, data: bytes) -> None:
+        self._put(key, data, "create")
+
+    def _put(self, key: str, data: bytes, mode: Any = "overwrite") -> None:
+        attributes = {_SHA256: sha256(data).hexdigest()} if self._stitch else None
         with self._named(key) as full:
-            obstore.put(self._client, full, data, mode="create", use_multipart=False)
+            obstore.put(self._client, full, data, attributes=attributes, mode=mode, use_multipart=False)
 
     def replace(
         self,
@@ -186,8 +205,7 @@ class ObjectStore:
         if expected is None:
             if allowed is not None:
                 allowed()
-            with self._named(key) as full:
-                obstore.put(self._client, full, data, use_multipart=False)
+            self._put(key, data)
             return
         try:
             there, tag = self._read(key, len(expected))
@@ -204,10 +222,7 @@ class ObjectStore:
         Changed."""
         for attempt in dict.fromkeys((tag, tag.strip('"'))):
             try:
-                with self._named(key) as full:
-                    obstore.put(
-                        self._client, full, data, mode=cast(Any, {"e_tag": attempt}), use_multipart=False
-                    )
+                self._put(key, data, {"e_tag": attempt})
                 return
             except Changed:
                 there, now = self._read(key, 1 << 20)
@@ -223,6 +238,9 @@ class ObjectStore:
         return _Writer(self, key, reserve)
 
     def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
+        if self._stitch:
+            # the digest of all bytes goes ahead of the first
+            return self._upload_later(key, pieces)
         if self.stat(key) is not None:
             raise AlreadyExists.at(self.place(key))
         head, rest = bytearray(), self._paced(pieces)
@@ -237,12 +255,33 @@ class ObjectStore:
             parts = chain([memoryview(head)], rest)
             obstore.put(self._client, full, parts, chunk_size=_PART, max_concurrency=_UPLOADS)
 
+    def _upload_later(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
+        writer = self.write(key)
+        try:
+            for piece in pieces:
+                writer.write(piece)
+        except BaseException:
+            writer.discard()
+            raise
+        writer.finish()
+
     def upload_file(self, key: str, file: IO[bytes], size: int) -> None:
         part = max(_PART, size // (_PARTS - 1))
+        attributes = None
+        if self._stitch:
+            attributes = {_SHA256: file_digest(cast(BufferedRandom, file), "sha256").hexdigest()}
+            file.seek(0)
         pieces = self._paced(iter(partial(file.read, _PART), b""))
         with self._named(key) as full:
             body = pieces if self.rates.publish.limits else file
-            obstore.put(self._client, full, body, chunk_size=part, max_concurrency=_UPLOADS)
+            obstore.put(
+                self._client,
+                full,
+                body,
+                attributes=attributes,
+                chunk_size=part,
+                max_concurrency=_UPLOADS,
+            )
 
     def _paced(self, pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
         return (piece for whole in pieces for piece in self.rates.publish.pieces(whole))
