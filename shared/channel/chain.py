@@ -163,6 +163,8 @@ def _links(channel: Channel, pointer: Pointer | None, found: Sequence[ChainEntry
                 yield Problem(entry.version, text, "link")
             epoch = max(epoch, entry.index.epoch)
         elif isinstance(entry.index, ForeignIndex) and entry.index.base_version not in (0, *known):
+            if pointer is not None and pointer.run is not None and entry is found[0]:
+                continue  # a run may have been resumed there
             yield Problem(entry.version, f"it starts from {entry.index.base_version}, which is not there")
 
 

@@ -11,6 +11,9 @@ from field_channel import Dialect, Encoding, FieldChannel
 from hosts import Host, SGLang, Site, Weights, on_disk
 
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WrongRun
+from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.subscriber.sync.options import SyncOptions, parse_target
 
 Place = Callable[[str], str]
@@ -93,6 +96,7 @@ def test_a_resumed_run_is_followed(site: Site, place: Place, encoding: Encoding)
         host.restart()
     late = SGLang()
     assert serves(host_of(site, channel, late, name="late"), late, channel, 6)
+    assert verify(Channel.open(open_store(channel.address))) == []
 
 
 def test_a_host_at_the_base_needs_the_setting_no_more(site: Site, place: Place) -> None:
