@@ -241,6 +241,15 @@ def test_what_is_sent_to_s3(tmp_path: Path, bucket: str, proxy: HttpFaults, rng:
     assert "if-none-match" in moved[0] and all("if-match" in headers for headers in moved[1:])
 
 
+@pytest.mark.s3
+def test_pieces_that_are_made_meanwhile_get_a_digest_too(bucket: str) -> None:
+    pieces = [bytes([number]) * (1 << 20) for number in range(10)]
+    open_store(bucket, stitch=True).upload("full", iter(pieces))
+    found = obstore.get(from_url(bucket, client_options={"allow_http": True}), "full")
+    assert found.attributes["stitch-sha256"] == hashlib.sha256(b"".join(pieces)).hexdigest()
+    assert bytes(found.bytes()) == b"".join(pieces)
+
+
 def test_the_daemon_s_settings(weightcast: Callable[..., object], tmp_path: Path) -> None:
     place = make_place(tmp_path)
     words = ["--channel", tmp_path / "channel", "--base", place.base, "--local", place.pub]
