@@ -149,12 +149,10 @@ def test_versions_of_several_ranks(root: Root, rng: np.random.Generator) -> None
 
 
 def test_a_pointer_that_was_left_behind_is_moved_at_the_start(root: Root, rng: np.random.Generator) -> None:
-    """A publisher that was killed between the two pointers, or ran without the layout."""
+    """As by a publisher that was killed between the two pointers."""
     model, replica = some_changed(root.model, rng), root.replica()
-    with root.publisher(**XOR):
-        pass
-    root.publish(model, encoding="xor")
-    assert root.pointer == f"{RUN}/weight_v000000".encode()
+    root.publish(model, **XOR)
+    root.store.replace("latest", f"{RUN}/weight_v000000".encode())
     with root.publisher(**XOR):
         assert root.pointer == f"{RUN}/weight_v000001".encode()
         assert replica.reads(model)
