@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightcast.shared.checkpoint.update.journal_records import Packed, Record, pack_lists
+from weightcast.shared.checkpoint.update.journal import Packed, Record, pack_lists
 
 
 def packed(record: Record) -> Packed:

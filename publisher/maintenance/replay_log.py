@@ -28,8 +28,7 @@ from weightcast.shared.channel.store import Store, read_if_there
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, WordsIn
 from weightcast.shared.checkpoint.state.state import Phase, Position, Step, parse_step, read_state, step_json
 from weightcast.shared.checkpoint.update.buffer_reuse import keep_journal
-from weightcast.shared.checkpoint.update.journal import JournalReader
-from weightcast.shared.checkpoint.update.journal_records import PackedRecord, Record
+from weightcast.shared.checkpoint.update.journal import JournalReader, PackedRecord, Record
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.paths import exists, matching
 from weightcast.shared.files.strict_json import parse_object

@@ -42,8 +42,13 @@ from weightcast.shared.checkpoint.state.state import (
     read_state,
     write_state,
 )
-from weightcast.shared.checkpoint.update.journal import JournalHeader, JournalReader, JournalWriter
-from weightcast.shared.checkpoint.update.journal_records import Packed, Record
+from weightcast.shared.checkpoint.update.journal import (
+    JournalHeader,
+    JournalReader,
+    JournalWriter,
+    Packed,
+    Record,
+)
 from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.files.safetensors import parse_header

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from weightcast.shared.base.elements import Chunk, TensorSpec, TensorTable, Words, grid, kind_of
-from weightcast.shared.checkpoint.update.journal import Direction, JournalHeader, JournalReader, JournalWriter
-from weightcast.shared.checkpoint.update.journal_records import Packed, pack_changes, pack_whole
+from weightcast.shared.checkpoint.update.journal import (
+    Direction,
+    JournalHeader,
+    JournalReader,
+    JournalWriter,
+    Packed,
+    pack_changes,
+    pack_whole,
+)
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import StepEncoding, decode_step, encode_chunk
 from weightcast.shared.digest.checksums import span_sums

@@ -16,8 +16,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.update.engine_patch import write_engine_patch
-from weightcast.shared.checkpoint.update.journal import JournalReader
-from weightcast.shared.checkpoint.update.journal_records import PackedRecord
+from weightcast.shared.checkpoint.update.journal import JournalReader, PackedRecord
 from weightcast.shared.checkpoint.update.plan import Patch
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 from weightcast.shared.codec import changes, container

@@ -12,8 +12,15 @@ from journal_cases import packed
 
 from weightcast.shared.base.elements import Chunk, Span, TensorSpec, TensorTable, Words, grid
 from weightcast.shared.base.errors import DamagedFile
-from weightcast.shared.checkpoint.update.journal import Direction, JournalHeader, JournalReader, JournalWriter
-from weightcast.shared.checkpoint.update.journal_records import Record, pack_changes, pack_whole
+from weightcast.shared.checkpoint.update.journal import (
+    Direction,
+    JournalHeader,
+    JournalReader,
+    JournalWriter,
+    Record,
+    pack_changes,
+    pack_whole,
+)
 from weightcast.shared.codec.changes import Changes, compare, masked_changes
 
 HEADER = JournalHeader("run-1", "abc", 3, "r3", 7, 4, "r4", "d4")

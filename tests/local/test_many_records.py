@@ -13,8 +13,14 @@ from journal_cases import packed
 
 from weightcast.shared.base.elements import TensorSpec, TensorTable, Words
 from weightcast.shared.base.errors import DamagedFile
-from weightcast.shared.checkpoint.update.journal import Direction, JournalHeader, JournalReader, JournalWriter
-from weightcast.shared.checkpoint.update.journal_records import PackedRecord, Record
+from weightcast.shared.checkpoint.update.journal import (
+    Direction,
+    JournalHeader,
+    JournalReader,
+    JournalWriter,
+    PackedRecord,
+    Record,
+)
 
 HEADER = JournalHeader("run-1", "abc", 3, "r3", 7, 4, "r4", "d4")
 DTYPES = {1: "F8_E4M3", 2: "BF16", 4: "F32"}

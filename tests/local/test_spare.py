@@ -25,8 +25,7 @@ from weightcast.shared.checkpoint.update.buffer_reuse import (
     make_ready,
     spare_bytes,
 )
-from weightcast.shared.checkpoint.update.journal import JournalHeader, JournalReader, JournalWriter
-from weightcast.shared.checkpoint.update.journal_records import Record
+from weightcast.shared.checkpoint.update.journal import JournalHeader, JournalReader, JournalWriter, Record
 
 HEADER = JournalHeader("run-1", "abc", 3, "r3", 7, 4, "r4", "d4")
 TABLE = TensorTable.of([TensorSpec("a", "BF16", (5000,), 10_000)])

@@ -24,8 +24,7 @@ from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.channel.index_records import write_lane_rows
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.state import Step, unpack_lanes
-from weightcast.shared.checkpoint.update.journal import JournalReader
-from weightcast.shared.checkpoint.update.journal_records import PackedRecord, Record
+from weightcast.shared.checkpoint.update.journal import JournalReader, PackedRecord, Record
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import is_directory, is_link
 

@@ -16,8 +16,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, empty
 from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position, Step
 from weightcast.shared.checkpoint.update import buffer_reuse
 from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
-from weightcast.shared.checkpoint.update.journal import Direction, JournalReader
-from weightcast.shared.checkpoint.update.journal_records import PackedRecord
+from weightcast.shared.checkpoint.update.journal import Direction, JournalReader, PackedRecord
 from weightcast.shared.checkpoint.verify.hashing import Damaged, Differs, differing, full_hash, hash_tensors
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 

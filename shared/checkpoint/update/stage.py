@@ -24,8 +24,13 @@ from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, Step, pack_lanes, unpack_lanes
 from weightcast.shared.checkpoint.update.fetch import Delta
-from weightcast.shared.checkpoint.update.journal import JournalHeader, JournalWriter
-from weightcast.shared.checkpoint.update.journal_records import Packed, pack_changes, pack_whole
+from weightcast.shared.checkpoint.update.journal import (
+    JournalHeader,
+    JournalWriter,
+    Packed,
+    pack_changes,
+    pack_whole,
+)
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.digest.checksums import LanesArray, StepSums
 from weightcast.shared.digest.root import root
