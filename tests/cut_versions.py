@@ -9,7 +9,7 @@ from pathlib import Path
 from channel_paths import Layout
 
 from weightcast.shared.base.elements import Part, TensorTable, grid
-from weightcast.shared.channel.delta_writer import ChunkStep, ShardWriter, begin_shard
+from weightcast.shared.channel.delta import ChunkStep, ShardWriter, begin_shard
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index, VersionTotals, write_index
 from weightcast.shared.channel.index_records import TensorRecords
@@ -18,8 +18,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gathe
 from weightcast.shared.checkpoint.state.state import unpack_lanes
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
 from weightcast.shared.codec.changes import compare
-from weightcast.shared.digest.checksums import StepSums, span_sums
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import StepSums, root, span_sums
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
 
 Cut = Callable[[TensorTable], Sequence[Part]]

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, WordKind, Words
 from weightcast.shared.digest import checksums
-from weightcast.shared.digest.checksums import ZERO, Lanes, LanesArray
-from weightcast.shared.digest.root import mix_a, mix_b
+from weightcast.shared.digest.checksums import ZERO, Lanes, LanesArray, mix_a, mix_b
 from weightcast.shared.kernels import load
 from weightcast.shared.kernels.constants import (
     BAD_GAPS,

@@ -19,8 +19,7 @@ from weightcast.shared.base.elements import Chunk, TensorTable, Words, grid
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.delta_reader import open_delta
-from weightcast.shared.channel.delta_writer import ChunkStep, PartFiles, ShardWriter, begin_shard
+from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter, begin_shard, open_delta
 from weightcast.shared.channel.index import Index, VersionTotals, parse_index, write_index
 from weightcast.shared.channel.index_records import TensorRecords
 from weightcast.shared.channel.layout import multi_step_key
@@ -29,8 +28,7 @@ from weightcast.shared.channel.store import AlreadyExists, Store
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes
 from weightcast.shared.codec.changes import changes_of
 from weightcast.shared.codec.container import StepEncoding
-from weightcast.shared.digest.checksums import LanesArray, StepSums
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import LanesArray, StepSums, root
 
 _SHARD = "model-00000-of-00001.safetensors"
 

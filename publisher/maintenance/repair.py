@@ -32,7 +32,7 @@ from weightcast.shared.channel.chain import (
 )
 from weightcast.shared.channel.channel import Channel, require_named
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.delta_writer import begin_shard
+from weightcast.shared.channel.delta import begin_shard
 from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import (
     CARRIED,

@@ -34,8 +34,7 @@ from weightcast.shared.channel.signing import PrivateKey
 from weightcast.shared.channel.store import AlreadyExists
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, WordsIn
 from weightcast.shared.checkpoint.state.state import Position, lanes_list
-from weightcast.shared.digest.checksums import Lanes, hash_bytes
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import Lanes, hash_bytes, root
 from weightcast.shared.files import durable
 from weightcast.shared.files.safetensors import Entry, pack_header
 

@@ -15,7 +15,7 @@ from weightcast.publisher.weights.precision import became_non_finite, check_fini
 from weightcast.shared.base.elements import DTYPES, Chunk, Part, TensorTable, Words, grid
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.delta_writer import ChunkStep, PartFiles, ShardWriter
+from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter
 from weightcast.shared.channel.index_records import TensorRecords
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.checkpoint.state.state import unpack_lanes

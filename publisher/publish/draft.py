@@ -30,7 +30,7 @@ from weightcast.publisher.weights.tensors import InputFacts
 from weightcast.shared.base.elements import Chunk, ChunkKey, Part, TensorTable, Words, grid
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.delta_writer import begin_shard
+from weightcast.shared.channel.delta import begin_shard
 from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import STEP_ENCODINGS, ChunkRecord, FileRecord, Index, VersionTotals
 from weightcast.shared.channel.index_records import TensorRecords
@@ -38,8 +38,7 @@ from weightcast.shared.channel.run_files import ChannelFile
 from weightcast.shared.channel.store import Store, pieces_of
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes
-from weightcast.shared.digest.checksums import Lanes, LanesArray
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import Lanes, LanesArray, root
 from weightcast.shared.files.paths import is_link
 
 

@@ -24,8 +24,7 @@ from weightcast.shared.channel.index import Encoding, Index
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.signing import PrivateKey, Trust
 from weightcast.shared.checkpoint.state.state import Position, Step, unpack_lanes
-from weightcast.shared.digest.checksums import Lanes, hash_bytes
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import Lanes, hash_bytes, root
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
 Until = Literal["patched", "out"]

@@ -34,7 +34,7 @@ from weightcast.shared.base.errors import (
     RetryLater,
     WeightcastError,
 )
-from weightcast.shared.channel.delta_reader import read_exactly
+from weightcast.shared.channel.delta import read_exactly
 from weightcast.shared.channel.index import Index, parse_index, write_index
 from weightcast.shared.channel.layout import ATTEMPTS
 from weightcast.shared.channel.store import Store, read_if_there

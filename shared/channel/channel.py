@@ -19,7 +19,7 @@ from weightcast.shared.base.errors import (
     UnknownFormat,
     Untrusted,
 )
-from weightcast.shared.channel.delta_reader import read_shard_header
+from weightcast.shared.channel.delta import read_shard_header
 from weightcast.shared.channel.index import (
     INDEX_LIMIT,
     INDEX_NAME,

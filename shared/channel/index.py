@@ -49,8 +49,7 @@ from weightcast.shared.channel.index_records import (
 from weightcast.shared.channel.index_records import FileRecord as FileRecord
 from weightcast.shared.channel.store import Body, Store
 from weightcast.shared.codec.container import StepEncoding
-from weightcast.shared.digest.checksums import Lanes
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import Lanes, root
 from weightcast.shared.files.paths import file_name, is_plain
 from weightcast.shared.files.safetensors import naturals
 from weightcast.shared.files.strict_json import MAX_INTEGER, Members, parse_object, write_object

@@ -25,8 +25,7 @@ from weightcast.shared.channel.index_records import (
     write_file_records,
     write_lane_rows,
 )
-from weightcast.shared.digest.checksums import LanesArray
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import LanesArray, root
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.files.safetensors import check_nbytes, checked_dtype, naturals
 from weightcast.shared.files.strict_json import MAX_INTEGER, Members, parse_object, write_object

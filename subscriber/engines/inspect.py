@@ -14,8 +14,7 @@ from weightcast.shared.channel.run_files import BASE_LIMIT, parse_base
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import Phase, Position, read_state
 from weightcast.shared.cli.local import EngineFound
-from weightcast.shared.digest.checksums import Lanes
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import Lanes, root
 from weightcast.shared.doctor.rules import Finding, Level
 from weightcast.shared.files import durable
 from weightcast.subscriber.engines.adapter import NONE, UNKNOWN, Adapter, EngineLanes, guarded

@@ -19,7 +19,7 @@ from weightcast.shared.channel.run_files import (
     write_base,
     write_channel_file,
 )
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import root
 
 TABLE = TensorTable.of(
     [

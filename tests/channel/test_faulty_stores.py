@@ -19,7 +19,7 @@ from weightcast.shared.channel.layout import Pointer, read_pointer, write_pointe
 from weightcast.shared.channel.reports import Report, read_reports, write_report
 from weightcast.shared.channel.run_files import Base, ChannelFile, write_base, write_channel_file
 from weightcast.shared.channel.store import AlreadyExists, Changed, Store, Unavailable
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import root
 
 OWNER, OTHER = Claimant("trainer-0", 10), Claimant("trainer-1", 11)
 KEY = f"weight_v000001/{INDEX_NAME}"

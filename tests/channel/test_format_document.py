@@ -11,8 +11,7 @@ import weightcast.shared
 from weightcast.shared.base.elements import DTYPES, TensorSpec, TensorTable, grid
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import encode_chunk
-from weightcast.shared.digest.checksums import hash_bytes
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import hash_bytes, root
 
 DOCUMENT = (Path(weightcast.shared.__path__[0]).resolve().parent / "docs" / "FORMAT.md").read_text()
 

@@ -31,8 +31,7 @@ from weightcast.shared.channel.index import (
     write_index,
 )
 from weightcast.shared.channel.index_records import TensorRecord, TensorRecords
-from weightcast.shared.digest.checksums import Lanes
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import Lanes, root
 
 TABLE = TensorTable.of(
     [

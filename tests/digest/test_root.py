@@ -5,8 +5,7 @@ from blake3 import blake3
 from numpy_kernels import finalise
 
 from weightcast.shared.base.elements import TensorSpec, TensorTable
-from weightcast.shared.digest.checksums import Lanes
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import Lanes, root
 
 TABLE = TensorTable.of(
     [

@@ -45,8 +45,7 @@ from vllm_world import (
 )
 
 from weightcast.shared.base.errors import WeightcastError
-from weightcast.shared.digest.checksums import Lanes
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import Lanes, root
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.subscriber.engines.sglang import ACTION, LOADER
 

@@ -49,8 +49,7 @@ from weightcast.shared.checkpoint.update.journal import (
     Packed,
     Record,
 )
-from weightcast.shared.digest.checksums import Lanes
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import Lanes, root
 from weightcast.shared.files.safetensors import parse_header
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
-from weightcast.shared.digest.checksums import Lanes
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import Lanes, root
 from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import FileIdentity
 from weightcast.shared.files.strict_json import parse_object

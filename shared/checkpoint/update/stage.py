@@ -18,8 +18,7 @@ import numpy as np
 
 from weightcast.shared.base.elements import Chunk, TensorTable, Words, grid
 from weightcast.shared.base.errors import MEND_CHANNEL, DamagedFile, Forked
-from weightcast.shared.channel.delta_reader import open_delta, place_of
-from weightcast.shared.channel.delta_writer import ChunkStep
+from weightcast.shared.channel.delta import ChunkStep, open_delta, place_of
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, Step, pack_lanes, unpack_lanes
@@ -32,8 +31,7 @@ from weightcast.shared.checkpoint.update.journal import (
     pack_whole,
 )
 from weightcast.shared.codec.changes import Changes
-from weightcast.shared.digest.checksums import LanesArray, StepSums
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import LanesArray, StepSums, root
 from weightcast.shared.files.disk_errors import disk_errors
 from weightcast.shared.kernels.parallel import ordered
 

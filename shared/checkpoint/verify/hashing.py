@@ -19,8 +19,7 @@ from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.index_records import FileRecord
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, TensorFiles
 from weightcast.shared.checkpoint.state.state import LANES_BYTES, Phase, Position, unpack_lanes
-from weightcast.shared.digest.checksums import ZERO, Lanes, LanesArray, hash_bytes, hash_pieces
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import ZERO, Lanes, LanesArray, hash_bytes, hash_pieces, root
 from weightcast.shared.files.hf_checkpoint import Place
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 

@@ -42,8 +42,7 @@ from weightcast.shared.checkpoint.state.state import (
 from weightcast.shared.checkpoint.update.journal import JournalReader
 from weightcast.shared.checkpoint.verify.hashing import HashReport, full_hash
 from weightcast.shared.checkpoint.verify.seed import start_of, table_problems
-from weightcast.shared.digest.checksums import LanesArray
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import LanesArray, root
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.files.hf_checkpoint import open_checkpoint

@@ -21,7 +21,7 @@ from weightcast.shared.base.elements import ByteArray, Chunk, Part, Segment, Spa
 from weightcast.shared.base.errors import Stopped, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.delta_reader import open_delta
+from weightcast.shared.channel.delta import open_delta
 from weightcast.shared.channel.index import STEP_ENCODINGS, ForeignIndex, Index
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, TensorFiles, gather
 from weightcast.shared.checkpoint.state.state import Mark, Phase, Position, Step

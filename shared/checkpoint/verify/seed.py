@@ -32,7 +32,7 @@ from weightcast.shared.checkpoint.state.state import (
 )
 from weightcast.shared.checkpoint.update.buffer_reuse import make_room
 from weightcast.shared.checkpoint.verify.hashing import differing, full_hash, hash_tensors, proven
-from weightcast.shared.digest.root import root
+from weightcast.shared.digest.checksums import root
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_errors
 from weightcast.shared.files.hf_checkpoint import WEIGHT_INDEX, Checkpoint, Place, index_for_copy
