@@ -103,7 +103,11 @@ def sync(
     with _term_as_interrupt(), output.progress(f"{local.absolute()}", None) as advance:
         one = opened(callbacks=Callbacks(show=_tell_wait_once(), advance=advance))
         try:
-            status = _sync(one, rehash, wait_channel, wait_engine)
+            status = _first(one, rehash, wait_channel)
+            deadline = time.monotonic() + wait_engine
+            while not status.ready and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+                status = one.sync_once()
         finally:
             one.close()
     output.result(status, lambda console: _show(console, status))
@@ -141,15 +145,6 @@ def _by_settings(flags: Mapping[str, object]) -> Callable[..., Sync]:
     # asked for by name: also a follower comes to the target
     options = replace(options_of(settings), group_follower=False)
     return partial(Sync, options, open_engines(settings, lead), lead)
-
-
-def _sync(one: Sync, rehash: bool, channel_seconds: float, engine_seconds: float) -> HostStatus:
-    status = _first(one, rehash, channel_seconds)
-    deadline = time.monotonic() + engine_seconds
-    while not status.ready and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
-        status = one.sync_once()
-    return status
 
 
 def _first(one: Sync, rehash: bool, seconds: float) -> HostStatus:

@@ -189,7 +189,16 @@ def claim(
     lives, and OSError."""
     epoch = current_epoch(store)
     if epoch and not take_over and not _is_over(store, epoch, claimant):
-        _outwait(store, epoch, patience, clock, sleep)
+        first, deadline = _read(store, epoch), clock() + patience
+        place, owner = store.place(), _owner(store, epoch)
+        _log.warning("%s belongs to %s: waiting up to %g s for a sign of life", place, owner, patience)
+        while clock() < deadline:
+            sleep(min(_POLL_SECONDS, patience))
+            if _read(store, epoch) != first:
+                raise OwnerAlive(
+                    f"{place} belongs to {_owner(store, epoch)}, which is alive",
+                    remedy="stop that publisher, or take the channel from it with --take-over",
+                )
     record = ClaimRecord(claimant, time.time())
     following = max(epoch, above) + 1
     try:
@@ -263,22 +272,3 @@ def is_dead(old: Claimant, observer: Claimant) -> bool:
     except PermissionError:
         return False  # another user's process, of which /proc may show nothing
     return old.process_start != "" and _process_start(old.pid) != old.process_start
-
-
-def _outwait(
-    store: Store,
-    epoch: int,
-    patience: float,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> None:
-    first, deadline = _read(store, epoch), clock() + patience
-    place, owner = store.place(), _owner(store, epoch)
-    _log.warning("%s belongs to %s: waiting up to %g s for a sign of life", place, owner, patience)
-    while clock() < deadline:
-        sleep(min(_POLL_SECONDS, patience))
-        if _read(store, epoch) != first:
-            raise OwnerAlive(
-                f"{place} belongs to {_owner(store, epoch)}, which is alive",
-                remedy="stop that publisher, or take the channel from it with --take-over",
-            )

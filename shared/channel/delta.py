@@ -375,7 +375,8 @@ class FieldReader(DeltaReader):
                 decoded = self._stream(span.tensor).step(bytes_of(old[place]), span.stop == spec.words)
                 new[place] = np.frombuffer(decoded, new.dtype)
                 if span.stop == spec.words:
-                    self._finish_tensor(span.tensor)
+                    self._open.pop(span.tensor).finish()
+                    self._done.add(self._table[span.tensor].name)
         changes, sums = changes_of(chunk, old, new)
         self._check(chunk, sums)
         return ChunkStep(changes, sums)
@@ -423,10 +424,6 @@ class FieldReader(DeltaReader):
         except DamagedFile as error:
             remedy = error.remedy or MEND_CHANNEL
             raise DamagedFile(f"{self._place}/{shard}: {error.message}", remedy=remedy) from error
-
-    def _finish_tensor(self, number: int) -> None:
-        self._open.pop(number).finish()
-        self._done.add(self._table[number].name)
 
     def finish(self) -> None:
         missing = {name for name in self._weight_map if self._table.named(name).nbytes} - self._done

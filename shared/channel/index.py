@@ -118,17 +118,13 @@ def check_parts(parts: Sequence[Part], table: TensorTable, what: str) -> None:
         raise DamagedFile(f"{what}: parts are not numbered from 0")
     for part in parts:
         for segment in part.segments:
-            _check_segment(segment, table, what)
+            number, start, stop = segment.tensor, segment.start, segment.stop
+            words = table[number].words if 0 <= number < len(table) else -1
+            fits = 0 <= start < stop <= words and start % BLOCK_WORDS == 0
+            if not fits and (start, stop, words) != (0, 0, 0):
+                raise DamagedFile(f"{what}: words {start} to {stop} of tensor {number} cannot be a part's")
         _check_ascending([(segment.tensor, segment.start) for segment in part.segments], what)
     _check_disjoint([segment for part in parts for segment in part.segments], what)
-
-
-def _check_segment(segment: Segment, table: TensorTable, what: str) -> None:
-    number, start, stop = segment.tensor, segment.start, segment.stop
-    words = table[number].words if 0 <= number < len(table) else -1
-    fits = 0 <= start < stop <= words and start % BLOCK_WORDS == 0
-    if not fits and (start, stop, words) != (0, 0, 0):
-        raise DamagedFile(f"{what}: words {start} to {stop} of tensor {number} cannot be a part's")
 
 
 def _check_ascending(starts: Sequence[tuple[int, int]], what: str) -> None:
@@ -391,6 +387,9 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str |
     _check_run(run_id(facts), run, what)
     files = file_records(facts, what)
     rows = facts.object("tensors")
+    totals = facts.array("totals")
+    if len(totals) != 4 or any(type(n) is not int or not 0 <= n <= MAX_INTEGER for n in totals):
+        raise facts.bad("totals", "four numbers")
     index = Index(
         run_id=run_id(facts),
         version=facts.integer("version"),
@@ -408,7 +407,7 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str |
         tensors=_tensor_records(rows, what),
         parts=parse_parts(facts, table, what),
         chunks=_chunk_records(facts.array("chunks"), files, what),
-        totals=_totals(facts),
+        totals=VersionTotals(*cast(list[int], totals)),
         checksums=_checksums(rows, what),
         main=facts.hex("main", 64) if "main" in facts else "",
         request=facts.hex("request", 16) if "request" in facts else "",
@@ -449,13 +448,6 @@ def _unknown(value: object, known: Iterable[str], what: str) -> UnknownFormat:
     return UnknownFormat(
         f"{what}: {repr(value)[:40]} is none of {', '.join(known)}", remedy="upgrade weightcast"
     )
-
-
-def _totals(facts: Members) -> VersionTotals:
-    totals = facts.array("totals")
-    if len(totals) != 4 or any(type(n) is not int or not 0 <= n <= MAX_INTEGER for n in totals):
-        raise facts.bad("totals", "four numbers")
-    return VersionTotals(*cast(list[int], totals))
 
 
 def _tensor_records(rows: Mapping[str, object], what: str) -> TensorRecords:
@@ -587,12 +579,17 @@ def parse_foreign(data: bytes, *, what: str = INDEX_NAME) -> ForeignIndex:
     version, base_version = _version(metadata, "version"), _version(metadata, "base_version")
     if base_version >= version:
         raise DamagedFile(f"{what}: version {version} from base version {base_version}")
+    weight_map = top.text_map("weight_map")
+    for shard in set(weight_map.values()):
+        file_name(shard)
+    if not all(name and is_plain(name) for name in weight_map):
+        raise DamagedFile(f"{what}: a tensor name with control characters")
     return ForeignIndex(
         version=version,
         base_version=base_version,
         encoding=cast(ForeignEncoding, metadata.text("delta_encoding")),
         checksum_format=cast(ChecksumFormat, metadata.text("checksum_format")),
-        weight_map=_foreign_weight_map(top, what),
+        weight_map=weight_map,
         digest=blake3(data).hexdigest(),
     )
 
@@ -602,15 +599,6 @@ def _version(metadata: Members, key: str) -> int:
     if not _VERSION.fullmatch(text):
         raise metadata.bad(key, "at least six digits")
     return int(text)
-
-
-def _foreign_weight_map(top: Members, what: str) -> Mapping[str, str]:
-    weight_map = top.text_map("weight_map")
-    for shard in set(weight_map.values()):
-        file_name(shard)
-    if not all(name and is_plain(name) for name in weight_map):
-        raise DamagedFile(f"{what}: a tensor name with control characters")
-    return weight_map
 
 
 _BLOCK = 8 << 20

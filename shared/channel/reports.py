@@ -349,18 +349,15 @@ class ChannelClock:
     def read(self, newest: float) -> ChannelTime:
         """`newest`: when the newest report was written."""
         if self._clock() >= self._due:
-            self._probe()
+            try:
+                self._ahead = self._store.within(HOSTS).now() - self._clock()
+            except StoreError:
+                self._ahead = None
+            self._due = self._clock() + PROBE_SECONDS
         if self._ahead is not None:
             return ChannelTime(self._clock() + self._ahead, "channel")
         now = self._local()
         return ChannelTime(None, "unknown") if now < newest - _COARSE else ChannelTime(now, "local")
-
-    def _probe(self) -> None:
-        try:
-            self._ahead = self._store.within(HOSTS).now() - self._clock()
-        except StoreError:
-            self._ahead = None
-        self._due = self._clock() + PROBE_SECONDS
 
 
 @dataclass(frozen=True)

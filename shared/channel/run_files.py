@@ -83,7 +83,9 @@ def parse_base(data: bytes) -> Base:
     check_component(members, _BASE_WHAT)
     specs, lanes = _tensors(members.array("tensors"))
     table = TensorTable(specs)
-    _check_order(table)
+    names = [spec.name.encode() for spec in table]
+    if any(later <= earlier for earlier, later in itertools.pairwise(names)):
+        raise DamagedFile(f"{_BASE_WHAT}: its tensors are not sorted by name, or one is listed twice")
     stated = members.hex("root", 64)
     if root(table, lanes) != stated:
         raise DamagedFile(f"{_BASE_WHAT}: its root is not that of its tensors", remedy="restore the file")
@@ -114,12 +116,6 @@ def _spec(cells: Sequence[object]) -> TensorSpec:
     spec = TensorSpec(name, checked_dtype(cells[1], where), shape, nbytes)
     check_nbytes(spec, where)
     return spec
-
-
-def _check_order(table: TensorTable) -> None:
-    names = [spec.name.encode() for spec in table]
-    if any(later <= earlier for earlier, later in itertools.pairwise(names)):
-        raise DamagedFile(f"{_BASE_WHAT}: its tensors are not sorted by name, or one is listed twice")
 
 
 _CHANNEL_FILE_WHAT = "channel.json"

@@ -322,18 +322,15 @@ class Trust:
             raise _untrusted(error.message, error.remedy or _ALTERED) from error
         if stated.blake3 != digest:
             raise _untrusted(f"{what} is not the file that was signed: it was altered or swapped", _ALTERED)
-        self._remember(digest, signed.key)
+        self._verified.pop(digest, None)
+        self._verified[digest] = signed.key
+        if len(self._verified) > _REMEMBERED:
+            self._verified.pop(next(iter(self._verified)), None)
         return stated
 
     def signer(self, digest: str) -> str | None:
         """Id of the key whose signature over the file with this digest was checked; None if none was."""
         return self._verified.get(digest)
-
-    def _remember(self, digest: str, key: str) -> None:
-        self._verified.pop(digest, None)
-        self._verified[digest] = key
-        if len(self._verified) > _REMEMBERED:
-            self._verified.pop(next(iter(self._verified)), None)
 
 
 _ALTERED = "find out who can write to the channel; nothing was taken from it"

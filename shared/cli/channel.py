@@ -116,7 +116,8 @@ def show(version: int, channel: ChannelAddress, trusted_key: Sequence[str], as_j
     facts = base_facts(opened) if version == 0 else version_facts(opened, version)
     if trust is not None:
         facts["signed_by"] = trust.signer(facts["digest"])
-    Output(json=as_json).result(facts, lambda console: _show_facts(console, facts))
+    rows = ((name, _fact_text(name, value)) for name, value in facts.items())
+    Output(json=as_json).result(facts, lambda console: console.print(facts_table(rows)))
 
 
 def base_facts(channel: Channel) -> dict[str, Any]:
@@ -188,10 +189,6 @@ def _index_facts(index: Index) -> dict[str, Any]:
     }
 
 
-def _show_facts(console: Console, facts: dict[str, Any]) -> None:
-    console.print(facts_table((name, _fact_text(name, value)) for name, value in facts.items()))
-
-
 def _fact_text(name: str, value: Any) -> str:
     if isinstance(value, dict):
         rows = sorted(value.items(), key=lambda item: str(item[0]))[:LIMIT_SHOWN_TENSORS]
@@ -261,7 +258,8 @@ def make_key(path: Path) -> PrivateKey:
     key = PrivateKey.generate()
     public = _public_path(path)
     try:
-        _refuse_present(public)
+        if exists(public) or is_link(public):
+            raise Refused(f"{public} is there already", remedy="keys are never overwritten")
         write_private_key(path, key)
         line = f"{key.public}\n".encode()
         try:
@@ -282,8 +280,3 @@ def make_key(path: Path) -> PrivateKey:
 
 def _public_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.pub")
-
-
-def _refuse_present(path: Path) -> None:
-    if exists(path) or is_link(path):
-        raise Refused(f"{path} is there already", remedy="keys are never overwritten")

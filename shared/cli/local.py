@@ -7,7 +7,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -91,7 +90,18 @@ def verify(
             done = repair_local(local, channel, base, count, advance, Trust.load(trusted_key))
             found = inspect_local(local, count, advance)
         engines = [_look(each, local, name, advance) for each in engine]
-    facts = _facts(local, found, done) | {"engines": [asdict(each) for each in engines]}
+    report = found.report
+    facts = {
+        "local": str(local),
+        "version": None if found.state is None else found.state.position.version,
+        "root": None if report is None else report.root,
+        "expected_root": None if found.state is None else found.state.position.root,
+        "intact": not found.faults,
+        "differing": [] if report is None else list(report.differing),
+        "faults": [vars(fault) for fault in found.faults],
+        "repaired": None if done is None else {**vars(done), "position": done.position.version},
+        "engines": [asdict(each) for each in engines],
+    }
     output.result(facts, lambda console: _show(console, local, found, done, engines))
     if found.faults or any(each.differing for each in engines):
         raise click.exceptions.Exit(DamagedFile.exit_code)
@@ -139,20 +149,6 @@ def repair_local(
             ways = repair_sources(opened, now.state.position.version, now.table, base)
             repair_files(now, [way.directory for way in ways])
     return done
-
-
-def _facts(local: Path, found: Inspection, done: Repaired | None) -> dict[str, Any]:
-    report = found.report
-    return {
-        "local": str(local),
-        "version": None if found.state is None else found.state.position.version,
-        "root": None if report is None else report.root,
-        "expected_root": None if found.state is None else found.state.position.root,
-        "intact": not found.faults,
-        "differing": [] if report is None else list(report.differing),
-        "faults": [vars(fault) for fault in found.faults],
-        "repaired": None if done is None else {**vars(done), "position": done.position.version},
-    }
 
 
 def _show(

@@ -179,13 +179,22 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # the first process of a container gets no signal that it does not handle; some commands will
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     steady_streams()
-    _tell_unknown_variables()
+    # no error: the environment is not ours alone; values are not said, as some are secrets
+    for name, nearest in unknown_variables(os.environ).items():
+        meant = f"; did you mean {nearest}?" if nearest else ""
+        print(f"warning: nothing reads the variable {printable(name)}{meant}", file=sys.stderr, flush=True)
     if _COMPLETE in os.environ:
         sys.exit(shell_complete(program(), {}, _NAME, _COMPLETE, os.environ[_COMPLETE]))
     code = _all_said(run(words))
     if code == NotInTime.exit_code or words[:1] in _FOR_EVERY_VERSION:
-        # the first: threads that hang in a mount would be waited for
-        _end_at_once(code)
+        # without taking the interpreter down piece by piece; the first: threads that hang in a mount would be
+        # waited for
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:  # the interpreter reports it
+            sys.exit(code)
+        os._exit(code)
     sys.exit(code)
 
 
@@ -200,23 +209,6 @@ def _all_said(code: int) -> int:
     error = disk_error(lost, "standard output")
     Output().error(error)
     return code or error.exit_code
-
-
-def _tell_unknown_variables() -> None:
-    """No error: the environment is not ours alone. Values are not said, as some are secrets."""
-    for name, nearest in unknown_variables(os.environ).items():
-        meant = f"; did you mean {nearest}?" if nearest else ""
-        print(f"warning: nothing reads the variable {printable(name)}{meant}", file=sys.stderr, flush=True)
-
-
-def _end_at_once(code: int) -> NoReturn:
-    """Without taking the interpreter down piece by piece."""
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:  # the interpreter reports it
-        sys.exit(code)
-    os._exit(code)
 
 
 def run(arguments: list[str], commands: Mapping[str, tuple[str, str]] = COMMANDS) -> int:

@@ -212,7 +212,8 @@ class _Gate:
         await answer(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        if _header_bytes(scope) > HEADER_LIMIT:
+        target = len(scope["raw_path"]) + len(scope["query_string"])
+        if target + sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_LIMIT:
             too_long = f"headers above {HEADER_LIMIT} bytes"
             return _failure(431, _phrase(431), too_long, "send shorter headers, or a shorter query", _CLOSE)
         if scope["path"] == OPEN_PATH:
@@ -239,11 +240,6 @@ class _Gate:
 
 def _bearer(token: str) -> bytes:
     return f"Bearer {token}".encode()
-
-
-def _header_bytes(scope: Scope) -> int:
-    target = len(scope["raw_path"]) + len(scope["query_string"])
-    return target + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 def _browser_refusal(method: str, headers: Headers) -> Response | None:
@@ -383,7 +379,13 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._await_request()
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            self._make_room()
+            waiting = {
+                other._deadline.when(): other
+                for other in self.connections
+                if isinstance(other, Connection) and other._deadline is not None and other is not self
+            }
+            if waiting:
+                waiting[min(waiting)]._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
@@ -404,15 +406,6 @@ class Connection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-    def _make_room(self) -> None:
-        waiting = {
-            other._deadline.when(): other
-            for other in self.connections
-            if isinstance(other, Connection) and other._deadline is not None and other is not self
-        }
-        if waiting:
-            waiting[min(waiting)]._close()
 
     def _close(self) -> None:
         self._stop_waiting()

@@ -164,7 +164,9 @@ class _ToStructlog(logging.Handler):
         self._left_out: Counter[object] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
-        kind, now = _kind(record), time.monotonic()
+        # asyncio names sockets and tasks from the second line on
+        error = record.exc_info[0] if record.exc_info else None
+        kind, now = (record.name, record.levelno, str(record.msg).partition("\n")[0], error), time.monotonic()
         if now - self._written.get(kind, -REPEAT_SECONDS) < REPEAT_SECONDS:
             self._left_out[kind] += 1
             return
@@ -175,12 +177,6 @@ class _ToStructlog(logging.Handler):
         left_out = self._left_out.pop(kind, 0)
         more = {"left_out": left_out} if left_out else {}
         get_log(record.name).log(record.levelno, record.getMessage(), exc_info=record.exc_info, **more)
-
-
-def _kind(record: logging.LogRecord) -> object:
-    # asyncio names sockets and tasks from the second line on
-    error = record.exc_info[0] if record.exc_info else None
-    return record.name, record.levelno, str(record.msg).partition("\n")[0], error
 
 
 def _remove_handler() -> None:

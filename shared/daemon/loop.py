@@ -249,7 +249,10 @@ def run_daemon(
 
         def started() -> None:
             try:
-                _publish_port(settings.port_file, listener)
+                host, port = listener.getsockname()[:2]
+                if settings.port_file is not None:
+                    durable.replace(settings.port_file, f"{port}\n".encode())
+                log.info("listening", host=host, port=port)
             except OSError as error:
                 work.give_up(disk_error(error, "port_file"))
             else:
@@ -292,13 +295,6 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
     drop_unread(listener)
     return listener
-
-
-def _publish_port(path: Path | None, listener: socket.socket) -> None:
-    host, port = listener.getsockname()[:2]
-    if path is not None:
-        durable.replace(path, f"{port}\n".encode())
-    log.info("listening", host=host, port=port)
 
 
 def _forget_port(path: Path | None) -> None:

@@ -92,14 +92,10 @@ def show_findings(console: Console, findings: Sequence[Finding]) -> None:
         table.add_column(title, overflow="fold")
     for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
         level = Text(finding.level, _STYLES[finding.level])
-        table.add_row(level, printable(finding.place), finding.check, _found(finding))
+        text = Text(printable(finding.says))
+        if finding.remedy:
+            text.append(f"\n→ {printable(finding.remedy)}", "dim")
+        table.add_row(level, printable(finding.place), finding.check, text)
     console.print(table)
     found = counts(findings)
     console.print(", ".join(f"{found[level]} {level}" for level in LEVELS if found[level]))
-
-
-def _found(finding: Finding) -> Text:
-    text = Text(printable(finding.says))
-    if finding.remedy:
-        text.append(f"\n→ {printable(finding.remedy)}", "dim")
-    return text

@@ -153,8 +153,11 @@ class Subscriber:
         self.sync.close()
         if self.reporter is not None:
             self.reporter.stop()
-        if self.refused is not None:
-            self._withdraw_report()
+        if self.refused is not None and not self._is_seeded:
+            # it may have reported that it seeds
+            options = self.sync.options
+            with suppress(OSError):
+                open_store(options.channel).delete(report_key(socket.gethostname(), str(options.local)))
 
     @property
     def _is_seeded(self) -> bool:
@@ -183,13 +186,6 @@ class Subscriber:
             return isinstance(error, WrongRun) and not self._ended_well
         lasts = isinstance(error, DiskError) and error.exit_code == Refused.exit_code
         return isinstance(error, _WRONG) or (lasts and not isinstance(error.__cause__, FileNotFoundError))
-
-    def _withdraw_report(self) -> None:
-        """Of a host that was refused when it had begun to seed."""
-        options = self.sync.options
-        if not self._is_seeded:
-            with suppress(OSError):
-                open_store(options.channel).delete(report_key(socket.gethostname(), str(options.local)))
 
     def status(self) -> HostStatus:
         status = self.sync.status

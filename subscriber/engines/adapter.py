@@ -113,10 +113,6 @@ class Adapter(ABC):
         """Of an engine that does not name its process: read several times, since only labels may differ."""
         return ask() if process is not None else self._labels.read(ask, lambda label: label)
 
-    def _forget_labels(self) -> None:
-        """Before a reload gives it another one."""
-        self._labels = Identities(self.spec.shown_url, lasting=False)
-
     def _require_label(self, shown: str | None, label: str) -> Confirmation:
         if shown != label:
             raise EngineFailed(
@@ -340,7 +336,7 @@ class Server(Adapter):
             return unreachable(failure)
 
     def reload(self, path: str, label: str) -> ReloadOutcome:
-        self._forget_labels()
+        self._labels = Identities(self.spec.shown_url, lasting=False)
         try:
             self._drafter(self._asked, self._timeouts.control)
         except EngineFailed as failure:

@@ -315,16 +315,13 @@ class HostEngine:
         self._source = result.source
         self.failures, self._next_try = 0, 0.0
         if taken:
-            self._bring_back_later()
-
-    def _bring_back_later(self) -> None:
-        """If it is taken again: two who bring an engine back at once would leave it paused."""
-        now = self._clock()
-        self._taken = 1 if now - self._taken_at > _PEACE else self._taken + 1
-        self._taken_at = now
-        if self._taken >= TAKEN_AT_ONCE:
-            wait = Backoff(_RETRY_MOST, _RETRY_FAILED).pause(self._taken - TAKEN_AT_ONCE + 1)
-            self._next_try = now + wait * (0.5 + 0.5 * self._jitter())
+            # if it is taken again: two who bring an engine back at once would leave it paused
+            now = self._clock()
+            self._taken = 1 if now - self._taken_at > _PEACE else self._taken + 1
+            self._taken_at = now
+            if self._taken >= TAKEN_AT_ONCE:
+                wait = Backoff(_RETRY_MOST, _RETRY_FAILED).pause(self._taken - TAKEN_AT_ONCE + 1)
+                self._next_try = now + wait * (0.5 + 0.5 * self._jitter())
 
     def _delay(self, process: str | None) -> float:
         """A process that is known to have failed is left alone until another is seen; a process without

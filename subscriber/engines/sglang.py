@@ -228,15 +228,11 @@ class SGLang(Server):
         try:
             label, self._unread = self._asked_label(seconds), ""
         except KeyRefused as refused:
-            if not self._may_control(seconds):
+            # the only key given may be that of control routes: one is asked that orders nothing
+            if not self._wire.keys.are_one or self._wire.post(ADMIN_LOOK, {}, seconds).refusal is not None:
                 raise
             label, self._unread = None, str(refused)
         return label
-
-    def _may_control(self, seconds: float) -> bool:
-        """Whether the only key given is that of control routes: one is asked that orders nothing."""
-        one = self._wire.keys.are_one
-        return one and self._wire.post(ADMIN_LOOK, {}, seconds).refusal is None
 
     def _asked_label(self, seconds: float) -> str | None:
         for route in ("/model_info", "/get_model_info", "/get_weight_version"):

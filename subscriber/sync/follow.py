@@ -152,7 +152,12 @@ class Follow:
         pointer = self._pointer(channel)
         target = self._options.target
         if order is not None:
-            _require_run(channel, order)
+            if channel.file is not None and channel.file.run_id != order.run_id:
+                raise WrongRun(
+                    f"{channel.place} is of run {channel.file.run_id}, the group's leader follows run "
+                    f"{order.run_id or 'of a foreign channel'}",
+                    remedy="give every host of a group the same channel",
+                )
             target = Target(str(order.version), order.version)
         version = target.resolve(channel.store, pointer)
         self._host.note(target_version=version)
@@ -262,12 +267,3 @@ class Follow:
         is_there = is_file(local.paths.journal(kept.step.journal))
         if not wanted or not is_there or kept.step.base != local.state.position:
             self._apply.drop_kept()
-
-
-def _require_run(channel: Channel, order: Order) -> None:
-    if channel.file is not None and channel.file.run_id != order.run_id:
-        raise WrongRun(
-            f"{channel.place} is of run {channel.file.run_id}, the group's leader follows run "
-            f"{order.run_id or 'of a foreign channel'}",
-            remedy="give every host of a group the same channel",
-        )

@@ -173,7 +173,9 @@ class GroupFollower:
         if wanted is not None and wanted is self._kept:
             return self._sync.status
         self._let_go()
-        self._forget_undo()
+        served, local = self.post.take_served(), self._sync.updater.local
+        if served is not None and local is not None and local.state.position.digest == served:
+            self._sync.updater.forget_undo()
         try:
             status = self._sync.sync_once(wanted)
             if wanted is not None:
@@ -215,11 +217,6 @@ class GroupFollower:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-    def _forget_undo(self) -> None:
-        served, local = self.post.take_served(), self._sync.updater.local
-        if served is not None and local is not None and local.state.position.digest == served:
-            self._sync.updater.forget_undo()
 
     def _show(self) -> None:
         self.post.is_at(self._sync.host.position)

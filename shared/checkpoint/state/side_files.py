@@ -142,7 +142,10 @@ class SideFiles:
                 remedy="run `weightcast local verify --repair` with --channel and --base",
             )
         durable.replace(durable.make_within(local.directory, name), proven(wanted, durable.pieces_of(source)))
-        _let_read(path, local)
+        # by whoever reads the weights
+        path.chmod(stat.S_IMODE(local.checkpoint.weight_files[0].stat().st_mode))
+        for parent in path.relative_to(local.directory).parents[:-1]:
+            (local.directory / parent).chmod(stat.S_IMODE(local.directory.stat().st_mode))
         return True
 
     def _sweep(self, sets: Sets, base: Mapping[str, FileRecord]) -> None:
@@ -255,13 +258,6 @@ def _found(run: Base, base: Checkpoint) -> tuple[FileRecord, ...] | None:
             files = side_files(base).files
             return tuple(file_record(path, name) for name, path in files.items() if name not in known)
     return None
-
-
-def _let_read(path: Path, local: LocalCheckpoint) -> None:
-    """By whoever reads the weights."""
-    path.chmod(stat.S_IMODE(local.checkpoint.weight_files[0].stat().st_mode))
-    for parent in path.relative_to(local.directory).parents[:-1]:
-        (local.directory / parent).chmod(stat.S_IMODE(local.directory.stat().st_mode))
 
 
 def _by_name(records: Iterable[FileRecord]) -> dict[str, FileRecord]:

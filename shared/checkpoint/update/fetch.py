@@ -147,13 +147,10 @@ class Incoming:
         """Until the first `size` bytes of a file are there; None: until all files are verified. Raises what
         the writer failed with."""
         with self._changed:
-            while not self._has(name, size):
+            while not (self._complete or (size is not None and self._size.get(name, -1) >= size)):
                 if self._failure is not None:
                     raise self._failure
                 self._changed.wait()
-
-    def _has(self, name: str, size: int | None) -> bool:
-        return self._complete or (size is not None and self._size.get(name, -1) >= size)
 
 
 @dataclass(frozen=True)

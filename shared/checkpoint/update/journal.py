@@ -314,7 +314,13 @@ class JournalReader:
             self._size = os.fstat(self._file.fileno()).st_size
             self.header = self._read_header()
             self._start = self._file.tell()
-            self._check_footer()
+            tail = HEAD.size + len(_END)
+            if self._size - self._start < tail:
+                raise self._bad("incomplete")
+            self._file.seek(self._size - tail)
+            self._footer = HEAD.unpack(self._read(HEAD.size))
+            if self._footer[0] != _FOOTER_TENSOR or self._read(len(_END)) != _END:
+                raise self._bad("incomplete")
         except BaseException:
             self._file.close()
             raise
@@ -372,15 +378,6 @@ class JournalReader:
             target_root=members.text("target_root"),
             target_digest=members.text("target_digest"),
         )
-
-    def _check_footer(self) -> None:
-        tail = HEAD.size + len(_END)
-        if self._size - self._start < tail:
-            raise self._bad("incomplete")
-        self._file.seek(self._size - tail)
-        self._footer = HEAD.unpack(self._read(HEAD.size))
-        if self._footer[0] != _FOOTER_TENSOR or self._read(len(_END)) != _END:
-            raise self._bad("incomplete")
 
     def packed(self) -> Iterator[PackedRecord]:
         """Records whose headers fit the table; their payloads are left where they are."""

@@ -262,7 +262,9 @@ def recover_state(
             remedy="move the local checkpoint away and seed it again",
         )
     state = _found(paths, channel, _base_of(paths, channel), threads, advance)
-    _set_aside(paths)
+    with contextlib.suppress(DamagedFile):
+        # a link, or more than anybody would read
+        durable.replace(paths.room / "state.json.unreadable", durable.read_file(paths.state, _KEPT_BYTES))
     if state is None:
         paths.state.unlink()
         durable.sync_directory(paths.room)
@@ -284,12 +286,6 @@ def restore_base(paths: LocalPaths, base: Base) -> None:
     ours = state is not None and not state.foreign and state.run_id == base.run_id
     if ours and _base_here(paths) is None:
         durable.replace(paths.base, write_base(base))
-
-
-def _set_aside(paths: LocalPaths) -> None:
-    with contextlib.suppress(DamagedFile):
-        # a link, or more than anybody would read
-        durable.replace(paths.room / "state.json.unreadable", durable.read_file(paths.state, _KEPT_BYTES))
 
 
 def _base_of(paths: LocalPaths, channel: Channel) -> Base:

@@ -47,22 +47,18 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for own, were in modules:
-            _put_back_each(own, were)
+            # one by one: other threads may look at a module meanwhile
+            for name in own.keys() - were.keys():
+                del own[name]
+            for name, one in were.items():
+                if own.get(name) is not one:
+                    own[name] = one
         for value, copy in kept:
             _put_back(value, copy)
         if _marks(model) != before:
             raise InDoubt(
                 "the model's loader changed its weights while it was looked at", remedy=RELOAD_AND_TELL
             )
-
-
-def _put_back_each(own: dict[str, Any], were: dict[str, Any]) -> None:
-    """Other threads may look at a module meanwhile."""
-    for name in own.keys() - were.keys():
-        del own[name]
-    for name, one in were.items():
-        if own.get(name) is not one:
-            own[name] = one
 
 
 def _put_back(value: Any, were: Any) -> None:

@@ -152,7 +152,10 @@ def _changes(rows: object, data: bytearray, start: int, end: int) -> Iterator[Ch
 
 
 def _change(name: str, row: dict[str, object], data: bytearray, place: int, end: int) -> tuple[Change, int]:
-    form = _form(name, row)
+    dtype = row["dtype"]
+    if type(dtype) is not str or dtype not in DTYPES:
+        raise ValueError(f"{name}: dtype {str(dtype)[:40]!r} can't be patched")
+    form = Form(dtype, shape(row["shape"], name))
     count = natural(row["changes"], name, form.elements)
     width = 4 if form.elements <= 1 << 32 else 8
     if count == 0 or type(row["index_width"]) is not int or row["index_width"] != width:
@@ -167,22 +170,11 @@ def _change(name: str, row: dict[str, object], data: bytearray, place: int, end:
         raise ValueError(f"{name}: {count} changes do not fit into the file, or its padding is not zero")
     index: Index = np.frombuffer(data, f"<u{width}", count, place)
     words = torch.frombuffer(data, dtype=INTEGERS[form.width], count=count, offset=words_at)
-    _check_index(name, index, form.elements)
+    if int(index[-1]) >= form.elements or not bool((index[1:] > index[:-1]).all()):
+        raise ValueError(f"{name}: indices that do not ascend, or beyond its {form.elements} elements")
     _check_finite(name, form, words)
     lanes = (Lanes.from_hex(hexadecimal(row[key], name, 32)) for key in ("lanes_old", "lanes_new"))
     return Change(name, form, index, words, *lanes), stop
-
-
-def _form(name: str, row: dict[str, object]) -> Form:
-    dtype = row["dtype"]
-    if type(dtype) is not str or dtype not in DTYPES:
-        raise ValueError(f"{name}: dtype {str(dtype)[:40]!r} can't be patched")
-    return Form(dtype, shape(row["shape"], name))
-
-
-def _check_index(name: str, index: Index, elements: int) -> None:
-    if int(index[-1]) >= elements or not bool((index[1:] > index[:-1]).all()):
-        raise ValueError(f"{name}: indices that do not ascend, or beyond its {elements} elements")
 
 
 def _check_finite(name: str, form: Form, words: torch.Tensor) -> None:
