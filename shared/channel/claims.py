@@ -15,6 +15,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Le, MaxLen
 
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.index_records import FORMAT, check_format
@@ -27,20 +30,19 @@ _log = logging.getLogger("weightcast.claims")
 PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 1.0
 CLAIM_LIMIT = 64 << 10
-_PID_LIMIT = (1 << 31) - 1
 _NAME = re.compile(r"([1-9]\d{0,14})\.json", re.ASCII)
-_RECORD_MEMBERS = ("host", "boot_id", "pid_namespace", "process_start")
+_Text = Annotated[str, MaxLen(256)]
 
 
 @dataclass(frozen=True)
 class Claimant:
     """A publisher's process. Empty texts are unknown facts, and prove nothing."""
 
-    host: str
-    pid: int
-    boot_id: str = ""
-    pid_namespace: str = ""
-    process_start: str = ""
+    host: _Text
+    pid: Annotated[int, Ge(1), Le((1 << 31) - 1)]
+    boot_id: _Text = ""
+    pid_namespace: _Text = ""
+    process_start: _Text = ""
     """clock ticks after boot, as text"""
 
     def __str__(self) -> str:
@@ -93,29 +95,15 @@ class ClaimRecord:
 
 
 def write_claim(record: ClaimRecord) -> bytes:
-    claimant = asdict(record.claimant)
-    return write_object(
-        {
-            "format": FORMAT,
-            **claimant,
-            "claimed": record.claimed,
-            "counter": record.counter,
-            "released": record.released,
-        }
-    )
+    facts = asdict(record)
+    return write_object({"format": FORMAT, **facts.pop("claimant"), **facts})
 
 
 def parse_claim(data: bytes, what: str) -> ClaimRecord:
     """Raises DamagedFile and UnknownFormat."""
     members = Members(parse_object(data, what), what)
     check_format(members, what)
-    texts = {key: members.text(key, 256) for key in _RECORD_MEMBERS}
-    return ClaimRecord(
-        Claimant(pid=members.integer("pid", 1, _PID_LIMIT), **texts),
-        members.number("claimed"),
-        members.integer("counter"),
-        members.boolean("released"),
-    )
+    return members.record(ClaimRecord, claimant=members.record(Claimant))
 
 
 def current_epoch(store: Store) -> int:

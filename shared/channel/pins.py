@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from annotated_types import MaxLen
 
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.index_records import FORMAT, check_format
 from weightcast.shared.channel.layout import digits
 from weightcast.shared.channel.store import AlreadyExists, Store, read_if_there
 from weightcast.shared.files.paths import file_name
-from weightcast.shared.files.strict_json import Members, parse_object, write_object
+from weightcast.shared.files.strict_json import Hex, Members, parse_object, write_object
 
 _NUMBER = re.compile(r"\d{6,15}", re.ASCII)
 _TAGGED = re.compile(rb"\d{6,15}\s*")
@@ -83,25 +86,16 @@ class Rollback:
     """An order to publish the bytes of version `to` (`root`) again, and nothing else until it is withdrawn.
     `ordered`: unix time on the clock of who ordered it."""
 
-    run_id: str
+    run_id: Annotated[str, MaxLen(128)]
     to: int
-    root: str
+    root: Annotated[str, Hex(64)]
     ordered: float
 
 
 def order_rollback(store: Store, order: Rollback) -> None:
     """Raises Refused while another order holds."""
-    data = write_object(
-        {
-            "format": FORMAT,
-            "run_id": order.run_id,
-            "to": order.to,
-            "root": order.root,
-            "ordered": order.ordered,
-        }
-    )
     try:
-        store.create(_ROLLBACK, data)
+        store.create(_ROLLBACK, write_object({"format": FORMAT, **asdict(order)}))
     except AlreadyExists as error:
         earlier = read_rollback(store)
         number = "another version" if earlier is None else f"version {earlier.to}"
@@ -117,12 +111,7 @@ def read_rollback(store: Store) -> Rollback | None:
         return None
     members = Members(parse_object(data, place), place)
     check_format(members, place)
-    return Rollback(
-        members.text("run_id", 128),
-        members.integer("to"),
-        members.hex("root", 64),
-        members.number("ordered"),
-    )
+    return members.record(Rollback)
 
 
 def resume(store: Store) -> bool:

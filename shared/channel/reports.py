@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from math import inf, isfinite
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
+
+from annotated_types import Ge, MaxLen
 
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat, WeightcastError
 from weightcast.shared.channel.index_records import FORMAT, check_format
@@ -42,6 +44,10 @@ _ENGINE_TEXT = 64
 _BRIEF_ENGINES, _BRIEF_TEXT = 16, 256
 _ERROR_LIMIT = 4096
 _PHASES_LIMIT = 32
+_Word = Annotated[str, MaxLen(32)]
+_State = Annotated[str, MaxLen(64)]
+_Line = Annotated[str, MaxLen(256)]
+_Error = Annotated[str, MaxLen(_ERROR_LIMIT)]
 _SUFFIX = ".json"
 _NAME = re.compile(r".+-[0-9a-f]{8}\.json", re.DOTALL)
 """as `report_key` makes them"""
@@ -54,11 +60,11 @@ class Update:
     version, whether or not the host went back."""
 
     version: int
-    kind: str
+    kind: _Word
     began: float
     seconds: Mapping[str, float]
     bytes: int
-    outcome: str
+    outcome: _Word
 
 
 @dataclass(frozen=True)
@@ -68,22 +74,22 @@ class Report:
     `counter` rises with each report: a host whose counter does not change is silent, whatever its clock
     says."""
 
-    host: str
-    local: str
-    run_id: str
-    state: str
+    host: _Line
+    local: Annotated[str, MaxLen(4096)]
+    run_id: Annotated[str, MaxLen(128)]
+    state: _State
     local_version: int | None
     served_version: int | None
-    target: str
-    lag: int | None
-    last_error: str
+    target: _Line
+    lag: Annotated[int, Ge(-(1 << 62))] | None
+    last_error: _Error
     engines: tuple[Mapping[str, object], ...]
     """one object per engine, as in the daemon's status"""
     counter: int
-    software: str
-    phase: str = ""
+    software: _Line
+    phase: _State = ""
     target_version: int | None = None
-    remedy: str = ""
+    remedy: _Error = ""
     retries: int = 0
     """steps tried again since the start"""
     bytes: Mapping[str, int] = field(default_factory=dict)
@@ -141,25 +147,11 @@ def parse_report(data: bytes, what: str, updates: int = UPDATES_LIMIT) -> Report
     engines = members.array("engines")
     if len(engines) > _ENGINES_LIMIT or any(type(engine) is not dict for engine in engines):
         raise members.bad("engines", f"at most {_ENGINES_LIMIT} objects")
-    return Report(
-        host=members.text("host", 256),
-        local=members.text("local", 4096),
-        run_id=members.text("run_id", 128),
-        state=members.text("state", 64),
-        local_version=members.optional_integer("local_version"),
-        served_version=members.optional_integer("served_version"),
-        target=members.text("target", 256),
-        lag=members.optional_integer("lag", low=-(1 << 62)),
-        last_error=members.text("last_error", _ERROR_LIMIT),
+    return members.record(
+        Report,
+        absent=("phase", "target_version", "remedy", "retries", "clock_offset"),
         engines=tuple(cast(list[dict[str, object]], engines)),
-        counter=members.integer("counter"),
-        software=members.text("software", 256),
-        phase=members.text("phase", 64) if "phase" in members else "",
-        target_version=members.optional_integer("target_version"),
-        remedy=members.text("remedy", _ERROR_LIMIT) if "remedy" in members else "",
-        retries=members.integer("retries") if "retries" in members else 0,
         bytes=_bytes(members, what) if "bytes" in members else {},
-        clock_offset=None if members.absent("clock_offset") else members.number("clock_offset"),
         updates=_updates(members, what, updates) if "updates" in members else (),
     )
 
@@ -173,18 +165,8 @@ def _updates(members: Members, what: str, most: int) -> tuple[Update, ...]:
     rows = members.array("updates")
     if len(rows) > UPDATES_LIMIT:
         raise members.bad("updates", f"at most {UPDATES_LIMIT} objects")
-    return tuple(_update(Members(row, f"{what}: updates")) for row in rows[:most])
-
-
-def _update(row: Members) -> Update:
-    return Update(
-        version=row.integer("version"),
-        kind=row.text("kind", 32),
-        began=row.number("began"),
-        seconds=_seconds(row),
-        bytes=row.integer("bytes"),
-        outcome=row.text("outcome", 32),
-    )
+    updates = (Members(row, f"{what}: updates") for row in rows[:most])
+    return tuple(row.record(Update, seconds=_seconds(row)) for row in updates)
 
 
 def _seconds(row: Members) -> dict[str, float]:

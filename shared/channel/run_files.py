@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import cast
 
@@ -136,29 +136,14 @@ class ChannelFile:
 
 
 def write_channel_file(channel: ChannelFile) -> bytes:
-    return write_object(
-        {
-            "format": FORMAT,
-            "run_id": channel.run_id,
-            "created": channel.created,
-            "frozen": list(channel.frozen),
-            "aliases": dict(channel.aliases),
-            "horizon": channel.horizon,
-        }
-    )
+    return write_object({"format": FORMAT, **asdict(channel)})
 
 
 def parse_channel_file(data: bytes) -> ChannelFile:
     """Raises UnknownFormat and DamagedFile."""
     members = Members(parse_object(data, _CHANNEL_FILE_WHAT), _CHANNEL_FILE_WHAT)
     check_format(members, _CHANNEL_FILE_WHAT)
-    aliases = members.text_map("aliases")
-    if any(name in aliases for name in aliases.values()):
+    file = members.record(ChannelFile, run_id=run_id(members))
+    if any(name in file.aliases for name in file.aliases.values()):
         raise DamagedFile(f"{_CHANNEL_FILE_WHAT}: an alias of an alias")
-    return ChannelFile(
-        run_id(members),
-        members.number("created"),
-        members.texts("frozen"),
-        aliases,
-        members.integer("horizon"),
-    )
+    return file

@@ -12,8 +12,9 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
+from annotated_types import Ge, MaxLen
 from blake3 import blake3
 
 from weightcast.shared.base.errors import DamagedFile, Refused, UnknownFormat, Untrusted
@@ -22,7 +23,7 @@ from weightcast.shared.channel.index_records import FORMAT, check_format, is_hex
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import at_home
-from weightcast.shared.files.strict_json import Members, parse_object, write_object
+from weightcast.shared.files.strict_json import Hex, Members, parse_object, write_object
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -192,12 +193,12 @@ class Statement:
     run_id: str
     kind: StatedKind
     version: int
-    base_version: int
+    base_version: Annotated[int, Ge(-1)]
     epoch: int
     time: float
-    parent: str
-    main: str
-    blake3: str
+    parent: Annotated[str, MaxLen(64)]
+    main: Annotated[str, MaxLen(64)]
+    blake3: Annotated[str, Hex(64)]
 
 
 def signature_key(key: str) -> str:
@@ -260,27 +261,14 @@ def _parse_signature(data: bytes, what: str) -> _Signed:
 def _parse_statement(text: bytes, what: str) -> Statement:
     members = Members(parse_object(text, what), what)
     check_format(members, what)
+    kind = members.text("kind", 32)
+    if kind not in get_args(StatedKind):
+        raise members.bad("kind", "base, delta or anchor")
+    stated = members.record(Statement, run_id=run_id(members), kind=kind)
     for key in ("parent", "main"):
-        if members.text(key, 64) and not is_hex(members.text(key, 64), 64):
+        if getattr(stated, key) and not is_hex(getattr(stated, key), 64):
             raise members.bad(key, "64 hex digits or nothing")
-    return Statement(
-        run_id=run_id(members),
-        kind=_kind(members),
-        version=members.integer("version"),
-        base_version=members.integer("base_version", -1),
-        epoch=members.integer("epoch"),
-        time=members.number("time"),
-        parent=members.text("parent", 64),
-        main=members.text("main", 64),
-        blake3=members.hex("blake3", 64),
-    )
-
-
-def _kind(members: Members) -> StatedKind:
-    match members.text("kind", 32):
-        case "base" | "delta" | "anchor" as kind:
-            return kind
-    raise members.bad("kind", "base, delta or anchor")
+    return stated
 
 
 @dataclass(frozen=True)

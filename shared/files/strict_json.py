@@ -6,8 +6,12 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import TypeVar, cast
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Le, MaxLen
 
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.files.paths import is_plain
@@ -96,6 +100,19 @@ def _finite(text: str) -> float:
 
 
 Value = TypeVar("Value")
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Hex:
+    """Of an annotated text: so many lowercase hex digits."""
+
+    digits: int
+
+
+@lru_cache
+def _fields(cls: Any) -> Mapping[str, Any]:
+    return get_type_hints(cls, include_extras=True)
 
 
 class Members:
@@ -121,6 +138,27 @@ class Members:
     def bad(self, key: str, wanted: str) -> DamagedFile:
         shown = repr(self._members.get(key))
         return DamagedFile(f"{self._what}: {key!r} must be {wanted}, not {shown[:80]}")
+
+    def record(self, cls: Callable[..., Record], absent: Collection[str] = (), **given: object) -> Record:
+        """A dataclass of the members that its fields name, each within its annotation's bounds. `absent`:
+        fields with a default that may not be there; `given`: those that are made otherwise."""
+        for key, kind in _fields(cls).items():
+            if key not in given and (key in self or key not in absent):
+                given[key] = self._field(key, kind)
+        return cls(**given)
+
+    def _field(self, key: str, kind: Any) -> object:
+        kinds = get_args(kind)
+        if type(None) in kinds:
+            return None if self.absent(key) else self._field(key, kinds[0])
+        bounds = {type(bound): bound for bound in getattr(kind, "__metadata__", ())}
+        if Hex in bounds:
+            return self.hex(key, bounds[Hex].digits)
+        if MaxLen in bounds:
+            return self.text(key, bounds[MaxLen].max_length)
+        if Ge in bounds:
+            return self.integer(key, bounds[Ge].ge, bounds[Le].le if Le in bounds else MAX_INTEGER)
+        return _READ[get_origin(kind) or kind](self, key)
 
     def _checked(self, key: str, wanted: str, kind: type[Value], fits: Callable[[Value], bool]) -> Value:
         value = self._members.get(key)
@@ -172,3 +210,14 @@ class Members:
         if any(type(value) is not str for value in values.values()):
             raise self.bad(key, "an object of strings")
         return cast(dict[str, str], values)
+
+
+_READ: Mapping[Any, Callable[[Members, str], object]] = {
+    bool: Members.boolean,
+    int: Members.integer,
+    float: Members.number,
+    str: Members.text,
+    tuple: Members.texts,
+    Mapping: Members.text_map,
+}
+"""members of a record, by the types of its fields"""

@@ -368,16 +368,7 @@ class JournalReader:
         if length > _HEADER_LIMIT:
             raise self._bad("header too long")
         members = Members(parse_object(self._read(length), str(self.path)), str(self.path))
-        return JournalHeader(
-            run_id=members.text("run_id"),
-            journal=members.text("journal"),
-            base_version=members.integer("base_version"),
-            base_root=members.text("base_root"),
-            generation=members.integer("generation"),
-            target_version=members.integer("target_version"),
-            target_root=members.text("target_root"),
-            target_digest=members.text("target_digest"),
-        )
+        return members.record(JournalHeader)
 
     def packed(self) -> Iterator[PackedRecord]:
         """Records whose headers fit the table; their payloads are left where they are."""
