@@ -45,8 +45,8 @@ from weightcast.shared.cli.output import Output, facts_table, time_text
 from weightcast.shared.cli.settings_options import settings_command, show_settings_command
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.logs import setup_logs
+from weightcast.shared.files.hf_checkpoint import left_text, side_files
 from weightcast.shared.files.paths import ChannelAddress, printable
-from weightcast.shared.files.side_files import left_text, side_files
 
 _MADE = ("run_id", "created", "frozen", "aliases", "tensors", "elements", "full_bytes", "root")
 

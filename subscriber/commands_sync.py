@@ -30,8 +30,8 @@ from weightcast.shared.cli.options import (
 from weightcast.shared.cli.output import Output, facts_table, or_dash
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.logs import setup_logs
+from weightcast.shared.files.hf_checkpoint import left_text
 from weightcast.shared.files.paths import printable, require_places
-from weightcast.shared.files.side_files import left_text
 from weightcast.subscriber.status import HostStatus
 from weightcast.subscriber.sync.host import Callbacks
 from weightcast.subscriber.sync.options import SyncOptions, parse_target

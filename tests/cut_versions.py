@@ -12,8 +12,8 @@ from weightcast.shared.base.elements import Part, TensorTable, grid
 from weightcast.shared.channel.delta import ChunkStep, ShardWriter, begin_shard
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index, VersionTotals, write_index
-from weightcast.shared.channel.index_records import TensorRecords
 from weightcast.shared.channel.layout import INDEX_NAME, write_pointer
+from weightcast.shared.channel.run_files import TensorRecords
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.checkpoint.state.state import unpack_lanes
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint

@@ -24,9 +24,9 @@ from weightcast.shared.checkpoint.verify.seed import check_other_files, check_ta
 from weightcast.shared.daemon.hooks import run_hook
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import Stop
+from weightcast.shared.files.hf_checkpoint import side_files
 from weightcast.shared.files.paths import ChannelAddress, exists, is_directory
 from weightcast.shared.files.probes import CONSUME_NEEDS, require
-from weightcast.shared.files.side_files import side_files
 
 log = get_log("publisher")
 

@@ -21,8 +21,8 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter, begin_shard, open_delta
 from weightcast.shared.channel.index import Index, VersionTotals, parse_index, write_index
-from weightcast.shared.channel.index_records import TensorRecords
 from weightcast.shared.channel.layout import multi_step_key
+from weightcast.shared.channel.run_files import TensorRecords
 from weightcast.shared.channel.signing import PrivateKey
 from weightcast.shared.channel.store import AlreadyExists, Store
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes

@@ -27,9 +27,8 @@ from weightcast.shared.channel.index import (
     upload,
     write_index,
 )
-from weightcast.shared.channel.index_records import TensorRecords
 from weightcast.shared.channel.layout import anchor_key
-from weightcast.shared.channel.run_files import Base
+from weightcast.shared.channel.run_files import Base, TensorRecords
 from weightcast.shared.channel.signing import PrivateKey
 from weightcast.shared.channel.store import AlreadyExists
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, WordsIn

@@ -16,7 +16,7 @@ from weightcast.shared.base.elements import DTYPES, Chunk, Part, TensorTable, Wo
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter
-from weightcast.shared.channel.index_records import TensorRecords
+from weightcast.shared.channel.run_files import TensorRecords
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.checkpoint.state.state import unpack_lanes
 from weightcast.shared.codec.changes import Changes, Scan, compare, scan

@@ -33,8 +33,7 @@ from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.delta import begin_shard
 from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import STEP_ENCODINGS, ChunkRecord, FileRecord, Index, VersionTotals
-from weightcast.shared.channel.index_records import TensorRecords
-from weightcast.shared.channel.run_files import ChannelFile
+from weightcast.shared.channel.run_files import ChannelFile, TensorRecords
 from weightcast.shared.channel.store import Store, pieces_of
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes

@@ -60,7 +60,7 @@ from weightcast.shared.checkpoint.update.fetch import ROOM_BYTES, Delta, journal
 from weightcast.shared.checkpoint.update.sources import find_base, open_base
 from weightcast.shared.checkpoint.update.stage import Staged, stage
 from weightcast.shared.files.disk_errors import disk_error
-from weightcast.shared.files.side_files import side_files
+from weightcast.shared.files.hf_checkpoint import side_files
 
 
 @dataclass(frozen=True)

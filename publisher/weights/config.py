@@ -16,7 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from weightcast.shared.base.errors import DamagedFile, Refused, WrongRun
-from weightcast.shared.channel.index_records import FileRecord
+from weightcast.shared.channel.run_files import FileRecord
 from weightcast.shared.files import durable
 from weightcast.shared.files.safetensors import START, check_kind
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from weightcast.publisher.weights.config import CONFIG, READ_BY_ENGINES, bytes_of, digest_of, read_bytes
 from weightcast.shared.base.errors import Refused
-from weightcast.shared.channel.index_records import CARRIED_LIMIT, is_carriable
-from weightcast.shared.channel.run_files import Base
+from weightcast.shared.channel.run_files import CARRIED_LIMIT, Base, is_carriable
 from weightcast.shared.files.hf_checkpoint import Checkpoint
 from weightcast.shared.files.paths import is_file, matching, printable
 

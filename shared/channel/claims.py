@@ -20,8 +20,8 @@ from typing import Annotated
 from annotated_types import Ge, Le, MaxLen
 
 from weightcast.shared.base.errors import DamagedFile, Refused
-from weightcast.shared.channel.index_records import FORMAT, check_format
 from weightcast.shared.channel.layout import PUBLISHERS, claim_key
+from weightcast.shared.channel.run_files import FORMAT, check_format
 from weightcast.shared.channel.store import AlreadyExists, NotFound, Store, read_if_there
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 from weightcast.shared.files.system import BOOT_ID, system_text

@@ -29,9 +29,9 @@ from weightcast.shared.base.elements import (
 )
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.index_records import CARRIED as CARRIED
-from weightcast.shared.channel.index_records import FORMAT as FORMAT
-from weightcast.shared.channel.index_records import (
+from weightcast.shared.channel.run_files import CARRIED as CARRIED
+from weightcast.shared.channel.run_files import FORMAT as FORMAT
+from weightcast.shared.channel.run_files import (
     SIDE_FILES,
     TensorRecords,
     carried_records,
@@ -46,7 +46,7 @@ from weightcast.shared.channel.index_records import (
     write_file_records,
     write_lane_rows,
 )
-from weightcast.shared.channel.index_records import FileRecord as FileRecord
+from weightcast.shared.channel.run_files import FileRecord as FileRecord
 from weightcast.shared.channel.store import Body, Store
 from weightcast.shared.codec.container import StepEncoding
 from weightcast.shared.digest.checksums import Lanes, root

@@ -11,8 +11,8 @@ from typing import Annotated
 from annotated_types import MaxLen
 
 from weightcast.shared.base.errors import DamagedFile, Refused
-from weightcast.shared.channel.index_records import FORMAT, check_format
 from weightcast.shared.channel.layout import digits
+from weightcast.shared.channel.run_files import FORMAT, check_format
 from weightcast.shared.channel.store import AlreadyExists, Store, read_if_there
 from weightcast.shared.files.paths import file_name
 from weightcast.shared.files.strict_json import Hex, Members, parse_object, write_object

@@ -17,8 +17,8 @@ from typing import Annotated, Literal, cast
 from annotated_types import Ge, MaxLen
 
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat, WeightcastError
-from weightcast.shared.channel.index_records import FORMAT, check_format
 from weightcast.shared.channel.layout import HOSTS, report_key
+from weightcast.shared.channel.run_files import FORMAT, check_format
 from weightcast.shared.channel.store import Stat, Store, StoreError
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.files.strict_json import Members, parse_object, write_object

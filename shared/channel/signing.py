@@ -19,8 +19,7 @@ from blake3 import blake3
 
 from weightcast.shared.base.errors import DamagedFile, Refused, UnknownFormat, Untrusted
 from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.index_records import FORMAT, check_format, is_hex, run_id
-from weightcast.shared.channel.run_files import Base
+from weightcast.shared.channel.run_files import FORMAT, Base, check_format, is_hex, run_id
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import at_home
 from weightcast.shared.files.strict_json import Hex, Members, parse_object, write_object

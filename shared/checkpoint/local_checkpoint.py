@@ -23,8 +23,7 @@ from blake3 import blake3
 from weightcast.shared.base.elements import BLOCK_WORDS, ByteArray, Chunk, TensorTable, Words
 from weightcast.shared.base.errors import Linked, NeedsReseed, Refused, RetryLater
 from weightcast.shared.base.failpoints import failpoint
-from weightcast.shared.channel.index_records import FileRecord
-from weightcast.shared.channel.run_files import BASE_LIMIT, Base, parse_base, write_base
+from weightcast.shared.channel.run_files import BASE_LIMIT, Base, FileRecord, parse_base, write_base
 from weightcast.shared.checkpoint.state.locks import FileLock, Wait, holder, owner_text
 from weightcast.shared.checkpoint.state.state import (
     LANES_BYTES,

@@ -40,10 +40,9 @@ from weightcast.subscriber.daemon.wiring import open_engines, open_lead, options
 from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.groups.messages import HOLD_PATH, RELEASE_PATH
 from weightcast.subscriber.status import HostStatus, UpdateStatus
-from weightcast.subscriber.sync.follow import MissingBase
 from weightcast.subscriber.sync.group_follower import GroupFollower, Post
 from weightcast.subscriber.sync.host import Callbacks, known
-from weightcast.subscriber.sync.sync import Sync
+from weightcast.subscriber.sync.sync import MissingBase, Sync
 
 log = get_log("sync")
 

@@ -20,8 +20,8 @@ from weightcast.shared.checkpoint.state.state import LocalState, Mark, Phase, Po
 from weightcast.shared.checkpoint.update.fetch import Awaited
 from weightcast.shared.daemon.status import SOFTWARE
 from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.files.hf_checkpoint import left_text
 from weightcast.shared.files.paths import is_directory, require_no_overlap, shown_address
-from weightcast.shared.files.side_files import left_text
 from weightcast.subscriber.engines.host import Engines
 from weightcast.subscriber.engines.rules import EngineResult, noted
 from weightcast.subscriber.groups.lead import Lead

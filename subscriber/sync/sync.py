@@ -1,23 +1,280 @@
 """One pass of a host: local checkpoint and engines towards the target. The loop is elsewhere.
 
 Order of a version: fetch and stage while engines serve and no lock is held; then, under the patch lock,
-patch, reload, record. After any error the next pass starts from the disk.
+patch, reload, record. After any error the next pass starts from the disk. A follower of an engine group goes
+by its leader's order instead: it gets ready, holds and goes back.
 """
 
 from __future__ import annotations
 
-from weightcast.shared.base.errors import NeedsReseed, Refused, Stopped, WeightcastError
+from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, Stopped, WeightcastError, WrongRun
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.channel import Channel, NoChannel
+from weightcast.shared.channel.layout import LATEST, Pointer
+from weightcast.shared.checkpoint.local_checkpoint import grant_read
+from weightcast.shared.checkpoint.state.state import read_state
+from weightcast.shared.checkpoint.update.plan import Patch, Refuse, Relabel, Seed, Stay
+from weightcast.shared.checkpoint.update.sources import Route
+from weightcast.shared.checkpoint.update.stage import Staged
 from weightcast.shared.checkpoint.verify.hashing import Damaged, Scrub
+from weightcast.shared.files.paths import is_file
 from weightcast.subscriber.engines.host import Engines
+from weightcast.subscriber.engines.live import Offer, write_patch
+from weightcast.subscriber.engines.rules import in_doubt, without_served
 from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.groups.messages import Order
 from weightcast.subscriber.status import HostStatus
 from weightcast.subscriber.sync.apply import Apply
-from weightcast.subscriber.sync.follow import Follow
 from weightcast.subscriber.sync.host import Callbacks, EnginesFirst, StepHost
-from weightcast.subscriber.sync.options import SyncOptions
+from weightcast.subscriber.sync.options import SyncOptions, Target
+
+
+class MissingBase(Refused):
+    """No full weights lead to the target, and no base is given."""
+
+
+class Follow:
+    """An error leaves the local checkpoint at a version, or in a phase that the next load finishes or takes
+    back."""
+
+    def __init__(self, host: StepHost, apply: Apply) -> None:
+        self._host, self._apply, self._move, self._options = host, apply, host.move, host.options
+        self._engines, self._updater = host.engines, host.updater
+        self._reads_all = False
+        self._pointer_seen = False
+        self.is_prepared = False
+        """the ordered version is staged, is local already, or can come only when it is held"""
+
+    def read_all(self) -> None:
+        """The next load re-hashes every byte, and what is not the version's is repaired."""
+        self._reads_all = True
+
+    def recover_state(self) -> None:
+        """Before `once` may read all: a state that cannot be read is an error otherwise."""
+        if not self._reads_all:
+            return
+        channel = Channel.open(self._updater.store, self._options.trust)
+        self._host.enter("hashing")
+        if self._updater.recover_state(channel, self._host.advance):
+            self._host.degrade("the local state could not be read; all weights were read instead")
+
+    def resume_noted(self) -> None:
+        state = read_state(self._updater.paths.state)
+        if state is not None:
+            self._engines.resume_noted(state)
+
+    def once(self, order: Order | None) -> None:
+        """To the target, or as `order` says."""
+        self.is_prepared = False
+        if order is not None and order.phase == "hold" and self._is_at(order):
+            return  # the channel need not be there
+        channel = self._open()
+        self._drop_unwanted(order)
+        if self._options.group_follower and (order is None or self._goes_back(order)):
+            return
+        if self._host.lead.members and self._engines_in_doubt():
+            self._apply.bring_engines()
+        self._host.enter("planning")
+        with self._move.timed("plan"):
+            route = self._route(channel, order)
+        if order is not None and order.phase == "prepare" and self._host.usable:
+            self._make_ready(channel, route)
+        else:
+            self._carry_out(channel, route)
+        if order is not None and self._host.position is not None:
+            self.is_prepared |= self._host.position.version == order.version
+
+    def _is_at(self, order: Order) -> bool:
+        if self._updater.local is None:
+            self._load(None)
+        self._host.note(target_version=order.version)
+        return self._host.position is not None and order.is_at(self._host.position)
+
+    def _engines_in_doubt(self) -> bool:
+        """Whether an engine may still be at a reload of the local version: other hosts hold it too, and are
+        moved only after a reload that was seen to end."""
+        local = self._updater.local
+        return local is not None and bool(in_doubt(local.state.engines))
+
+    def _open(self) -> Channel:
+        """The local checkpoint is opened also when the channel cannot be, and repaired when it can."""
+        if self._updater.local is None:
+            self._host.enter("loading")
+        try:
+            channel = Channel.open(self._updater.store, self._options.trust)
+            self._updater.require_mounted(channel)
+        except (WeightcastError, OSError):
+            self._load(None)
+            raise
+        self._load(channel)
+        if self._updater.repairable:
+            self._repair(channel)
+        return channel
+
+    def _load(self, channel: Channel | None) -> None:
+        before = self._host.usable
+        self._host.mark_usable(False)
+        try:
+            self._updater.load(channel, self._host.advance)
+        except OSError:
+            # a disk that fails says nothing of what lies on it, nor of what engines took from it
+            self._host.mark_usable(before)
+            raise
+        if self._reads_all:
+            self._host.enter("hashing")
+            self._updater.rehash(self._host.advance)
+            self._reads_all = False
+        self._host.mark_usable(self._updater.local is not None)
+        self._grant_read()
+
+    def _grant_read(self) -> None:
+        if self._updater.local is not None and self._options.readable_by is not None:
+            grant_read(self._updater.local, self._options.readable_by)
+
+    def _repair(self, channel: Channel) -> None:
+        """Seeding is left for what cannot be repaired."""
+        before = self._stand_back(f"repairing: {self._updater.trouble}")
+        self._host.enter("repairing")
+        with self._move.timed("repair"):
+            repaired = self._updater.repair(channel, self._host.advance)
+        if repaired is None:
+            return
+        self._host.mark_usable(True)
+        self._move.changed(repaired.words)
+        self._host.read_for("repair", repaired.nbytes)
+        self._host.moved("repair", before, 0)
+
+    def _stand_back(self, reason: str) -> int | None:
+        """Other bytes come here: nothing that engines confirmed holds any longer. Returns the version from
+        before."""
+        self._updater.release()
+        state = self._updater.state
+        if state is not None:
+            self._updater.state = state.but(engines=without_served(state.engines))
+            self._engines.pause_mapping(self._host.note_doubt)
+        self._host.not_ready(reason)
+        return None if state is None else state.position.version
+
+    def _route(self, channel: Channel, order: Order | None) -> Route:
+        pointer = self._pointer(channel)
+        target = self._options.target
+        if order is not None:
+            if channel.file is not None and channel.file.run_id != order.run_id:
+                raise WrongRun(
+                    f"{channel.place} is of run {channel.file.run_id}, the group's leader follows run "
+                    f"{order.run_id or 'of a foreign channel'}",
+                    remedy="give every host of a group the same channel",
+                )
+            target = Target(str(order.version), order.version)
+        version = target.resolve(channel.store, pointer)
+        self._host.note(target_version=version)
+        if self._updater.local is not None:
+            self._apply.blocklist.unblock_due()
+        return self._updater.route(channel, pointer, version, exact=target.exact)
+
+    def _pointer(self, channel: Channel) -> Pointer:
+        """Before the first version the target is the base, so that a host is ready when that comes."""
+        pointer = channel.pointer()
+        if pointer is not None:
+            self._pointer_seen = True
+            return pointer
+        if channel.foreign:
+            raise NoChannel.within(channel.place)
+        state = self._host.state
+        if self._pointer_seen or (state is not None and state.position.version > 0):
+            raise RetryLater(
+                f"{channel.store.place(LATEST)} is gone",
+                remedy="is the channel mounted? nothing is changed here",
+            )
+        return Pointer(0)
+
+    def _carry_out(self, channel: Channel, route: Route) -> None:
+        match route.plan:
+            case Stay(reason):
+                self._host.degrade(reason)
+            case Relabel() as plan:
+                self._relabel(route, plan)
+            case Seed() as plan:
+                self._seed(channel, route, plan)
+            case Patch() as plan:
+                self._apply.versions(route, plan)
+            case Refuse(reason, _, True):
+                self._host.degrade(reason)
+            case Refuse(reason, remedy, _):
+                without = self._options.base is None and not self._updater.damaged_sources.damaged
+                raise (MissingBase if without else Refused)(reason, remedy=remedy)
+
+    def _relabel(self, route: Route, plan: Relabel) -> None:
+        local = self._host.local()
+        before = local.state.position.version
+        with local.patching(wait=self._host.wait):
+            self._updater.relabel(route, plan)
+            if not self._updater.side_files.changed:  # else they are reloaded, as some read these then
+                self._engines.relabel(local, before)
+        self._host.moved("relabel", before, 1)
+        if plan.then.legs:
+            self._apply.versions(route, plan.then)
+
+    def _seed(self, channel: Channel, route: Route, plan: Seed) -> None:
+        before = self._stand_back(f"seeding: {plan.reason}")
+        self._host.mark_usable(False)
+        self._host.enter("seeding")
+        with self._move.timed("seed"):
+            self._updater.seed(channel, route, plan, self._host.advance)
+        self._host.mark_usable(True)
+        self._grant_read()
+        nbytes = self._host.local().table.nbytes
+        self._move.read(nbytes)
+        if plan.version != route.base_version:
+            self._host.read_for("anchor", nbytes)
+        self._host.moved("seed", before, 1)
+        if plan.then.legs:
+            self._apply.versions(route, plan.then)
+
+    def _goes_back(self, order: Order) -> bool:
+        """Undoes what engines elsewhere in the group refused, if that is what the order wants."""
+        local = self._updater.local
+        if local is None or order.phase != "hold" or not local.state.undo:
+            return False
+        if not order.is_at(local.state.undo[0].base):
+            return False
+        before = local.state.position.version
+        with local.patching(wait=self._host.wait):
+            self._apply.undo()
+        self._host.moved("undo", before, 0)
+        return True
+
+    def _make_ready(self, channel: Channel, route: Route) -> None:
+        """What can be done while engines serve: nothing of the local checkpoint is written."""
+        match route.plan:
+            case Patch() as plan:
+                staged = self._apply.prepare_ahead(route, plan.legs[0])
+                if self._options.group_patch:
+                    self._stage_patch(staged)
+                self.is_prepared = True
+            case Seed() | Relabel():
+                self.is_prepared = True
+            case _:
+                self._carry_out(channel, route)
+
+    def _stage_patch(self, staged: Staged) -> None:
+        """For the part of an engine that reads this host's files; without it the engine loads from disk."""
+        local = self._host.local()
+        steps = (*local.state.undo, staged.step)
+        made = write_patch(local, steps, steps[0].base.version, self._options.readable_by)
+        if isinstance(made, Offer):
+            self._host.degrade(f"no patch for the group's engines: {made.reason}")
+
+    def _drop_unwanted(self, order: Order | None) -> None:
+        """What was staged for an order that has ended, or was lost in a repair."""
+        kept, local = self._apply.kept, self._updater.local
+        if kept is None or local is None:
+            return
+        wanted = order is not None and order.version >= kept.step.target.version
+        is_there = is_file(local.paths.journal(kept.step.journal))
+        if not wanted or not is_there or kept.step.base != local.state.position:
+            self._apply.drop_kept()
 
 
 class Sync:

@@ -30,7 +30,7 @@ from weightcast.shared.channel.index import (
     parse_index,
     write_index,
 )
-from weightcast.shared.channel.index_records import TensorRecord, TensorRecords
+from weightcast.shared.channel.run_files import TensorRecord, TensorRecords
 from weightcast.shared.digest.checksums import Lanes, root
 
 TABLE = TensorTable.of(

@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.checkpoint.update.sources import open_base
-from weightcast.shared.files.hf_checkpoint import identities, open_checkpoint
-from weightcast.shared.files.side_files import side_files
+from weightcast.shared.files.hf_checkpoint import identities, open_checkpoint, side_files
 
 A, B = torch.arange(6, dtype=torch.bfloat16), torch.tensor(2.5)
 INDEX = "model.safetensors.index.json"

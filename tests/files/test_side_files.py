@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from weightcast.shared.base.errors import DamagedFile, Refused
-from weightcast.shared.files import side_files as rules
-from weightcast.shared.files.hf_checkpoint import open_checkpoint
+from weightcast.shared.files import hf_checkpoint as rules
+from weightcast.shared.files.hf_checkpoint import SideFiles, left_text, open_checkpoint, side_files
 from weightcast.shared.files.paths import relative_name
-from weightcast.shared.files.side_files import SideFiles, left_text, side_files
 
 COPIED = (
     "1_Dense/pytorch_model.bin", "README.md", "additional_chat_templates/tool_use.jinja", "campplus.onnx",

@@ -27,10 +27,16 @@ from weightcast.shared.channel.index import (
     parse_index,
     write_index,
 )
-from weightcast.shared.channel.index_records import FileRecord, TensorRecords
 from weightcast.shared.channel.layout import parse_pointer
 from weightcast.shared.channel.reports import Report, pack_report, parse_report
-from weightcast.shared.channel.run_files import Base, parse_base, parse_channel_file, write_base
+from weightcast.shared.channel.run_files import (
+    Base,
+    FileRecord,
+    TensorRecords,
+    parse_base,
+    parse_channel_file,
+    write_base,
+)
 from weightcast.shared.checkpoint.state.state import (
     Blocked,
     EngineState,

@@ -15,8 +15,7 @@ from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import CARRIED, ForeignIndex, Index, file_record
-from weightcast.shared.channel.index_records import FileRecord, carried_records, write_file_records
-from weightcast.shared.channel.run_files import Base
+from weightcast.shared.channel.run_files import Base, FileRecord, carried_records, write_file_records
 from weightcast.shared.channel.store import Store, pieces_of
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.state import Position
@@ -25,9 +24,8 @@ from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.verify.hashing import proven
 from weightcast.shared.checkpoint.verify.seed import check_other_files
 from weightcast.shared.files import durable
-from weightcast.shared.files.hf_checkpoint import Checkpoint
+from weightcast.shared.files.hf_checkpoint import Checkpoint, side_files
 from weightcast.shared.files.paths import exists, is_file, matching
-from weightcast.shared.files.side_files import side_files
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
 UNLISTED = "unknown: base.json of an older release does not list them; start once with --base"

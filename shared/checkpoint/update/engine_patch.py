@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import TensorSpec, Words
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
-from weightcast.shared.channel.index_records import write_lane_rows
+from weightcast.shared.channel.run_files import write_lane_rows
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.state import Step, unpack_lanes
 from weightcast.shared.checkpoint.update.journal import JournalReader, PackedRecord, Record

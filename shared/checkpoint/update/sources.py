@@ -54,9 +54,8 @@ from weightcast.shared.checkpoint.verify.seed import (
 from weightcast.shared.codec.slime import digest_stream
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import error_text
-from weightcast.shared.files.hf_checkpoint import Checkpoint, open_checkpoint
+from weightcast.shared.files.hf_checkpoint import Checkpoint, check_pointers, open_checkpoint
 from weightcast.shared.files.paths import is_directory
-from weightcast.shared.files.side_files import check_pointers
 from weightcast.shared.files.strict_json import parse_object, write_object
 from weightcast.shared.kernels.loader import private_directory
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, RetryLater
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.index_records import FileRecord
+from weightcast.shared.channel.run_files import FileRecord
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, TensorFiles
 from weightcast.shared.checkpoint.state.state import LANES_BYTES, Phase, Position, unpack_lanes
 from weightcast.shared.digest.checksums import ZERO, Lanes, LanesArray, hash_bytes, hash_pieces, root

@@ -35,10 +35,9 @@ from weightcast.shared.checkpoint.verify.hashing import differing, full_hash, ha
 from weightcast.shared.digest.checksums import root
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_errors
-from weightcast.shared.files.hf_checkpoint import WEIGHT_INDEX, Checkpoint, Place, index_for_copy
+from weightcast.shared.files.hf_checkpoint import WEIGHT_INDEX, Checkpoint, Place, index_for_copy, side_files
 from weightcast.shared.files.mapping import LeasedFile, is_open_elsewhere
 from weightcast.shared.files.paths import exists, is_file, is_link
-from weightcast.shared.files.side_files import side_files
 from weightcast.shared.files.system import taken_bytes
 
 _BLOCK = 8 << 20
