@@ -37,7 +37,7 @@ from weightcast.subscriber.daemon.metrics import SubscriberMetrics
 from weightcast.subscriber.daemon.report import open_reporter
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.daemon.wiring import open_engines, open_lead, options_of
-from weightcast.subscriber.engines.verify import EngineVerify
+from weightcast.subscriber.engines.live import EngineVerify
 from weightcast.subscriber.groups.messages import HOLD_PATH, RELEASE_PATH
 from weightcast.subscriber.status import HostStatus, UpdateStatus
 from weightcast.subscriber.sync.group_follower import GroupFollower, Post

@@ -29,9 +29,8 @@ from weightcast.subscriber.engines.base import (
 )
 from weightcast.subscriber.engines.host import HostEngine
 from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.engines.live import Live
+from weightcast.subscriber.engines.live import Live, differing, next_piece, read_lanes
 from weightcast.subscriber.engines.sglang import SGLang
-from weightcast.subscriber.engines.verify import differing, next_piece, read_lanes
 from weightcast.subscriber.engines.vllm import DEV_MODE
 
 _TIMES = 3

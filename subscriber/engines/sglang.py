@@ -192,30 +192,20 @@ class SGLang(Server):
         seconds = self._timeouts.reload + self._drain_seconds
         before = self._label
         reply = self._wire.order("/update_weights_from_disk", body, seconds)
-        return self._judge(reply, before) if isinstance(reply, Reply) else reply
-
-    def _judge(self, reply: Reply, before: str | None) -> ReloadOutcome:
+        if not isinstance(reply, Reply):
+            return reply
         success = reply.fields().get("success")
         if reply.status == 200 and success is True:
             return Done()
-        unread = reply.status == 400 and success is False and _nothing_read(reply)
-        if unread and self._still(before) and not self._has_draft():
-            return Intact(reply.describe())
+        if reply.status == 400 and success is False and _nothing_read(reply):
+            with suppress(EngineFailed):
+                is_same = before is not None and self._read_label(self._timeouts.control) == before
+                # a draft model is loaded after the model itself: then a directory that could not be opened
+                # says nothing of the model
+                key = "speculative_algorithm"
+                if is_same and self._server_info(self._timeouts.control).get(key) is None:
+                    return Intact(reply.describe())
         return Suspect(reply.describe())
-
-    def _still(self, before: str | None) -> bool:
-        try:
-            return before is not None and self._read_label(self._timeouts.control) == before
-        except EngineFailed:
-            return False
-
-    def _has_draft(self) -> bool:
-        """A draft model is loaded after the model itself: then a directory that could not be opened says
-        nothing of the model."""
-        try:
-            return self._server_info(self._timeouts.control).get("speculative_algorithm") is not None
-        except EngineFailed:
-            return True
 
     def read_back(self, label: str) -> Confirmation:
         seconds = self._timeouts.control

@@ -19,9 +19,8 @@ from weightcast.shared.checkpoint.update.stage import Staged
 from weightcast.shared.checkpoint.verify.hashing import Damaged, Scrub
 from weightcast.shared.files.paths import is_file
 from weightcast.subscriber.engines.host import Engines
-from weightcast.subscriber.engines.live import Offer, write_patch
+from weightcast.subscriber.engines.live import EngineVerify, Offer, write_patch
 from weightcast.subscriber.engines.rules import in_doubt, without_served
-from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.groups.messages import Order
 from weightcast.subscriber.status import HostStatus

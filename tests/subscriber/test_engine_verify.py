@@ -13,7 +13,7 @@ from plugin_double import ROUTES, PluginDouble
 
 from weightcast.shared.checkpoint.state.state import Mark
 from weightcast.shared.cli.main import run
-from weightcast.subscriber.engines.verify import EngineVerify
+from weightcast.subscriber.engines.live import EngineVerify
 from weightcast.subscriber.status import EngineVerifyStatus
 
 RATE = 1 << 30
