@@ -223,8 +223,12 @@ class ReportReader:
     def read(self) -> list[StoredReport]:
         """As `read_reports`. Raises OSError when the directory cannot be listed."""
         before, self._known = self._known, {}
-        for name, seen in self._listed():
-            known = before.get(name)
+        # reports of hosts that are gone may be many
+        found = sorted(_there(self._hosts), key=lambda each: each[1].written_ns, reverse=True)
+        found = sorted(found[: self._limit], key=lambda each: each[0])
+        longest = _longest_whole([stat.size for _, stat in found])
+        for name, stat in found:
+            seen, known = _Seen(stat, stat.size > longest), before.get(name)
             if known is not None and known[0] == seen:
                 self._known[name] = known
                 continue
@@ -249,13 +253,6 @@ class ReportReader:
         if self._engine_members is not None:
             report = replace(report, engines=tuple(_some(e, self._engine_members) for e in report.engines))
         return _brief(report) if seen.brief else report
-
-    def _listed(self) -> Sequence[tuple[str, _Seen]]:
-        # reports of hosts that are gone may be many
-        found = sorted(_there(self._hosts), key=lambda each: each[1].written_ns, reverse=True)
-        found = sorted(found[: self._limit], key=lambda each: each[0])
-        longest = _longest_whole([stat.size for _, stat in found])
-        return [(name, _Seen(stat, stat.size > longest)) for name, stat in found]
 
 
 def _there(hosts: Store) -> list[tuple[str, Stat]]:

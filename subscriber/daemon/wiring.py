@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +17,8 @@ from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.hooks import run_hook
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.engines.adapter import Adapter
-from weightcast.subscriber.engines.base import BadEngineOption, EngineSpec, Timeouts, parse_engines
+from weightcast.subscriber.engines.base import BadEngineOption, Timeouts, parse_engines
 from weightcast.subscriber.engines.host import Engines, RetryPace
-from weightcast.subscriber.engines.rules import ReloadOrder
 from weightcast.subscriber.groups.lead import PATIENCE, GroupPace, Lead
 from weightcast.subscriber.groups.messages import NAME_LIMIT
 from weightcast.subscriber.sync.options import SyncOptions, parse_target
@@ -81,7 +80,12 @@ def open_engines(
     specs = parse_engines(settings.engine, settings.local)
     limits = Timeouts(reload=settings.engine_deadline)
     pace = RetryPace(attempts=ATTEMPTS, total=settings.engine_deadline)
-    _require_one_mapping(specs, settings.reload)
+    mapping = [spec.name for spec in specs if not spec.copies_weights]
+    if settings.reload == "rolling" and len(mapping) > 1:
+        raise BadEngineOption(
+            f"--reload rolling: {', '.join(mapping)} map the same files and must be paused together; "
+            "use together, or copies=true for engines that copy their weights"
+        )
     engines: list[Adapter] = []
     if specs:
         # an HTTP client takes long to import
@@ -99,15 +103,6 @@ def open_engines(
         group_patches=settings.group_patch,
         stopping=stopping,
     )
-
-
-def _require_one_mapping(specs: Sequence[EngineSpec], order: ReloadOrder) -> None:
-    mapping = [spec.name for spec in specs if not spec.copies_weights]
-    if order == "rolling" and len(mapping) > 1:
-        raise BadEngineOption(
-            f"--reload rolling: {', '.join(mapping)} map the same files and must be paused together; "
-            "use together, or copies=true for engines that copy their weights"
-        )
 
 
 def _run_id(local: Path) -> str:

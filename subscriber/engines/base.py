@@ -253,7 +253,15 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
         )
     kind = cast("Kind", kind_text)
     url = _checked_url(text, url)
-    given = _options(text, rest)
+    given: dict[str, str] = {}
+    for pair in rest:
+        key, _, value = pair.partition("=")
+        if key not in OPTIONS:
+            raise BadEngineOption(f"--engine {text!r}: unknown option {key!r}", remedy=_meant(key, OPTIONS))
+        if key in given:
+            raise BadEngineOption(f"--engine {text!r}: {key} is given twice")
+        _check(text, key, value)
+        given[key] = value
     values: dict[str, Any] = {
         "path": str(local.absolute()),
         "name": f"{kind}@{urlsplit(url).netloc}",
@@ -325,19 +333,6 @@ def _host(name: str) -> str:
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     return "localhost" if str(address) in _LOOPBACK else str(address)
-
-
-def _options(text: str, pairs: Sequence[str]) -> dict[str, str]:
-    options: dict[str, str] = {}
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        if key not in OPTIONS:
-            raise BadEngineOption(f"--engine {text!r}: unknown option {key!r}", remedy=_meant(key, OPTIONS))
-        if key in options:
-            raise BadEngineOption(f"--engine {text!r}: {key} is given twice")
-        _check(text, key, value)
-        options[key] = value
-    return options
 
 
 def _check(text: str, key: str, value: str) -> None:

@@ -188,7 +188,13 @@ def repair(
             return Repaired(report.position, (), 0, "")
         message = f"{local.directory}: other bytes in {counted(len(report.differing), 'tensor')}"
         damage = Differs(message, report.position, report.differing)
-    _note(local, damage)
+    # before a word is written: the position meant is durable, and no engine counts as serving it
+    reason = f"the local checkpoint was damaged in {counted(len(damage.tensors), 'tensor')} when it was read"
+    engines = {
+        name: replace(engine, mark=Mark.SUSPECT, reason=reason) if engine.mark is Mark.SERVED else engine
+        for name, engine in local.state.engines.items()
+    }
+    local.save(local.state.but(phase=Phase.DIRTY, engines=engines, undo=_way_back(local)))
     failpoint("repair.noted", local.directory)
     tensors = [local.table.numbers[name] for name in damage.tensors]
     with disk_errors(local.paths.spool):
@@ -211,16 +217,6 @@ def repair(
     require_files(local)
     _arrive(local, damage.position, hashed=began if damage.whole else None)
     return Repaired(damage.position, damage.tensors, words, str(walk.way.directory), walk.nbytes)
-
-
-def _note(local: LocalCheckpoint, damage: Differs) -> None:
-    """Before a word is written: the position meant is durable, and no engine counts as serving it."""
-    reason = f"the local checkpoint was damaged in {counted(len(damage.tensors), 'tensor')} when it was read"
-    engines = {
-        name: replace(engine, mark=Mark.SUSPECT, reason=reason) if engine.mark is Mark.SERVED else engine
-        for name, engine in local.state.engines.items()
-    }
-    local.save(local.state.but(phase=Phase.DIRTY, engines=engines, undo=_way_back(local)))
 
 
 def _way_back(local: LocalCheckpoint) -> tuple[Step, ...]:
