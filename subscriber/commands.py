@@ -40,7 +40,7 @@ from weightcast.subscriber.engines.base import (
 from weightcast.subscriber.engines.host import HostEngine
 from weightcast.subscriber.engines.inspect import judge_engines
 from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.engines.launch import PROBE_SECONDS, Launch, run_engine
+from weightcast.subscriber.engines.launch import PROBE_SECONDS, run_engine
 from weightcast.subscriber.engines.wire import Key, Keys, Wire
 
 log = get_log("run-engine")
@@ -97,7 +97,7 @@ def start_engine(
     setup_logs()
     local = local.absolute()
     loaded = _loaded(engine, ready_url, local)
-    code = run_engine(Launch(local, command, loaded, load_deadline, wait, log.info))
+    code = run_engine(local, command, loaded, load_deadline, wait, log.info)
     raise click.exceptions.Exit(code)
 
 

@@ -309,7 +309,7 @@ class _SparseReader:
 
 class PayloadWriter:
     """Compresses a tensor's step into `sink`, piece by piece. Positions and values of `overwrite` wait in
-    temporary files until their count is known. A context manager."""
+    temporary files until their count is known. `close` drops them."""
 
     def __init__(
         self,
@@ -358,12 +358,6 @@ class PayloadWriter:
 
     def close(self) -> None:
         self._files.close()
-
-    def __enter__(self) -> PayloadWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _too_long(name: str, changed: int) -> Refused:

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
@@ -45,30 +44,31 @@ KILLED = 128
 """plus the signal's number: the exit code of an engine that a signal ended, as shells say it"""
 
 
-@dataclass(frozen=True)
-class Launch:
-    """`loaded` says whether the engine has read its weights; `load_seconds`: the lock is given up after;
-    `wait_seconds`: how long the checkpoint may be unfinished before the start."""
-
-    local: Path
-    command: Sequence[str]
-    loaded: Callable[[], bool]
-    load_seconds: float
-    wait_seconds: float = 0.0
-    tell: Callable[[str], None] = lambda text: None
-
-
-def run_engine(launch: Launch) -> int:
-    """The engine's exit code. Raises RetryLater or NeedsReseed when the checkpoint is not to be loaded, and
-    Refused when the command cannot be started."""
-    lock = FileLock(LocalPaths(launch.local).patch)
-    state = hold_still(launch.local, lock, launch.wait_seconds)
+def run_engine(
+    local: Path,
+    command: Sequence[str],
+    loaded: Callable[[], bool],
+    load_seconds: float,
+    wait_seconds: float = 0.0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> int:
+    """The exit code of the engine. `loaded`: whether it has read its weights; `load_seconds`: the lock is
+    given up after; `wait_seconds`: how long the checkpoint may be unfinished before the start. Raises
+    RetryLater or NeedsReseed when the checkpoint is not to be loaded, and Refused when the command cannot be
+    started."""
+    lock = FileLock(LocalPaths(local).patch)
+    state = hold_still(local, lock, wait_seconds)
     try:
-        launch.tell(f"version {state.position.version} is locked while the engine loads")
+        tell(f"version {state.position.version} is locked while the engine loads")
         with _signals_taken() as noted:
-            engine = _Child(_spawn(launch.command), noted)
+            engine = _Child(_spawn(command), noted)
             try:
-                _hold_while_loading(engine, lock, launch)
+                if _loads(engine, loaded, load_seconds):
+                    lock.release()
+                    tell("the engine has loaded: versions may come")
+                elif engine.code is None:
+                    lock.release()
+                    tell(f"the engine has not loaded within {load_seconds:g} s: versions come all the same")
                 return engine.wait()
             except BaseException:
                 lock.release()
@@ -170,27 +170,20 @@ class _Child:
                 self.code = KILLED - ended if ended < 0 else ended
 
 
-def _hold_while_loading(engine: _Child, lock: FileLock, launch: Launch) -> None:
-    """Until the engine has loaded, its time for that is up, or it has ended."""
-    deadline = time.monotonic() + launch.load_seconds
+def _loads(engine: _Child, has_loaded: Callable[[], bool], seconds: float) -> bool:
+    """Whether the engine has loaded before its time for that is up, or it has ended."""
+    deadline = time.monotonic() + seconds
     loaded, ended = threading.Event(), threading.Event()
-    threading.Thread(target=_ask, args=(launch.loaded, loaded, ended), name="asking", daemon=True).start()
+
+    def ask() -> None:
+        while not loaded.is_set() and not ended.wait(PROBE_SECONDS):
+            if has_loaded():
+                loaded.set()
+
+    threading.Thread(target=ask, name="asking", daemon=True).start()
     try:
         while engine.code is None and not loaded.is_set() and time.monotonic() < deadline:
             engine.attend(PROBE_SECONDS)
     finally:
         ended.set()
-    if engine.code is not None:
-        return
-    lock.release()
-    if loaded.is_set():
-        launch.tell("the engine has loaded: versions may come")
-    else:
-        launch.tell(f"the engine has not loaded within {launch.load_seconds:g} s: versions come all the same")
-
-
-def _ask(has_loaded: Callable[[], bool], loaded: threading.Event, ended: threading.Event) -> None:
-    while not ended.wait(PROBE_SECONDS):
-        if has_loaded():
-            loaded.set()
-            return
+    return engine.code is None and loaded.is_set()

@@ -8,6 +8,7 @@ import itertools
 import struct
 import weakref
 from collections.abc import Sequence
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def one_shot(raw: bytes) -> bytes:
 def written(encoding: str, old: np.ndarray, new: np.ndarray, cuts: Sequence[int] = ()) -> bytes:
     out = bytearray()
     borders = [0, *sorted(cuts), len(old)]
-    with PayloadWriter(encoding, len(old), out.extend) as writer:
+    with closing(PayloadWriter(encoding, len(old), out.extend)) as writer:
         for start, stop in itertools.pairwise(borders):
             writer.step(old[start:stop], new[start:stop])
         writer.finish()
@@ -292,7 +293,7 @@ def test_overwrite_refuses_what_it_cannot_address() -> None:
 
 
 def test_a_writer_that_was_given_too_little() -> None:
-    with PayloadWriter("overwrite", 32, bytearray().extend) as writer:
+    with closing(PayloadWriter("overwrite", 32, bytearray().extend)) as writer:
         writer.step(OLD_A[:4], NEW_A[:4])
         with pytest.raises(ValueError, match="got 4 bytes, expected 32"):
             writer.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,7 @@ def _state() -> bytes:
 
 def _payload(encoding: str) -> bytes:
     parts: list[bytes] = []
-    with PayloadWriter(encoding, 2 * WORDS, parts.append) as writer:  # type: ignore[arg-type]
+    with closing(PayloadWriter(encoding, 2 * WORDS, parts.append)) as writer:  # type: ignore[arg-type]
         writer.step(OLD[:WORDS].view(np.uint8), NEW[:WORDS].view(np.uint8))
         writer.finish()
     return b"".join(parts)

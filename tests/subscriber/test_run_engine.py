@@ -8,10 +8,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doubles import Hang
@@ -23,11 +23,12 @@ from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.cli.main import run as run_command
 from weightcast.shared.daemon.settings import describe_settings
 from weightcast.subscriber.daemon.settings import SubscriberSettings
-from weightcast.subscriber.engines.launch import Launch, hold_still, run_engine
+from weightcast.subscriber.engines.launch import hold_still, run_engine
 
 ENGINE = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 room = Path(sys.argv[1])
 blocked = sorted(int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 def note(number, frame):
@@ -62,20 +63,20 @@ class Started:
         local: Path,
         *options: str,
         code: str = ENGINE,
-        launch: Callable[[Launch], Launch] | None = None,
+        launch: Mapping[str, Any] | None = None,
     ) -> None:
         self.room = site.root / "engine"
         self.room.mkdir(exist_ok=True)
         self.code: int | None = None
         engine = [sys.executable, "-I", "-S", "-c", code, str(self.room)]
-        plain = Launch(local, engine, lambda: False, 60)
         self.pid = os.fork()
         if self.pid == 0:
             threading.Thread(target=threading.Event().wait, daemon=True).start()
             if launch is None:
                 self._run(lambda: run_command(["run-engine", "--local", str(local), *options, "--", *engine]))
             else:
-                self._run(lambda: run_engine(launch(plain)))
+                given = {"loaded": lambda: False, "load_seconds": 60} | dict(launch)
+                self._run(lambda: run_engine(local, engine, **given))
         site.stack.callback(self.end)
 
     def _run(self, command: Callable[[], int]) -> None:
@@ -207,10 +208,8 @@ def test_a_signal_that_another_thread_gets_reaches_the_engine(site: Site, run: R
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def launch(plain: Launch) -> Launch:
-        return replace(plain, loaded=(site.root / "engine" / "started").exists, tell=tell)
-
-    starting = Started(site, host.local, launch=launch)
+    loaded = (site.root / "engine" / "started").exists
+    starting = Started(site, host.local, launch={"loaded": loaded, "tell": tell})
     assert starting.wait() == 7 and starting.has("got-SIGTERM") and starting.has("got-SIGUSR1")
 
 
@@ -222,10 +221,8 @@ def test_an_error_ends_the_engine_too(site: Site, run: Run) -> None:
         if "has loaded" in text:
             raise BrokenPipeError("nobody reads the log")
 
-    def launch(plain: Launch) -> Launch:
-        return replace(plain, loaded=(site.root / "engine" / "started").exists, tell=tell)
-
-    starting = Started(site, host.local, launch=launch)
+    loaded = (site.root / "engine" / "started").exists
+    starting = Started(site, host.local, launch={"loaded": loaded, "tell": tell})
     assert starting.wait() == 99 and starting.has("got-SIGTERM")
     assert not Path(f"/proc/{starting.engine}").exists() and not locked(host.local)
 
@@ -238,7 +235,7 @@ def test_the_deadline_waits_for_no_answer(site: Site, run: Run, asks: str) -> No
     def loaded() -> bool:
         return threading.Event().wait() if asks == "never answers" else 1 / 0 > 0
 
-    starting = Started(site, host.local, launch=lambda plain: replace(plain, loaded=loaded, load_seconds=1))
+    starting = Started(site, host.local, launch={"loaded": loaded, "load_seconds": 1})
     wait_until(lambda: starting.has("started") and not locked(host.local))
     assert starting.runs()
     starting.send(signal.SIGTERM)

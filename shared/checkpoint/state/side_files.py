@@ -8,13 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from blake3 import blake3
-
 from weightcast.shared.base.errors import DamagedFile, WeightcastError
 from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import DirectoryStore
-from weightcast.shared.channel.index import CARRIED, ForeignIndex, Index, file_record
+from weightcast.shared.channel.index import CARRIED, ForeignIndex, Index, file_record, object_record
 from weightcast.shared.channel.run_files import Base, FileRecord, carried_records, write_file_records
 from weightcast.shared.channel.store import Store, pieces_of
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
@@ -263,9 +261,6 @@ def _by_name(records: Iterable[FileRecord]) -> dict[str, FileRecord]:
 
 
 def _digest(path: Path) -> str | None:
-    hasher = blake3()
     with contextlib.suppress(FileNotFoundError):
-        for piece in durable.pieces_of(path, follow_links=False):
-            hasher.update(piece)
-        return hasher.hexdigest()
+        return object_record(DirectoryStore(path.parent), path.name).blake3
     return None
