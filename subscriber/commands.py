@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from weightcast.shared.base.errors import OK, USAGE, EngineFailed, Refused
-from weightcast.shared.cli.options import Number, any_channel_option, json_option, option, path
+from weightcast.shared.cli.options import Number, any_channel_option, json_option, local_option, option, path
 from weightcast.shared.cli.output import Output
 from weightcast.shared.cli.settings_options import settings_command, show_settings_command
 from weightcast.shared.daemon.logs import get_log, setup_logs
@@ -67,13 +67,7 @@ class NoProbe(Refused):
 @click.argument(
     "command", nargs=-1, required=True, metavar="-- COMMAND...", help="The engine's command line."
 )
-@option(
-    "--local",
-    type=path,
-    required=True,
-    envvar="WEIGHTCAST_LOCAL",
-    help="Local checkpoint that the engine loads.",
-)
+@local_option
 @option("--engine", help="The engine as the subscriber has it; it has loaded once it answers.")
 @option("--ready-url", help="Instead: it has loaded once this URL answers 2xx.")
 @option(

@@ -22,6 +22,7 @@ from weightcast.shared.cli.options import (
     Number,
     channel_option,
     json_option,
+    local_option,
     option,
     path,
     threads_option,
@@ -47,13 +48,7 @@ _READ_HERE = frozenset(_PREFIX + name for name in ("CHANNEL", "LOCAL", "BASE", "
 
 @click.command
 @channel_option
-@option(
-    "--local",
-    type=path,
-    required=True,
-    envvar="WEIGHTCAST_LOCAL",
-    help="Local checkpoint: what engines load from.",
-)
+@local_option
 @option("--base", type=path, envvar="WEIGHTCAST_BASE", help="HF checkpoint that the run starts from.")
 @option(
     "--base-version",

@@ -23,7 +23,14 @@ from weightcast.shared.checkpoint.state.side_files import repair_files
 from weightcast.shared.checkpoint.update.sources import repair_sources
 from weightcast.shared.checkpoint.verify.inspect import Inspection, inspect, restore_base
 from weightcast.shared.checkpoint.verify.repair import Repaired
-from weightcast.shared.cli.options import json_option, option, path, threads_option, trusted_key_option
+from weightcast.shared.cli.options import (
+    json_option,
+    local_option,
+    option,
+    path,
+    threads_option,
+    trusted_key_option,
+)
 from weightcast.shared.cli.output import Output
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.settings import BadSettings
@@ -46,13 +53,7 @@ class EngineFound:
 
 
 @click.command
-@option(
-    "--local",
-    type=path,
-    required=True,
-    envvar="WEIGHTCAST_LOCAL",
-    help="Directory of the local checkpoint.",
-)
+@local_option
 @option("--repair", is_flag=True, help="Repair differing bytes; needs --channel.")
 @option("--channel", type=channel_address, envvar="WEIGHTCAST_CHANNEL", help="Channel to repair from.")
 @option("--base", type=path, envvar="WEIGHTCAST_BASE", help="HF checkpoint to repair from.")

@@ -55,6 +55,13 @@ _CHANNEL: dict[str, Any] = {
 }
 channel_option = option("--channel", required=True, **_CHANNEL)
 any_channel_option = option("--channel", **_CHANNEL)
+local_option = option(
+    "--local",
+    type=path,
+    required=True,
+    envvar="WEIGHTCAST_LOCAL",
+    help="Local checkpoint: the directory that engines load from.",
+)
 trusted_key_option = option(
     "--trusted-key",
     multiple=True,

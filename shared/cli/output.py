@@ -201,9 +201,7 @@ def time_text(unix: float) -> str:
 
 
 def to_json(data: BaseModel | Mapping[str, Any] | DataclassInstance) -> str:
-    if _is_model(data):
-        return data.model_dump_json()
-    return json.dumps(_plain(data), default=_plain)
+    return data.model_dump_json() if _is_model(data) else json.dumps(data, default=_plain)
 
 
 def _is_model(value: object) -> TypeGuard[BaseModel]:
@@ -221,8 +219,6 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if isinstance(value, (bytes, bytearray)):
         return value.hex()
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise TypeError(f"no JSON for {type(value).__name__}")
