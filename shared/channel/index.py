@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Annotated, Literal, NamedTuple, cast
 
 import numpy as np
+from annotated_types import Ge, MaxLen
 from blake3 import blake3
 
 from weightcast.shared.base.elements import (
@@ -52,7 +53,7 @@ from weightcast.shared.codec.container import StepEncoding
 from weightcast.shared.digest.checksums import Lanes, root
 from weightcast.shared.files.paths import file_name, is_plain
 from weightcast.shared.files.safetensors import naturals
-from weightcast.shared.files.strict_json import MAX_INTEGER, Members, parse_object, write_object
+from weightcast.shared.files.strict_json import MAX_INTEGER, Hex, Members, parse_object, write_object
 
 
 def write_parts(parts: Sequence[Part], table: TensorTable) -> list[list[list[int]]] | None:
@@ -191,12 +192,12 @@ class Index:
     run_id: str
     version: int
     kind: Kind
-    base_version: int
+    base_version: Annotated[int, Ge(-1)]
     """-1 for an anchor"""
-    base_root: str
+    base_root: Annotated[str, MaxLen(64)]
     """root of base_version; empty for an anchor"""
-    root: str
-    parent: str
+    root: Annotated[str, Hex(64)]
+    parent: Annotated[str, MaxLen(64)]
     """digest of the base version's index (of base.json for base_version 0); empty for an anchor"""
     epoch: int
     encoding: Encoding | None
@@ -213,9 +214,9 @@ class Index:
     totals: VersionTotals
     checksums: Mapping[str, str] = field(default_factory=dict)
     """field encodings only: xxh3-128 hex of each changed tensor's new bytes, as in the shard's metadata"""
-    main: str = ""
+    main: Annotated[str, Hex(64)] = ""
     """of a multi-step delta or an anchor of a version with a delta: digest of the version's own index"""
-    request: str = ""
+    request: Annotated[str, Hex(16)] = ""
     """16 hex digits of whoever asked for the version, who knows it again by them; empty: nobody does"""
     digest: str = ""
     side_files: tuple[FileRecord, ...] = ()
@@ -390,18 +391,12 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str |
     totals = facts.array("totals")
     if len(totals) != 4 or any(type(n) is not int or not 0 <= n <= MAX_INTEGER for n in totals):
         raise facts.bad("totals", "four numbers")
-    index = Index(
+    index = facts.record(
+        Index,
+        absent=("main", "request"),
         run_id=run_id(facts),
-        version=facts.integer("version"),
         kind=_kind(facts, what),
-        base_version=facts.integer("base_version", -1),
-        base_root=facts.text("base_root", 64),
-        root=facts.hex("root", 64),
-        parent=facts.text("parent", 64),
-        epoch=facts.integer("epoch"),
         encoding=_encoding(top, facts, what),
-        step=facts.optional_integer("step"),
-        created=facts.number("created"),
         weight_map=top.text_map("weight_map"),
         files=files,
         tensors=_tensor_records(rows, what),
@@ -409,8 +404,6 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str |
         chunks=_chunk_records(facts.array("chunks"), files, what),
         totals=VersionTotals(*cast(list[int], totals)),
         checksums=_checksums(rows, what),
-        main=facts.hex("main", 64) if "main" in facts else "",
-        request=facts.hex("request", 16) if "request" in facts else "",
         digest=blake3(data).hexdigest(),
         carried=carried_records(facts, what),
         side_files=side_records(facts, what),
