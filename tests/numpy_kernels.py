@@ -16,9 +16,6 @@ from weightcast.shared.digest import checksums
 from weightcast.shared.digest.checksums import ZERO, Lanes, LanesArray, mix_a, mix_b
 from weightcast.shared.kernels import load
 from weightcast.shared.kernels.constants import (
-    BAD_GAPS,
-    BAD_PLACE,
-    BAD_STEPS,
     CODING,
     COUNT,
     ESCAPE,
@@ -350,28 +347,6 @@ def _packed(codes: NDArray[np.uint64], lengths: Counts) -> ByteArray:
     np.bitwise_or.at(packed, word, codes << shift)
     np.bitwise_or.at(packed, word + 1, (codes >> np.uint64(1)) >> (np.uint64(63) - shift))
     return packed.view(np.uint8)[: (bits + 7) >> 3]
-
-
-def take_fast(
-    data: ByteArray,
-    gaps: tuple[int, int],
-    k: int,
-    index: Array32,
-    words: int,
-    borders: Counts,
-    shifts: Counts,
-    streams: Counts,
-    first: int,
-    old: Words,
-    kind: WordKind,
-    ends: Counts,
-    numbers: Counts,
-) -> Taken | int:
-    end = take_gaps(data, *gaps, k, borders, shifts, index)
-    if not 0 <= end <= words:
-        return BAD_GAPS if end < 0 else BAD_PLACE
-    taken = take_steps(data, gaps[1], streams, first, old, index, kind, ends, numbers)
-    return BAD_STEPS if taken is None else taken
 
 
 def take_gaps(

@@ -26,16 +26,7 @@ from weightcast.shared.codec import positions
 from weightcast.shared.codec.changes import Changes, Counted, Index
 from weightcast.shared.codec.magnitudes import CONTEXT, GroupedMagnitudes, heads_of, read_contexts, unplanned
 from weightcast.shared.digest.checksums import SpanSums, spans_in
-from weightcast.shared.kernels.constants import (
-    BAD_GAPS,
-    BAD_PLACE,
-    BAD_STEPS,
-    K_LIMIT,
-    MARGIN,
-    SLACK,
-    Taken,
-    rice_parameter,
-)
+from weightcast.shared.kernels.constants import K_LIMIT, MARGIN, SLACK, rice_parameter
 from weightcast.shared.kernels.load import kernels
 from weightcast.shared.kernels.parallel import scratch
 
@@ -107,31 +98,12 @@ def decode_fast(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted, 
     if layout.first > K_LIMIT or changed > 8 * (stop - start):
         raise ValueError("payload shorter than its header says")
     index = scratch().lend("positions", np.uint32, changed)
-    found = kernels().take_fast(
-        payload,
-        layout.gaps,
-        layout.first,
-        index,
-        counted.words,
-        counted.borders,
-        counted.shifts,
-        layout.streams,
-        layout.first_exponent,
-        old,
-        chunk.kind,
-        *spans_in(chunk),
-    )
-    if isinstance(found, int):
-        raise ValueError(_DAMAGE[found])
-    return _decoded(chunk, index, found)
-
-
-_NO_STEPS = "damaged stream of steps, or a step out of its word's range"
-_DAMAGE = {
-    BAD_GAPS: "damaged stream of gaps",
-    BAD_PLACE: "position past the chunk's last word",
-    BAD_STEPS: _NO_STEPS,
-}
+    end = kernels().take_gaps(payload, start, stop, layout.first, counted.borders, counted.shifts, index)
+    if end < 0:
+        raise ValueError("damaged stream of gaps")
+    if end > counted.words:
+        raise ValueError("position past the chunk's last word")
+    return _decoded(payload, layout, old, chunk, index)
 
 
 def decode_small(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted, changed: int) -> DecodedStep:
@@ -140,16 +112,16 @@ def decode_small(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted,
     layout = _layout(payload, changed, small=True)
     place = (layout.classes_at, layout.first, *layout.gaps)
     index = positions.take_classes(payload, *place, old, counted, chunk.kind, changed)
+    return _decoded(payload, layout, old, chunk, index)
+
+
+def _decoded(payload: ByteArray, layout: _Layout, old: Words, chunk: Chunk, index: Index) -> DecodedStep:
     streams, first = layout.streams, layout.first_exponent
-    found = kernels().take_steps(
+    taken = kernels().take_steps(
         payload, layout.gaps[1], streams, first, old, index, chunk.kind, *spans_in(chunk)
     )
-    if found is None:
-        raise ValueError(_NO_STEPS)
-    return _decoded(chunk, index, found)
-
-
-def _decoded(chunk: Chunk, index: Index, taken: Taken) -> DecodedStep:
+    if taken is None:
+        raise ValueError("damaged stream of steps, or a step out of its word's range")
     before, after, sums, changed = taken
     return Changes(index, before, after), SpanSums.of(chunk, sums, changed)
 

@@ -103,8 +103,6 @@ Masks = NDArray[np.uint64]
 ESCAPED_GAP = 255
 """the byte for this distance and all greater ones"""
 OUT_OF_ORDER = "changes out of order, or past the end"
-GOOD, BAD_GAPS, BAD_PLACE, BAD_STEPS = range(4)
-"""results of reading a `fast` payload: good, damaged gaps, a position past the last word, damaged steps"""
 
 Taken = tuple[Words, Words, NDArray[np.uint64], Counts]
 """old words, new words, and the sums and counts that `touched` in the digest's kernels returns"""

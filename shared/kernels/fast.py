@@ -11,11 +11,7 @@ import numpy as np
 from weightcast.shared.base.elements import ByteArray, WordKind, Words
 from weightcast.shared.kernels.compiler import I64, SHIFTS, U64, frozen, kernel, unwritable
 from weightcast.shared.kernels.constants import (
-    BAD_GAPS,
-    BAD_PLACE,
-    BAD_STEPS,
     EXPONENTS,
-    GOOD,
     GREATEST,
     NOTHING,
     RUNS,
@@ -26,14 +22,7 @@ from weightcast.shared.kernels.constants import (
 )
 from weightcast.shared.kernels.mix import MARGIN, SUMS, add8, closed, empty, merge8
 from weightcast.shared.kernels.parallel import scratch
-from weightcast.shared.kernels.rice import (
-    plan_contexts,
-    read_gaps,
-    take,
-    take_codes,
-    write_gaps,
-    write_magnitudes,
-)
+from weightcast.shared.kernels.rice import plan_contexts, take, take_codes, write_gaps, write_magnitudes
 from weightcast.shared.kernels.scan import split_all
 from weightcast.shared.kernels.vectors import (
     HALF,
@@ -312,20 +301,14 @@ def take_steps(
     """Of the words at `index`, with `ends` and `numbers` as `touched` takes them. `signs`: where their bits
     begin. `streams`: int64[5, contexts], coding, k, k of what ends a run, start, stop. The context of a word
     is its exponent - `first`, within bounds."""
-    taken, book = room_for(len(index), len(ends), streams.shape[1], old)
-    shift = U64(SHIFTS[old.itemsize])
+    before, after = (scratch().lend(f"steps {side}", old.dtype, len(index)) for side in ("before", "after"))
+    taken = before, after, np.zeros((len(ends), 4), np.uint64), np.zeros(len(ends), np.int64)
+    book, shift = np.empty((3, streams.shape[1]), np.int64), U64(SHIFTS[old.itemsize])
     good = read_steps(
         frozen(data), U64(signs), streams, book, first, frozen(old), unwritable(index), facts(kind), shift,
         ends, numbers, *taken,
     )  # fmt: skip
     return taken if good else None
-
-
-def room_for(changes: int, spans: int, contexts: int, old: Words) -> tuple[Taken, Counts]:
-    """What `read_steps` fills, and what it keeps of contexts meanwhile."""
-    before, after = (scratch().lend(f"steps {side}", old.dtype, changes) for side in ("before", "after"))
-    taken = before, after, np.zeros((spans, 4), np.uint64), np.zeros(spans, np.int64)
-    return taken, np.empty((3, contexts), np.int64)
 
 
 @kernel
@@ -381,64 +364,3 @@ def put_fast(
         most,
     )
     return None if stop < 0 else (first, sizes, start, stop)
-
-
-@kernel
-def _take_fast(
-    data,
-    start,
-    stop,
-    k,
-    index,
-    words,
-    borders,
-    shifts,
-    streams,
-    book,
-    first,
-    old,
-    kind,
-    shift,
-    ends,
-    numbers_of,
-    before,
-    after,
-    sums,
-    changed,
-):
-    end = read_gaps(data, start, stop, k, borders, shifts, index)
-    if end < 0:
-        return BAD_GAPS
-    if end > words:
-        return BAD_PLACE
-    good = read_steps(
-        data, U64(stop), streams, book, first, old, index, kind, shift, ends, numbers_of, before, after, sums,
-        changed,
-    )  # fmt: skip
-    return GOOD if good else BAD_STEPS
-
-
-def take_fast(
-    data: ByteArray,
-    gaps: tuple[int, int],
-    k: int,
-    index: Array32,
-    words: int,
-    borders: Counts,
-    shifts: Counts,
-    streams: Counts,
-    first: int,
-    old: Words,
-    kind: WordKind,
-    ends: Counts,
-    numbers: Counts,
-) -> Taken | int:
-    """`take_gaps` of bytes `gaps` into `index`, in a chunk of `words` words without padding, then
-    `take_steps` of the rest. Returns BAD_GAPS, BAD_PLACE or BAD_STEPS for damaged data."""
-    taken, book = room_for(len(index), len(ends), streams.shape[1], old)
-    shift = U64(SHIFTS[old.itemsize])
-    found = _take_fast(
-        frozen(data), *gaps, U64(k), index, words, borders, shifts, streams, book, first, frozen(old),
-        facts(kind), shift, ends, numbers, *taken,
-    )  # fmt: skip
-    return taken if found == GOOD else int(found)

@@ -20,6 +20,7 @@ from weightcast.shared.kernels.constants import (
     RICE,
     RUNS,
     Array32,
+    Counts,
     K,
     Table,
 )
@@ -116,6 +117,15 @@ def read_gaps(data, start, stop, k, borders, shifts, index):
     if shifts.size > 1 or shifts[0] != 0:
         _spread(index, borders, shifts)
     return least
+
+
+def take_gaps(
+    data: ByteArray, start: int, stop: int, k: int, borders: Counts, shifts: Counts, index: Array32
+) -> int:
+    """Positions, with padding, whose gaps fill bytes [start, stop). `shifts`: the padding before each span;
+    `borders`: where those begin without padding, then a position that is never reached. Returns the position
+    after the last one without padding, -1 for damage."""
+    return int(read_gaps(frozen(data), start, stop, U64(k), borders, shifts, index))
 
 
 _ALL = U64((1 << 64) - 1)

@@ -29,15 +29,7 @@ from weightcast.subscriber.engines.base import (
     ReloadOutcome,
     Suspect,
 )
-from weightcast.subscriber.engines.live import (
-    APART,
-    WAITS,
-    Live,
-    Offer,
-    side_by_side,
-    start_of,
-    write_patch,
-)
+from weightcast.subscriber.engines.live import APART, WAITS, Live, Offer, side_by_side, start_of, write_patch
 from weightcast.subscriber.engines.rules import (
     EngineResult,
     Observation,

@@ -45,13 +45,7 @@ from weightcast.subscriber.engines.base import (
     Timeouts,
     unreachable,
 )
-from weightcast.subscriber.engines.wire import (
-    NEVER_HANDLED,
-    Reply,
-    Wire,
-    not_an_engine,
-    start_time,
-)
+from weightcast.subscriber.engines.wire import NEVER_HANDLED, Reply, Wire, not_an_engine, start_time
 
 PAUSE_MODES: dict[Policy, str] = {"recompute": "keep", "wait": "wait", "abort": "abort"}
 CONFIG_LIMIT = 4 << 20

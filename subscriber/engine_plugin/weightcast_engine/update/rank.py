@@ -42,14 +42,7 @@ from weightcast_engine.update.elements import Form, checkpoint_forms
 from weightcast_engine.update.live_elements import LiveUpdate, resident
 from weightcast_engine.update.patch_file import LIMIT, Change, ReadPatch, Stand, read_patch
 from weightcast_engine.update.places import on_whole_words, storage
-from weightcast_engine.update.refusals import (
-    RELOAD,
-    RELOAD_AND_TELL,
-    BadPatch,
-    InDoubt,
-    OtherBase,
-    Refusal,
-)
+from weightcast_engine.update.refusals import RELOAD, RELOAD_AND_TELL, BadPatch, InDoubt, OtherBase, Refusal
 
 
 class Stage:
