@@ -219,6 +219,8 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if isinstance(value, (bytes, bytearray)):
         return value.hex()
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise TypeError(f"no JSON for {type(value).__name__}")

@@ -22,7 +22,7 @@ from weightcast.shared.base.errors import (
 )
 from weightcast.shared.channel.chain import AnyIndex
 from weightcast.shared.channel.channel import Channel, FullVersion
-from weightcast.shared.channel.delta_reader import read_shard_header
+from weightcast.shared.channel.delta import read_shard_header
 from weightcast.shared.channel.directory_store import directory_of, may_map
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.channel.layout import Pointer
