@@ -392,13 +392,21 @@ class Weightcast(Contender):
 
     def publish_command(self, checkpoint: Path) -> Sequence[str]:
         places = self.places
-        words = [*_WEIGHTCAST, "publish", checkpoint, "--channel", self._channel, "--base", places.base]
+        words: list[object] = [
+            *_WEIGHTCAST,
+            "publish",
+            checkpoint,
+            "--channel",
+            self._channel,
+            "--base",
+            places.base,
+        ]
         words += ["--local", places.publisher, "--encoding", self.name, "--threads", self.threads, "--json"]
         return [str(word) for word in words]
 
     def sync_command(self) -> Sequence[str]:
         places = self.places
-        words = [*_WEIGHTCAST, "sync", "--channel", self._channel, "--base", places.base]
+        words: list[object] = [*_WEIGHTCAST, "sync", "--channel", self._channel, "--base", places.base]
         words += ["--local", places.host, "--threads", self.threads, "--json"]
         return [str(word) for word in words]
 

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
 import shutil
 import signal
@@ -14,9 +16,10 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import obstore
@@ -60,6 +63,9 @@ mon data avail warn = 2
 
 [client.rgw.a]
 rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
+rgw gc obj min wait = 10
+rgw gc processor period = 10
+rgw gc processor max time = 10
 """
 
 
@@ -68,6 +74,7 @@ class Gateway:
     endpoint: str
     access_key: str
     secret_key: str
+    root: Path
 
     def environment(self) -> dict[str, str]:
         """What S3 clients read."""
@@ -91,6 +98,41 @@ class Gateway:
         )
         httpx.put(obstore.sign(store, "PUT", "", timedelta(minutes=1))).raise_for_status()
         return name
+
+    @contextlib.contextmanager
+    def user(self) -> Iterator[tuple[str, Gateway]]:
+        """One who has no rights, by name, and the gateway with the keys."""
+        name = f"user-{uuid.uuid4().hex}"
+        made = _run(self.root, "radosgw-admin", "user", "create", f"--uid={name}", f"--display-name={name}")
+        key = json.loads(made)["keys"][0]
+        try:
+            yield name, replace(self, access_key=key["access_key"], secret_key=key["secret_key"])
+        finally:
+            _run(self.root, "radosgw-admin", "user", "rm", f"--uid={name}")
+
+    def allow(self, bucket: str, statements: list[dict[str, Any]]) -> None:
+        """Replaces the bucket's policy."""
+        body = json.dumps({"Version": "2012-10-17", "Statement": statements}).encode()
+        url, headers = httpx.URL(f"{self.endpoint}/{bucket}"), self._signed(f"/{bucket}", "policy=", body)
+        httpx.put(url.copy_with(query=b"policy="), content=body, headers=headers).raise_for_status()
+
+    def _signed(self, path: str, query: str, body: bytes) -> dict[str, str]:
+        """Headers of a PUT, as AWS Signature Version 4 has them."""
+        at, digest = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), hashlib.sha256(body).hexdigest()
+        headers = {"host": httpx.URL(self.endpoint).netloc.decode()}
+        headers |= {"x-amz-content-sha256": digest, "x-amz-date": at}
+        names, lines = ";".join(headers), [f"{name}:{value}" for name, value in headers.items()]
+        request = "\n".join(["PUT", path, query, *lines, "", names, digest])
+        scope = [at[:8], "us-east-1", "s3", "aws4_request"]
+        text = ["AWS4-HMAC-SHA256", at, "/".join(scope), hashlib.sha256(request.encode()).hexdigest()]
+        key = f"AWS4{self.secret_key}".encode()
+        for part in (*scope, "\n".join(text)):
+            key = hmac.digest(key, part.encode(), "sha256")
+        credential = f"{self.access_key}/{'/'.join(scope)}"
+        headers["authorization"] = (
+            f"AWS4-HMAC-SHA256 Credential={credential}, SignedHeaders={names}, Signature={key.hex()}"
+        )
+        return headers
 
 
 def _run(root: Path, *command: str) -> str:
@@ -144,7 +186,7 @@ def gateway(root: Path) -> Iterator[Gateway]:
         start("radosgw", "-n", "client.rgw.a")
         user = _run(root, "radosgw-admin", "user", "create", "--uid=test", "--display-name=test")
         key = json.loads(user)["keys"][0]
-        found = Gateway(f"http://127.0.0.1:{port}", key["access_key"], key["secret_key"])
+        found = Gateway(f"http://127.0.0.1:{port}", key["access_key"], key["secret_key"], root)
         _wait_until_it_answers(found.endpoint, daemons)
         yield found
     finally:
@@ -158,7 +200,8 @@ def running_gateway(root: Path) -> Gateway:
     """The one that this module serves in `root`."""
     lines = (root / "environment").read_text().splitlines()
     values = dict(line.removeprefix("export ").split("=", 1) for line in lines)
-    return Gateway(values["AWS_ENDPOINT_URL"], values["AWS_ACCESS_KEY_ID"], values["AWS_SECRET_ACCESS_KEY"])
+    keys = values["AWS_ACCESS_KEY_ID"], values["AWS_SECRET_ACCESS_KEY"]
+    return Gateway(values["AWS_ENDPOINT_URL"], *keys, root)
 
 
 def _wait_until_it_answers(endpoint: str, daemons: list[subprocess.Popen[bytes]]) -> None:

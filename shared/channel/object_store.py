@@ -66,6 +66,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 _CLOCK = ".weightcast-tmp-clock"
 _SHA256 = "stitch-sha256"
 """metadata by which Stitch checks what it uploaded"""
+_REQUEST = re.compile(r"performing (list request|[A-Z]+)")
 _STATUS = re.compile(r"status code: (\d{3}[^:\n]{0,40})")
 
 
@@ -378,22 +379,30 @@ class ObjectStore:
             raise AlreadyExists.at(place) from error
         except exceptions.PreconditionError as error:
             raise Changed.at(place) from error
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise Unavailable(
-                f"access to {place} was denied",
-                errno.EACCES,
-                place,
-                remedy="check the credentials in the environment, and their rights to this bucket",
-                lasting=True,
-            ) from error
         except exceptions.BaseError as error:
             text = str(error)
             found = _STATUS.search(text)
+            if _is_denied(error):
+                request = _REQUEST.search(text)
+                raise Unavailable(
+                    f"access to {place} was denied ({request[1] if request else 'no rights'})",
+                    errno.EACCES,
+                    place,
+                    remedy="check the credentials in the environment and their rights; see docs/stores.md",
+                    lasting=True,
+                ) from error
             _check_bucket(place, error)
             reason = f"the server answered {found[1].strip()}" if found else "the server cannot be reached"
             raise Unavailable(
                 f"{place}: {reason}", errno.EIO, place, remedy="check the endpoint and the network"
             ) from error
+
+
+def _is_denied(error: exceptions.BaseError) -> bool:
+    """Refused lists and deletes are errors without a class of their own."""
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        return True
+    return re.search("status code: 40[13]|AccessDenied", str(error)) is not None
 
 
 def _check_bucket(place: str, error: Exception) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightcast.shared.base.errors import NotInTime, Refused
+from weightcast.shared.channel.store import StoreError
 from weightcast.shared.doctor.observe import (
     Hangs,
     observe_bucket,
@@ -47,8 +48,10 @@ def examine(
     if channel is not None:
         with _hindrances(CHANNEL, channel, findings):
             if isinstance(channel, str):
-                bucket, run = within_seconds(lambda: (observe_bucket(channel), observe_run(channel)), seconds)
-                findings += judge_bucket(bucket, run, role)
+                run = within_seconds(lambda: observe_run(channel), seconds)
+                is_host = role == "subscriber"
+                races = None if is_host else within_seconds(lambda: observe_bucket(channel), seconds)
+                findings += judge_bucket(races, run, role)
             else:
                 place, run = within_seconds(lambda: (observe_channel(channel), observe_run(channel)), seconds)
                 findings += judge_channel(place, run, role)
@@ -80,6 +83,8 @@ def _hindrances(place: str, path: ChannelAddress, findings: list[Finding]) -> It
     except OSError as error:
         says = f"{path} cannot be looked at: {error.strerror or error}"
         remedy = "check the mount, and that this user may enter every directory on the way"
+        if isinstance(error, StoreError):
+            says, remedy = error.message, error.remedy
         findings.append(Finding(place, "path", "failure", says, remedy))
 
 

@@ -78,8 +78,14 @@ def judge_channel(facts: PlaceFacts, run: RunFacts, role: Role | None) -> Iterat
         yield _channel_space(facts.space, run, role)
 
 
-def judge_bucket(facts: BucketFacts, run: RunFacts, role: Role | None) -> Iterator[Finding]:
-    """As `judge_channel`, of an object store."""
+def judge_bucket(facts: BucketFacts | None, run: RunFacts, role: Role | None) -> Iterator[Finding]:
+    """As `judge_channel`, of an object store. `facts`: None for a host, which replaces nothing of others."""
+    if facts is not None:
+        yield from _races(facts)
+    yield from _run(run, role)
+
+
+def _races(facts: BucketFacts) -> Iterator[Finding]:
     remedy = "use another store: two publishers are not kept apart here"
     for check, good, verb in (
         ("exclusive create", facts.creates_once, "create an object"),
@@ -89,7 +95,6 @@ def judge_bucket(facts: BucketFacts, run: RunFacts, role: Role | None) -> Iterat
             yield Finding(CHANNEL, check, "ok", f"one of several writers could {verb}")
         else:
             yield Finding(CHANNEL, check, "failure", f"several writers could {verb} at the same time", remedy)
-    yield from _run(run, role)
 
 
 def judge_local(

@@ -16,9 +16,12 @@ import httpx
 import numpy as np
 import pytest
 from core_cases import Model, tensor, unpack, write_checkpoint
+from in_process import Command, Done
 from ports import free_ports
 from s3_gateway import Gateway
 from waiting import wait_until
+
+from weightcast.shared.channel.directory_store import open_store
 
 pytestmark = pytest.mark.s3
 
@@ -117,3 +120,101 @@ def test_commands_take_a_url(bucket: str, tmp_path: Path) -> None:
     weightcast("sync", "--channel", channel, "--local", tmp_path / "one", "--target", "best")
     assert json.loads((tmp_path / "one" / "config.json").read_text()) == {}
     assert json.loads(weightcast("fleet", "--channel", channel, "--json"))["run_id"]
+
+
+_DEPLOY = Path(__file__).parents[2] / "deploy" / "s3"
+
+
+@contextmanager
+def _as_role(role: str, s3: Gateway, bucket: str, *without: str) -> Iterator[None]:
+    """In the environment: keys of a user with the rights of deploy/s3, less some."""
+    text = (_DEPLOY / f"{role}.json").read_text().replace("BUCKET", bucket).replace("PREFIX", "runs/seven")
+    with s3.user() as (name, keys), pytest.MonkeyPatch.context() as patch:
+        statements = json.loads(text)["Statement"]
+        for one in statements:
+            one["Principal"] = {"AWS": [f"arn:aws:iam:::user/{name}"]}
+            one["Action"] = [action for action in one["Action"] if action not in without]
+        s3.allow(bucket, [one for one in statements if one["Action"]])
+        for variable, value in keys.environment().items():
+            patch.setenv(variable, value)
+        yield
+
+
+def _published(root: Path, channel: str, weightcast: Command, *words: object) -> Done:
+    saved = root / "saved"
+    if not saved.exists():
+        write_checkpoint(saved, _model(1))
+    places = ["--channel", channel, "--local", root / "publisher", "--base", root / "base"]
+    return weightcast("publish", *places, saved, *words)
+
+
+def test_the_rights_of_a_role_are_enough(
+    bucket: str, s3: Gateway, tmp_path: Path, weightcast: Command
+) -> None:
+    channel, name = f"{bucket}/runs/seven", bucket.removeprefix("s3://")
+    base = write_checkpoint(tmp_path / "base", _model(0))
+
+    def succeeds(*words: object) -> None:
+        done = weightcast(*words, "--channel", channel)
+        assert done.code == 0, done.out + done.err
+
+    with _as_role("publisher", s3, name):
+        succeeds("doctor", "--role", "publisher")
+        succeeds("channel", "init", "--base", base)
+        for step in range(1, 5):
+            saved = write_checkpoint(tmp_path / f"step-{step}", _model(step))
+            succeeds("publish", "--local", tmp_path / "publisher", saved, "--anchor", "--skip-span", 2)
+        succeeds("channel", "tag", "best", 4)
+        succeeds("channel", "verify")
+        succeeds("channel", "prune", "--keep-versions", 1, "--grace-seconds", 0)
+    with _as_role("host", s3, name):
+        succeeds("doctor", "--role", "subscriber")
+        succeeds("sync", "--local", tmp_path / "once")
+        [port] = free_ports(1)
+        places = ["--channel", channel, "--local", tmp_path / "host", "--port", port]
+        with _daemon(tmp_path, "subscriber", *places):
+            wait_until(lambda: weightcast("fleet", "--channel", channel, "--json").json["hosts"])
+
+
+@pytest.mark.parametrize("right", ["s3:ListBucket", "s3:GetObject", "s3:PutObject", "s3:DeleteObject"])
+def test_a_right_that_a_publisher_lacks_is_named(
+    bucket: str, s3: Gateway, tmp_path: Path, weightcast: Command, right: str
+) -> None:
+    channel, name = f"{bucket}/runs/seven", bucket.removeprefix("s3://")
+    base = write_checkpoint(tmp_path / "base", _model(0))
+    assert weightcast("channel", "init", "--channel", channel, "--base", base).code == 0
+    with _as_role("publisher", s3, name, right):
+        done = _published(tmp_path, channel, weightcast)
+        if right == "s3:DeleteObject":
+            assert weightcast("channel", "tag", "best", 0, "--channel", channel).code == 0
+            done = weightcast("channel", "tag", "best", "--delete", "--channel", channel)
+        assert done.code == 3 and "was denied" in done.err and "docs/stores.md" in done.err
+
+
+@pytest.mark.parametrize("right", ["s3:ListBucket", "s3:GetObject"])
+def test_a_right_that_a_host_lacks_is_named(
+    bucket: str, s3: Gateway, tmp_path: Path, weightcast: Command, right: str
+) -> None:
+    channel, name = f"{bucket}/runs/seven", bucket.removeprefix("s3://")
+    base = write_checkpoint(tmp_path / "base", _model(0))
+    assert weightcast("channel", "init", "--channel", channel, "--base", base).code == 0
+    assert _published(tmp_path, channel, weightcast, "--anchor").code == 0
+    with _as_role("host", s3, name, right):
+        done = weightcast("sync", "--channel", channel, "--local", tmp_path / "host")
+        assert done.code == 3 and "was denied" in done.err and "docs/stores.md" in done.err
+        assert not list(tmp_path.glob("host/*.safetensors"))
+
+
+def test_a_host_writes_its_reports_only(
+    bucket: str, s3: Gateway, tmp_path: Path, weightcast: Command
+) -> None:
+    channel, name = f"{bucket}/runs/seven", bucket.removeprefix("s3://")
+    base = write_checkpoint(tmp_path / "base", _model(0))
+    assert weightcast("channel", "init", "--channel", channel, "--base", base).code == 0
+    with _as_role("host", s3, name):
+        for done in (
+            _published(tmp_path, channel, weightcast),
+            weightcast("channel", "tag", "best", 0, "--channel", channel),
+        ):
+            assert done.code == 3 and "was denied (PUT)" in done.err and "docs/stores.md" in done.err
+    assert [entry.name for entry in open_store(channel).list()] == ["base.json", "channel.json"]
