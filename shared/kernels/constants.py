@@ -143,21 +143,9 @@ def exchange_at(
 
 
 def unpack_gaps(first: int, gaps: ByteArray, escapes: Array32) -> NDArray[np.int64] | None:
-    """The words of a record; None where they do not ascend, or escapes are missing or too many."""
-    distances = _distances(gaps, gaps == ESCAPED_GAP, escapes)
-    if distances is None or distances[0] or np.count_nonzero(distances) != len(distances) - 1:
-        return None
-    distances[0] = first
-    return np.cumsum(distances)
-
-
-def _distances(gaps: ByteArray, are_escaped: NDArray[np.bool_], escapes: Array32) -> Counts | None:
-    """None where escapes are missing, too many or too small."""
-    if np.count_nonzero(are_escaped) != len(escapes) or (escapes < ESCAPED_GAP).any():
-        return None
-    distances = gaps.astype(np.int64)
-    distances[are_escaped] = escapes
-    return distances
+    """The words of a record; None where they do not ascend, or escapes are missing, too many or too small."""
+    firsts, counts, escaped = (np.array([one], np.int64) for one in (first, len(gaps), len(escapes)))
+    return unpack_many_gaps(firsts, counts, gaps, escaped, escapes)
 
 
 def unpack_many_gaps(
@@ -165,16 +153,13 @@ def unpack_many_gaps(
 ) -> NDArray[np.int64] | None:
     """As `unpack_gaps`, of consecutive records with `counts` gaps and `escaped` escapes each. None if
     one is wrong."""
-    heads = np.cumsum(counts) - counts
-    are_escaped = gaps == ESCAPED_GAP
-    if not np.array_equal(np.add.reduceat(are_escaped, heads, dtype=np.int64), escaped):
+    heads, are_escaped = np.cumsum(counts) - counts, gaps == ESCAPED_GAP
+    fits = np.array_equal(np.add.reduceat(are_escaped, heads, dtype=np.int64), escaped)
+    if not fits or (escapes < ESCAPED_GAP).any():
         return None
-    distances = _distances(gaps, are_escaped, escapes)
-    if (
-        distances is None
-        or distances[heads].any()
-        or np.count_nonzero(distances) != len(distances) - len(counts)
-    ):
+    distances = gaps.astype(np.int64)
+    distances[are_escaped] = escapes
+    if distances[heads].any() or np.count_nonzero(distances) != len(distances) - len(counts):
         return None
     reached: NDArray[np.int64] = np.cumsum(distances)
     reached -= np.repeat(reached[heads] - firsts, counts)
