@@ -11,6 +11,8 @@ from weightcast.shared.daemon.fleet import Fleet
 from weightcast.shared.daemon.metrics import DiskMetrics, Labels, MetricDoc, Metrics, watch_loop
 from weightcast.shared.daemon.status import LoopStatus, Snapshot
 from weightcast.subscriber.daemon.metrics import SubscriberMetrics
+from weightcast.subscriber.gate.gate import Gate
+from weightcast.subscriber.gate.traffic import Traffic
 
 HEAD = """\
 # Metrics
@@ -60,6 +62,8 @@ def _no_look() -> tuple[Fleet, ChannelPage]:
 def _subscriber() -> list[MetricDoc]:
     registry = Metrics()
     SubscriberMetrics(registry)
+    traffic = Traffic((), policy="pass", drain_seconds=0, hold_seconds=0, most=1)
+    registry.watch(Gate({}, traffic, token=None, run_id=str, wake=lambda: None))
     return _with_furniture(registry)
 
 

@@ -190,6 +190,16 @@ class GroupStatus(Facts):
     """since anybody last asked"""
 
 
+class GateStatus(Facts):
+    port: int
+    version: int | None
+    """lowest version of the engines that requests are admitted to; null: none is"""
+    requests: Mapping[str, int] = field(default_factory=dict)
+    """under way, by engine"""
+    waiting: int = 0
+    """requests that no engine can take now"""
+
+
 class HostStatus(Facts):
     software: str
     host: str
@@ -252,6 +262,8 @@ class HostStatus(Facts):
     loop: LoopStatus = LoopStatus()
     group: GroupStatus | None = None
     """null: the host is in no engine group"""
+    gate: GateStatus | None = None
+    """null without --gate"""
 
 
 _WEAKEST_FIRST = ("status-only", "label", "digest")

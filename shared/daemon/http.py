@@ -362,8 +362,10 @@ def _open_files() -> int:
     return MOST * 16 if soft == resource.RLIM_INFINITY else soft
 
 
-def drop_unread(listener: socket.socket) -> None:
-    """Connections of `listener` end when their peer does not take what was sent."""
+def prepare(listener: socket.socket) -> None:
+    """Its connections send at once, which asyncio arranges only for sockets that it makes itself, and end
+    when their peer does not take what was sent."""
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_SECONDS * 1000))
 
 

@@ -17,6 +17,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 from watchdog import events
 from watchdog.observers import Observer
 
@@ -30,7 +31,7 @@ from weightcast.shared.base.errors import (
 )
 from weightcast.shared.channel.channel import NoChannel
 from weightcast.shared.daemon.hooks import end_hooks
-from weightcast.shared.daemon.http import HEADER_LIMIT, Connection, backlog, drop_unread, most_connections
+from weightcast.shared.daemon.http import HEADER_LIMIT, Connection, backlog, most_connections, prepare
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.metrics import error_kind
 from weightcast.shared.daemon.settings import ServiceSettings
@@ -271,7 +272,7 @@ def run_daemon(
                 work.ended.wait(_ASK_SECONDS)
             server.should_exit = True
 
-        server = _Server(_config(app), started, stop.set)
+        server = _Server(server_config(app), started, stop.set)
         try:
             server.run(sockets=[listener])
         finally:
@@ -293,7 +294,7 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host} port {port}: {error.strerror or error}",
             remedy="choose another host or port, or stop the process that uses it",
         ) from error
-    drop_unread(listener)
+    prepare(listener)
     return listener
 
 
@@ -303,7 +304,8 @@ def _forget_port(path: Path | None) -> None:
         path.unlink(missing_ok=True)
 
 
-def _config(app: FastAPI) -> uvicorn.Config:
+def server_config(app: ASGIApp, most: int | None = None) -> uvicorn.Config:
+    """`most`: connections; None: as many as a daemon's HTTP side has."""
     return uvicorn.Config(
         app,
         loop="asyncio",
@@ -314,7 +316,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         # uvicorn refuses from this number on
-        limit_concurrency=most_connections() + 1,
+        limit_concurrency=(most_connections() if most is None else most) + 1,
         backlog=backlog(),
         h11_max_incomplete_event_size=HEADER_LIMIT,
         timeout_graceful_shutdown=CLOSE_SECONDS,

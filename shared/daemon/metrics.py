@@ -156,8 +156,8 @@ class _LoopCollector(Collector):
             "crashed": status.crashes,
         }
         errors = {kind: status.errors.get(kind, 0) for kind in error_kinds()}
-        yield _counted("steps", "Steps of the daemon's loop.", "outcome", outcomes)
-        yield _counted("errors", "Errors that ended a step, by kind.", "kind", errors)
+        yield counted("steps", "Steps of the daemon's loop.", "outcome", outcomes)
+        yield counted("errors", "Errors that ended a step, by kind.", "kind", errors)
         help = "Steps begun because the one before had failed."
         yield CounterMetricFamily(f"{PREFIX}_retries", help, value=status.retries)
         help = "Steps failed since the last good one."
@@ -167,7 +167,8 @@ class _LoopCollector(Collector):
         yield GaugeMetricFamily(began, help, value=status.step_began or 0.0)
 
 
-def _counted(what: str, help: str, label: str, counts: Mapping[str, int]) -> Metric:
+def counted(what: str, help: str, label: str, counts: Mapping[str, int]) -> Metric:
+    """A counter that is made when it is asked for."""
     family = CounterMetricFamily(f"{PREFIX}_{what}", help, labels=(label,))
     for value, number in counts.items():
         family.add_metric((value,), number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from weightcast.subscriber.daemon.announce import Announcer, FailedEngines
 from weightcast.subscriber.daemon.metrics import SubscriberMetrics
 from weightcast.subscriber.daemon.report import open_reporter
 from weightcast.subscriber.daemon.settings import SubscriberSettings
-from weightcast.subscriber.daemon.wiring import open_engines, open_lead, options_of
+from weightcast.subscriber.daemon.wiring import open_engines, open_gate, open_lead, options_of
 from weightcast.subscriber.engines.live import EngineVerify
 from weightcast.subscriber.groups.messages import HOLD_PATH, RELEASE_PATH
 from weightcast.subscriber.status import HostStatus, UpdateStatus
@@ -83,12 +83,21 @@ class Subscriber:
             lead,
             Callbacks(self._show, self._moved, stop=self.stop.wait),
         )
+        self.gate = open_gate(settings, self.sync.engines, self._run_id, self._wake)
+        if self.gate is not None:
+            self.registry.watch(self.gate)
         self.reporter = open_reporter(settings)
         self.follower: GroupFollower | None = None
         if settings.group_follower:
             self.follower = GroupFollower(self.sync, Post(self.wakeup.set))
 
+    def _run_id(self) -> str:
+        state = self.sync.host.state
+        return "" if state is None else state.run_id
+
     def _show(self, status: HostStatus) -> None:
+        if self.gate is not None and status.target_version is not None:
+            self.gate.traffic.target = status.target_version
         self.announcer.waits(status)
         self.metrics.show(status)
         self.disk.show()
@@ -195,6 +204,7 @@ class Subscriber:
             last_full_hash_age_seconds=None if hashed is None else max(0.0, time.time() - hashed),
             group=self.sync.lead.status() if self.follower is None else self.follower.post.status(),
             report_error="" if self.reporter is None else self.reporter.error,
+            gate=None if self.gate is None else self.gate.status(),
         )
 
     def ready(self) -> Readiness:
@@ -227,8 +237,13 @@ class Subscriber:
         """Until SIGTERM, SIGINT or `stop`. Raises what `run_daemon` raises, what refuses the first start, and
         EngineFailed where the failure of an engine is to end the daemon."""
         warm_up_in_background()
-        channel = self.settings.channel
-        with Watcher(channel, self.wakeup) if isinstance(channel, Path) else nullcontext():
+        channel, gate = self.settings.channel, self.settings.gate
+        with ExitStack() as stack:
+            if self.gate is not None and gate is not None:
+                self.gate.start(self.settings.host, gate)
+                stack.callback(self.gate.stop)
+            if isinstance(channel, Path):
+                stack.enter_context(Watcher(channel, self.wakeup))
             run_daemon(
                 self.app(),
                 self.step,

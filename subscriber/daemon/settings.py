@@ -36,6 +36,7 @@ from weightcast.subscriber.engines.base import (
     parse_engines,
 )
 from weightcast.subscriber.engines.rules import ReloadOrder
+from weightcast.subscriber.gate.conditions import UpdatePolicy
 from weightcast.subscriber.groups.messages import LEASE_LIMIT, is_member_url
 from weightcast.subscriber.sync.options import parse_target
 
@@ -93,6 +94,20 @@ class SubscriberSettings(ServiceSettings):
     """Bearer token for hosts' reports to the publisher, no more; unset: WEIGHTCAST_TOKEN."""
     report_seconds: float = Field(30.0, ge=0.5, le=3600)
     """Between two reports while nothing changes."""
+    gate: int | None = Field(None, ge=0, le=65535)
+    """Port of the gate: requests to the engines, each answered by a version that it allows; 0 takes a free
+    one, unset: none."""
+    gate_token: Token | None = None
+    """Bearer token of the gate's callers; unset: WEIGHTCAST_TOKEN."""
+    gate_updates: UpdatePolicy = "pass"
+    """Requests under way at an update go on, if they allow the new version (pass); finish before it (drain);
+    or end with what they have (partial)."""
+    gate_drain: _UpToADay = 30.0
+    """Seconds that an update waits for requests which must finish before it."""
+    gate_hold: _UpToADay = 60.0
+    """Seconds that the gate holds a request while no engine can take it."""
+    gate_requests: int = Field(256, ge=1, le=4096)
+    """Requests under way per engine; as many again may wait."""
     group_member: tuple[str, ...] = Field((), max_length=MOST_MEMBERS)
     """Leads an engine group: URL of another host's subscriber; repeatable."""
     group_follower: bool = False

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.base.errors import Refused, WeightcastError
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import read_state
@@ -22,6 +24,9 @@ from weightcast.subscriber.engines.host import Engines, RetryPace
 from weightcast.subscriber.groups.lead import PATIENCE, GroupPace, Lead
 from weightcast.subscriber.groups.messages import NAME_LIMIT
 from weightcast.subscriber.sync.options import SyncOptions, parse_target
+
+if TYPE_CHECKING:
+    from weightcast.subscriber.gate.gate import Gate
 
 ATTEMPTS = 2
 
@@ -103,6 +108,37 @@ def open_engines(
         group_patches=settings.group_patch,
         stopping=stopping,
     )
+
+
+def open_gate(
+    settings: SubscriberSettings, engines: Engines, run_id: Callable[[], str], wake: Callable[[], None]
+) -> Gate | None:
+    """None without --gate. `engines` are closed and opened for its requests. Raises Refused for engines that
+    answer none, BadEngineOption for a key that is not set."""
+    if settings.gate is None:
+        return None
+    from weightcast.subscriber.engines.wire import keys_of, trusted
+    from weightcast.subscriber.gate.gate import Gate, Upstream
+    from weightcast.subscriber.gate.traffic import Traffic
+
+    upstreams = {}
+    for spec in (engine.spec for engine in engines.engines):
+        if spec.kind == "webhook":
+            raise Refused(
+                f"engine {spec.name}: a webhook answers no requests",
+                remedy="leave out --gate, or give engines of the kinds sglang and vllm",
+            )
+        trust = trusted(spec.url, spec.ca, verify=spec.verify)
+        upstreams[spec.name] = Upstream(spec.kind, spec.url, keys_of(spec, os.environ).read.value, trust)
+    engines.traffic = traffic = Traffic(
+        upstreams,
+        policy=settings.gate_updates,
+        drain_seconds=settings.gate_drain,
+        hold_seconds=settings.gate_hold,
+        most=settings.gate_requests,
+    )
+    token = settings.secret(settings.gate_token)
+    return Gate(upstreams, traffic, token=token, run_id=run_id, wake=wake)
 
 
 def _run_id(local: Path) -> str:

@@ -72,6 +72,17 @@ class Group(Protocol):
         """Whether they held it since."""
 
 
+class Traffic(Protocol):
+    """Requests that pass through this host to its engines."""
+
+    def close(self, name: str, toward: int) -> None:
+        """Before an engine is paused: no request is admitted to it any more, and those that must not see
+        version `toward` have ended."""
+
+    def open(self, name: str, version: int | None, process: str | None, looked_at: float) -> None:
+        """`version`: what the engine serves as of the look that began at `looked_at`; None: nobody knows."""
+
+
 @dataclass(frozen=True)
 class RetryPace:
     """How often and how long a doubtful engine is tried again. Times in seconds."""
@@ -197,6 +208,14 @@ class HostEngine:
     @property
     def observation(self) -> Observation:
         return Observation(self.facts, self._steady, self._source)
+
+    def serves(self, record: EngineState | None) -> int | None:
+        """The version that it generates from, which may not be the local one yet; None where nobody knows."""
+        if record is None or record.version is None or self.facts.paused:
+            return None
+        held = self.facts.held
+        weights = HeldWeights(record.version, "" if held is None else held.root)
+        return record.version if is_in_sync(record, self.observation, weights) else None
 
     @property
     def is_due(self) -> bool:
@@ -351,6 +370,7 @@ class Engines:
         group: Group | None = None,
         group_patches: bool = False,
         stopping: Callable[[], bool] = lambda: False,
+        traffic: Traffic | None = None,
     ) -> None:
         """`look_seconds`: between looks at engines that are all in sync. `jitter`: uniform in [0, 1).
         `group`: the other hosts whose files the engines read; `group_patches`: each stages patches for them.
@@ -363,6 +383,8 @@ class Engines:
         self.stopping = stopping
         self._clock, self._jitter = clock, jitter
         self._look_seconds, self._next_look = look_seconds, 0.0
+        self._looked_at = 0.0
+        self.traffic = traffic
         self._woken = threading.Event()
         self._group_patches = group_patches
         self._offers: dict[str, Offer] = {}
@@ -402,8 +424,17 @@ class Engines:
 
     def look(self) -> None:
         jitter = 1 - LOOK_JITTER + 2 * LOOK_JITTER * self._jitter()
-        self._next_look = self._clock() + self._look_seconds * jitter
+        self._looked_at = self._clock()
+        self._next_look = self._looked_at + self._look_seconds * jitter
         self._look_at(self.engines)
+
+    def admit(self, state: LocalState | None) -> None:
+        """Lets requests through to engines whose record and last look say which version they serve."""
+        if self.traffic is None:
+            return
+        for engine in self.engines:
+            record = None if state is None else state.engines.get(engine.name)
+            self.traffic.open(engine.name, engine.serves(record), engine.facts.process, self._looked_at)
 
     def _look_at(self, engines: Sequence[HostEngine]) -> None:
         for engine, facts in zip(engines, side_by_side(engines, HostEngine.probe), strict=True):

@@ -18,7 +18,7 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import EngineState, Mark, Phase
 from weightcast.subscriber.engines.base import Confirmation, Done, Intact, KeyRefused, NotSent, Suspect
-from weightcast.subscriber.engines.host import Engines, HostEngine
+from weightcast.subscriber.engines.host import Engines, HostEngine, Traffic
 from weightcast.subscriber.engines.live import side_by_side
 from weightcast.subscriber.engines.rules import (
     PHASES,
@@ -127,7 +127,7 @@ class Reload:
                     self._notes.take_back(one.engine.name)
 
     def _reload_of(self, engine: HostEngine) -> EngineReload:
-        return EngineReload(engine, self._version, self._notes)
+        return EngineReload(engine, self._version, self._notes, self._engines.traffic)
 
     def _run_one(self, one: EngineReload) -> EngineResult:
         taken = one.engine.prepare(self._local.state, self._engines.offer_to(one.engine))
@@ -143,8 +143,10 @@ class EngineReload:
     """One engine on its way to the weights of `version`: `pause`, then `reload`; or `step_back` where nothing
     was written. Raises nothing for what an engine does."""
 
-    def __init__(self, engine: HostEngine, version: int, notes: Notes) -> None:
-        self.engine = engine
+    def __init__(
+        self, engine: HostEngine, version: int, notes: Notes, traffic: Traffic | None = None
+    ) -> None:
+        self.engine, self._traffic = engine, traffic
         self._version = version
         self._notes, self._pace = notes, engine.pace
         self._suspect = engine.name in notes.suspects
@@ -176,6 +178,8 @@ class EngineReload:
         # A label that it shows already would say after a kill that half a reload is a whole one.
         doubtful = self._suspect or facts.label == label_of(self._version)
         self._notes.note(self.engine.name, Mark.SUSPECT if doubtful else Mark.PAUSING)
+        if self._traffic is not None:
+            self._traffic.close(self.engine.name, self._version)
         self._began = self._pace.clock()
         try:
             with self._timed("pause"):

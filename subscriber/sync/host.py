@@ -225,6 +225,7 @@ class StepHost:
             bytes_read=self.bytes_read,
             signed="not checked" if trust is None else f"verified by {signer}" if signer else "not verified",
         )
+        self.engines.admit(state)
         self.shown = self.status = with_local(self.status, state, self.engines.status(state))
         self._callbacks.show(self.shown)
 

@@ -1,0 +1,117 @@
+"""What a request asks of the version that answers it, in headers or in the `weightcast` member of its JSON
+body. docs/gate.md has the table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+MEMBER = "weightcast"
+_HEADER = "weightcast-"
+_SESSION_LIMIT = 256
+
+
+UpdatePolicy = Literal["pass", "drain", "partial"]
+"""What an update of an engine does with its requests: those that allow the new version go on as the engine's
+own pause has it; or all have time to finish; or all end with what they have."""
+
+
+class BadCondition(ValueError):
+    pass
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """`wait`: seconds that the request may wait for a version that it allows."""
+
+    min_version: int | None = None
+    exact_version: int | None = None
+    max_lag: int | None = None
+    session: str = ""
+    wait: float = 0.0
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str], member: Mapping[str, Any]) -> Conditions:
+        """`headers`: with names in lower case. Raises BadCondition for a name or a value that is none, and
+        for two values of one condition."""
+        given: dict[str, Any] = {}
+        for name, text in headers.items():
+            if name.startswith(_HEADER):
+                key = name.removeprefix(_HEADER).replace("-", "_")
+                given[key] = text if key == "session" else _number(name, text)
+        for key, value in member.items():
+            if key in given and given[key] != value:
+                raise BadCondition(f"{key} has one value in the headers and another one in the body")
+            given[key] = value
+        given = {key: value for key, value in given.items() if value is not None}
+        for key, value in given.items():
+            _check(key, value)
+        return cls(**given)
+
+    def allow(self, version: int, target: int) -> bool:
+        """`target`: the version that the host is to reach."""
+        if self.exact_version is not None and version != self.exact_version:
+            return False
+        least = max(self.min_version or 0, 0 if self.max_lag is None else target - self.max_lag)
+        return version >= least
+
+    def asked(self) -> dict[str, object]:
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise BadCondition(f"{name}: {text[:40]!r} is not a number") from None
+    return int(number) if number.is_integer() else number
+
+
+def _check(key: str, value: object) -> None:
+    if key == "session":
+        fits = isinstance(value, str) and len(value) <= _SESSION_LIMIT
+    elif key == "wait":
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 86400
+    elif key in ("min_version", "exact_version", "max_lag"):
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    else:
+        known = ", ".join(each.name for each in fields(Conditions))
+        raise BadCondition(f"{key[:40]!r} is not a condition; known: {known}")
+    if not fits:
+        raise BadCondition(f"{key}: {str(value)[:40]!r} is out of range")
+
+
+def split_body(body: bytes, added: Mapping[str, str]) -> tuple[dict[str, Any], bytes]:
+    """The `weightcast` member of a JSON object, and the object without it, with the members `added`: before
+    the text of a member that is there (of a list: of each), with a slash between them.
+
+    A body that is not an object stays as it is. It is parsed only where it has one of these members: prompts
+    are long. Raises BadCondition."""
+    names = [f'"{name}"'.encode() for name in (MEMBER, *added)]
+    start = len(body) - len(body.lstrip())
+    if body[start : start + 1] != b"{":
+        return {}, body
+    # an escape may hide a name
+    if not any(name in body for name in names) and b"\\u" not in body:
+        new = json.dumps(dict(added))[1:-1].encode()
+        rest = body[start + 1 :]
+        comma = b"" if not new or rest.lstrip()[:1] == b"}" else b","
+        return {}, b"{" + new + comma + rest
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}, body
+    member = value.pop(MEMBER, None)
+    for name, text in added.items():
+        own = value.get(name)
+        value[name] = [_joined(text, one) for one in own] if isinstance(own, list) else _joined(text, own)
+    if member is not None and not isinstance(member, dict):
+        raise BadCondition(f"{MEMBER} must be an object")
+    return member or {}, json.dumps(value).encode()
+
+
+def _joined(text: str, own: object) -> str:
+    return text if own is None else f"{text}/{own}"

@@ -1,0 +1,455 @@
+"""The gate: a reverse proxy in front of a host's engines that knows which version makes an answer.
+
+Everything it does not know is passed on unchanged, but for routes that change an engine. `Gate._answer` has
+the order of a request: read, conditions, admit, send on, pass back, label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import math
+import secrets
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import uvicorn
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import Message, Receive, Scope, Send
+
+from weightcast.shared.daemon.environment import port_of
+from weightcast.shared.daemon.logs import get_log
+from weightcast.shared.daemon.loop import CLOSE_SECONDS, listen, server_config
+from weightcast.shared.daemon.metrics import counted
+from weightcast.subscriber.gate.conditions import BadCondition, Conditions, split_body
+from weightcast.subscriber.gate.traffic import Call, NotAdmitted, Traffic
+from weightcast.subscriber.status import GateStatus
+
+BODY_LIMIT = 32 << 20
+REPLY_LIMIT = 64 << 20
+"""bytes of an answer that is labelled in its body; a stream may be longer"""
+_BLOCKED = (
+    "update_", "pause", "resume", "continue_generation", "flush_cache", "release_memory_occupation",
+    "sleep", "wake_up", "init_weight", "destroy_weight", "collective_rpc", "load_lora", "unload_lora",
+    "v1/load_lora", "v1/unload_lora", "start_weight", "finish_weight", "weightcast", "reset_",
+    "start_profile", "stop_profile", "set_internal_state", "save_",
+)  # fmt: skip
+"""beginnings of paths that change an engine, or its weights"""
+_HOP_BY_HOP = frozenset((
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
+    "trailer", "transfer-encoding", "upgrade", "content-length", "host", "expect",
+))  # fmt: skip
+MOST_CONNECTIONS = 4096
+_CONNECT_AGAIN = 0.2
+"""seconds"""
+_ABORT_SECONDS = 4.0
+"""for an engine to answer a request after it was asked to end it"""
+log = get_log("gate")
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """An engine behind the gate. `key`: for its user routes, empty where it takes none."""
+
+    kind: str
+    url: str
+    key: str
+    trust: ssl.SSLContext
+
+
+OUTCOMES = ("answered", "partial", "unmet", "not_ready", "too_many", "engine_failed", "left")
+_REFUSED = {409: "unmet", 429: "too_many", 503: "not_ready"}
+
+
+class Gate(Collector):
+    """An ASGI application, and the server that runs it in a thread of its own. `run_id`: of the channel;
+    `wake` has the engines looked at again."""
+
+    def __init__(
+        self,
+        upstreams: Mapping[str, Upstream],
+        traffic: Traffic,
+        *,
+        token: str | None,
+        run_id: Callable[[], str],
+        wake: Callable[[], None],
+    ) -> None:
+        self.traffic = traffic
+        self._upstreams, self._run_id, self._wake = upstreams, run_id, wake
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._transports: dict[str, httpx.AsyncHTTPTransport] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self.outcomes = dict.fromkeys(OUTCOMES, 0)
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+        self.port = 0
+
+    def start(self, host: str, port: int) -> None:
+        """Raises Refused if the address cannot be bound."""
+        listener = listen(host, port)
+        self.port = listener.getsockname()[1]
+        self._server = uvicorn.Server(server_config(self, MOST_CONNECTIONS))
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listener]}, name="gate", daemon=True
+        )
+        self._thread.start()
+        log.info("gate is listening", host=host, port=self.port)
+
+    def stop(self) -> None:
+        """Answers on their way have some seconds to end."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(2 * CLOSE_SECONDS)
+
+    def collect(self) -> Iterator[Metric]:
+        """For the daemon's metrics."""
+        yield counted(
+            "gate_requests", "Requests to the gate, by what became of them.", "outcome", self.outcomes
+        )
+        help = "Requests that the gate holds until an engine can take them."
+        yield GaugeMetricFamily("weightcast_gate_waiting", help, value=self.traffic.waiting)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            await self._route(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        watchers = [asyncio.create_task(self._watch(name)) for name in self._upstreams]
+        for name, engine in self._upstreams.items():
+            self._transports[name] = httpx.AsyncHTTPTransport(
+                verify=engine.trust,
+                trust_env=False,
+                # servers drop what is idle after five seconds
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=3),
+            )
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        for watcher in watchers:
+            watcher.cancel()
+        for transport in self._transports.values():
+            await transport.aclose()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _watch(self, name: str) -> None:
+        """A connection that is never used ends with the engine's process. Without one, another process could
+        take its place unseen."""
+        engine = self._upstreams[name]
+        parts = urlsplit(engine.url)
+        trust = engine.trust if parts.scheme == "https" else None
+        while True:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(parts.hostname, port_of(parts), ssl=trust)
+                self.traffic.doubt(name, time.monotonic())
+                self._wake()
+                with contextlib.closing(writer), contextlib.suppress(OSError):
+                    await reader.read(1)
+                self.traffic.doubt(name, math.inf)
+                self._wake()
+            await asyncio.sleep(_CONNECT_AGAIN)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = _headers(scope)
+        path = scope["path"].lstrip("/")
+        if path == "healthz":
+            await _say(send, 200, {"ok": True})
+        elif self._expected is not None and not hmac.compare_digest(
+            headers.get("authorization", "").encode("latin-1"), self._expected
+        ):
+            await _say(
+                send, 401, {"error": "this gate requires a bearer token"}, {"www-authenticate": "Bearer"}
+            )
+        elif path == "readyz":
+            served = self.traffic.served
+            facts = {**self.status().by_name(), "target": self.traffic.target}
+            await _say(send, 200 if served is not None else 503, facts)
+        elif path == "abort" and scope["method"] == "POST":
+            await self._abort(receive, send)
+        elif path.startswith(_BLOCKED):
+            error = f"/{path} changes an engine; its subscriber alone does that"
+            await _say(send, 403, {"error": error})
+        else:
+            await self._answer(scope, headers, receive, send)
+
+    def status(self) -> GateStatus:
+        traffic = self.traffic
+        requests = {name: len(door.calls) for name, door in traffic.doors.items()}
+        return GateStatus(port=self.port, version=traffic.served, requests=requests, waiting=traffic.waiting)
+
+    async def _abort(self, receive: Receive, send: Send) -> None:
+        try:
+            asked = json.loads(await _body(receive) or b"{}")
+            session, version = asked.get("session"), asked.get("version")
+        except (ValueError, AttributeError):
+            await _say(send, 400, {"error": "send {}, or an object with session or version"})
+            return
+        ended = self.traffic.end(
+            lambda call: session in (None, call.conditions.session) and version in (None, call.low)
+        )
+        await _say(send, 200, {"aborted": ended})
+
+    async def _answer(self, scope: Scope, headers: Mapping[str, str], receive: Receive, send: Send) -> None:
+        body = await _body(receive)
+        if body is None:
+            await _say(send, 413, {"error": f"the body has more than {BODY_LIMIT} bytes"}, _CLOSE)
+            return
+        try:
+            member, _ = split_body(body, {})
+            conditions = Conditions.of(headers, member)
+        except BadCondition as error:
+            await _say(send, 400, {"error": str(error)})
+            return
+        task, rid = asyncio.current_task(), f"weightcast-{secrets.token_hex(8)}"
+        assert task is not None
+        loop = task.get_loop()
+
+        def end(call: Call) -> None:
+            loop.call_soon_threadsafe(self._end, call, rid, task)
+
+        gone = asyncio.create_task(_disconnect(receive, task))
+        try:
+            call = await self.traffic.admit(conditions, end)
+        except NotAdmitted as error:
+            self.outcomes[_REFUSED[error.status]] += 1
+            facts: dict[str, object] = {"error": error.error, "asked": conditions.asked()}
+            facts |= {"served": self.traffic.served, "target": self.traffic.target}
+            await _say(send, error.status, facts, {"retry-after": f"{error.retry:g}"})
+            return
+        finally:
+            gone.cancel()
+        answer, outcome = _Answer(call, send), "left"
+        gone = asyncio.create_task(_disconnect(receive, task))
+        try:
+            async with self._sent(scope, headers, body, call, rid) as response:
+                if not await self.traffic.is_same(call):
+                    raise httpx.ReadError("another process answers there now")
+                await answer.pass_back(response)
+            outcome = "partial" if call.ended_by else "answered"
+        except asyncio.CancelledError:
+            if not call.ended_by:
+                raise
+            task.uncancel()
+            outcome = "partial"
+            await answer.end_partial()
+        except httpx.HTTPError as error:
+            outcome = "engine_failed"
+            await answer.fail(f"engine {call.engine} does not answer: {error or type(error).__name__}")
+        finally:
+            self.outcomes[outcome] += 1
+            gone.cancel()
+            self.traffic.leave(call)
+
+    def _end(self, call: Call, rid: str, task: asyncio.Task[Any]) -> None:
+        """SGLang answers with what it has; any other engine stops when nobody listens any more."""
+        if self._upstreams[call.engine].kind != "sglang":
+            task.cancel()
+            return
+        self._ending.add(asking := asyncio.create_task(self._abort_request(call.engine, rid)))
+        asking.add_done_callback(self._ending.discard)
+        task.get_loop().call_later(_ABORT_SECONDS, task.cancel)
+
+    async def _abort_request(self, name: str, rid: str) -> None:
+        body = json.dumps({"rid": rid}).encode()
+        headers = {"content-type": "application/json", **self._key_of(name)}
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(_ABORT_SECONDS):
+                response = await self._order(name, "POST", "/abort_request", headers, body)
+                await response.aclose()
+
+    async def _order(
+        self, name: str, method: str, target: str, headers: Mapping[str, str], body: bytes
+    ) -> httpx.Response:
+        """By the transport alone: a client would look into redirects and cookies."""
+        url = self._upstreams[name].url + target
+        timeout = {"timeout": {"connect": 5.0}}
+        request = httpx.Request(method, url, headers=headers, content=body, extensions=timeout)
+        return await self._transports[name].handle_async_request(request)
+
+    def _key_of(self, name: str) -> dict[str, str]:
+        key = self._upstreams[name].key
+        return {"authorization": f"Bearer {key}"} if key else {}
+
+    @contextlib.asynccontextmanager
+    async def _sent(
+        self, scope: Scope, headers: Mapping[str, str], body: bytes, call: Call, rid: str
+    ) -> AsyncIterator[httpx.Response]:
+        path = scope["raw_path"].decode("ascii")
+        salts = {}
+        if scope["method"] == "POST":
+            salt = f"{self._run_id()}.{call.low}"
+            salts = {"cache_salt": salt}
+            if self._upstreams[call.engine].kind == "sglang":
+                salts = {"extra_key": salt, "rid": rid}
+        _, body = split_body(body, salts)
+        own = {
+            "authorization",
+            *_HOP_BY_HOP,
+            *headers.get("connection", "").lower().replace(",", " ").split(),
+        }
+        passed = {
+            name: value
+            for name, value in headers.items()
+            if name not in own and not name.startswith("weightcast-")
+        }
+        passed |= {"accept-encoding": "identity", **self._key_of(call.engine)}
+        query = scope["query_string"].decode("ascii")
+        target = f"{path}?{query}" if query else path
+        response = await self._order(call.engine, scope["method"], target, passed, body)
+        try:
+            yield response
+        finally:
+            await response.aclose()
+
+
+class _Answer:
+    """What goes back to the caller."""
+
+    def __init__(self, call: Call, send: Send) -> None:
+        self._call, self._send = call, send
+        self._begun = self._is_stream = False
+        self._last = b""
+
+    async def pass_back(self, response: httpx.Response) -> None:
+        kind = response.headers.get("content-type", "")
+        self._is_stream = kind.startswith("text/event-stream")
+        if kind.startswith("application/json"):
+            await self._pass_whole(response)
+            return
+        await self._begin(response)
+        async for piece in response.aiter_raw():
+            self._last = (self._last + piece)[-_TAIL:]
+            await self._piece(piece)
+        if self._is_stream:
+            await self._piece(self._comment())
+        await self._piece(b"", more=False)
+
+    async def _pass_whole(self, response: httpx.Response) -> None:
+        """With its label in the body."""
+        received = bytearray()
+        async for piece in response.aiter_raw():
+            received += piece
+            if len(received) > REPLY_LIMIT:
+                raise httpx.ReadError("the answer is too long")
+        text = bytes(received)
+        if response.status_code == 200 and text[-1:] == b"}" and text.lstrip()[:1] == b"{":
+            label = json.dumps(self._label()).encode()
+            comma = b"" if text[:-1].rstrip()[-1:] == b"{" else b","
+            text = text[:-1].rstrip() + comma + b'"weightcast":' + label + b"}"
+        await self._begin(response, len(text))
+        await self._piece(text, more=False)
+
+    async def end_partial(self) -> None:
+        """The answer as far as it came; nothing came if it is not streamed."""
+        if not self._begun:
+            facts = {"error": f"ended by an {self._call.ended_by}; nothing was generated", **self._label()}
+            await _say(self._send, 503, {**facts, "retryable": True}, {"retry-after": "0"})
+        elif self._is_stream:
+            await self._piece(b"\n\n" + self._comment(), more=False)
+
+    async def fail(self, error: str) -> None:
+        """An error of ours; an answer that has begun is cut, so that it cannot pass for a whole one."""
+        if not self._begun:
+            await _say(self._send, 503, {"error": error, "retryable": True}, {"retry-after": "1"})
+            return
+        raise ConnectionError(error)
+
+    def _label(self) -> dict[str, object]:
+        partial = {"partial": True, "ended_by": self._call.ended_by} if self._call.ended_by else {}
+        return {"version": self._call.low, "last_version": self._call.high, **partial}
+
+    def _comment(self) -> bytes:
+        label = self._label()
+        if self._call.ended_by:
+            label["tokens"] = _tokens(self._last)
+        return b": weightcast " + json.dumps(label).encode() + b"\n\n"
+
+    async def _begin(self, response: httpx.Response, length: int | None = None) -> None:
+        self._begun = True
+        headers = [
+            (name, value)
+            for name, value in response.headers.raw
+            if name.lower().decode("latin-1") not in _HOP_BY_HOP
+        ]
+        headers.append((b"weightcast-version", str(self._call.low).encode()))
+        if length is not None:
+            headers.append((b"weightcast-last-version", str(self._call.high).encode()))
+            headers.append((b"content-length", str(length).encode()))
+        elif not self._is_stream and "content-length" in response.headers:
+            headers.append((b"content-length", response.headers["content-length"].encode()))
+        await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+
+    async def _piece(self, piece: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+
+
+_CLOSE = {"connection": "close"}
+_TAIL = 64 << 10
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    """With names in lower case; of a name that comes again, all its values."""
+    found: dict[str, str] = {}
+    for raw_name, raw_value in scope["headers"]:
+        name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
+        found[name] = f"{found[name]}, {value}" if name in found else value
+    return found
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """None where it is longer than BODY_LIMIT."""
+    pieces, size = [], 0
+    while True:
+        message: Message = await receive()
+        if message["type"] == "http.disconnect":
+            raise asyncio.CancelledError
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > BODY_LIMIT:
+            return None
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+async def _disconnect(receive: Receive, task: asyncio.Task[Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
+
+
+async def _say(
+    send: Send, status: int, facts: Mapping[str, object], headers: Mapping[str, str] | None = None
+) -> None:
+    body = json.dumps(facts).encode()
+    fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(name.encode(), value.encode()) for name, value in fields.items()],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+def _tokens(tail: bytes) -> int | None:
+    """As the last event that says so has it; None where none does."""
+    for line in reversed(tail.splitlines()):
+        if line.startswith(b"data: {"):
+            with contextlib.suppress(ValueError, AttributeError, RecursionError):
+                event = json.loads(line[6:])
+                for member in ("meta_info", "usage"):
+                    count = (event.get(member) or {}).get("completion_tokens")
+                    if isinstance(count, int):
+                        return count
+    return None

@@ -1,0 +1,233 @@
+"""Requests that pass through a host, and the versions that may have made their answers.
+
+The work thread closes an engine before its pause and opens it when its durable record says what it serves;
+the gate's event loop admits requests in between. A request's answer comes from versions within
+[`low`, `high`]: its engine held one of them at every moment since it was admitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weightcast.subscriber.gate.conditions import Conditions, UpdatePolicy
+
+_ENDING_SECONDS = 5.0
+"""for requests to end after the gate ended them"""
+
+
+class NotAdmitted(Exception):
+    """`status`: of HTTP; `retry`: seconds until it may be otherwise."""
+
+    def __init__(self, status: int, error: str, retry: float = 1.0) -> None:
+        super().__init__(error)
+        self.status, self.error, self.retry = status, error, retry
+
+
+@dataclass(eq=False)
+class Call:
+    """A request that an engine answers. `end`: called from any thread to end it."""
+
+    engine: str
+    conditions: Conditions
+    low: int
+    high: int
+    end: Callable[[Call], None]
+    process: str | None
+    began: float
+    ended_by: Literal["", "update", "abort"] = ""
+
+
+@dataclass(eq=False)
+class Door:
+    """What is known of an engine. `version`: what it serves; None: no request is admitted."""
+
+    version: int | None = None
+    calls: set[Call] = field(default_factory=set)
+    process: str | None = None
+    looked_at: float = 0.0
+    unsure_since: float = math.inf
+    """its process may have ended then: only a later look says which one is there, and what it serves"""
+
+    @property
+    def is_sure(self) -> bool:
+        return self.looked_at >= self.unsure_since
+
+
+class Traffic:
+    """Safe for several threads. `policy`, `drain_seconds`: of updates; `most`: requests per engine, and as
+    many again that wait."""
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        *,
+        policy: UpdatePolicy,
+        drain_seconds: float,
+        hold_seconds: float,
+        most: int,
+    ) -> None:
+        self.doors = {name: Door() for name in names}
+        self.target = 0
+        """the version that the host is to reach"""
+        self._policy, self._drain_seconds = policy, drain_seconds
+        self._hold_seconds, self._most = hold_seconds, most
+        self.waiting = 0
+        self._changed, self._changes = threading.Condition(), 0
+        self._wakers: set[Callable[[], None]] = set()
+
+    # of the work thread
+
+    def close(self, name: str, toward: int) -> None:
+        """No request is admitted to the engine any more, and those that must not see version `toward` have
+        ended when this returns, or had all their time."""
+        with self._changed:
+            door = self.doors[name]
+            door.version = None
+            deadline = time.monotonic() + (0.0 if self._policy == "partial" else self._drain_seconds)
+            while self._must_end(door, toward) and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            for call in self._must_end(door, toward):
+                call.ended_by = "update"
+                call.end(call)
+            deadline = time.monotonic() + _ENDING_SECONDS
+            while self._must_end(door, toward) and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            for call in door.calls:
+                call.low, call.high = min(call.low, toward), max(call.high, toward)
+
+    def _must_end(self, door: Door, toward: int) -> list[Call]:
+        if self._policy != "pass":
+            return list(door.calls)
+        return [call for call in door.calls if not call.conditions.allow(toward, toward)]
+
+    def open(self, name: str, version: int | None, process: str | None, looked_at: float) -> None:
+        """What the engine's record says that it serves, and its process, as of a look at this moment of a
+        monotonic clock."""
+        with self._changed:
+            door = self.doors[name]
+            door.process, door.looked_at = process, looked_at
+            if not door.is_sure:
+                version = None
+            if version is not None:
+                for call in door.calls:
+                    call.low, call.high = min(call.low, version), max(call.high, version)
+            door.version = version
+            self._tell()
+
+    # of the gate
+
+    def doubt(self, name: str, since: float) -> None:
+        """Another process may answer since that moment; infinity: nobody can tell it from its predecessor."""
+        with self._changed:
+            door = self.doors[name]
+            door.version, door.unsure_since = None, since
+
+    async def is_same(self, call: Call) -> bool:
+        """Whether the process that a request was admitted to is there still, as of a look after its answer
+        began."""
+        door = self.doors[call.engine]
+        if door.unsure_since <= call.began:
+            return True
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while not door.is_sure and (left := deadline - time.monotonic()) > 0:
+            await self._change_after(self._changes, left)
+        return door.is_sure and door.process is not None and door.process == call.process
+
+    async def admit(self, conditions: Conditions, end: Callable[[Call], None]) -> Call:
+        """Raises NotAdmitted."""
+        began, seen, found = time.monotonic(), self._changes, self._try(conditions, end)
+        if isinstance(found, Call):
+            return found
+        if self.waiting >= self._most * len(self.doors):
+            raise NotAdmitted(429, "too many requests are waiting here")
+        self.waiting += 1
+        try:
+            while isinstance(found, NotAdmitted):
+                # a version that is not here may be long in coming: only who asks for it waits for it
+                patience = conditions.wait if found.status == 409 else self._hold_seconds
+                left = began + patience - time.monotonic()
+                if left <= 0:
+                    raise found
+                await self._change_after(seen, left)
+                seen, found = self._changes, self._try(conditions, end)
+            return found
+        finally:
+            self.waiting -= 1
+
+    async def _change_after(self, seen: int, seconds: float) -> None:
+        """Returns when there were more changes than `seen`, or after so long."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(changed.set)
+
+        with self._changed:
+            if self._changes != seen:
+                return
+            self._wakers.add(wake)
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), seconds)
+        finally:
+            with self._changed:
+                self._wakers.discard(wake)
+
+    def _try(self, conditions: Conditions, end: Callable[[Call], None]) -> Call | NotAdmitted:
+        """To the engine with the fewest requests; those of a session to one of their own, while it may."""
+        with self._changed:
+            return self._chosen(conditions, end)
+
+    def _chosen(self, conditions: Conditions, end: Callable[[Call], None]) -> Call | NotAdmitted:
+        open_doors = {name: door for name, door in self.doors.items() if door.version is not None}
+        fit = {n: d for n, d in open_doors.items() if conditions.allow(d.version or 0, self.target)}
+        free = {name: door for name, door in fit.items() if len(door.calls) < self._most}
+        if not free:
+            if fit:
+                return NotAdmitted(429, f"{self._most} requests per engine are under way")
+            if len(open_doors) < len(self.doors):
+                return NotAdmitted(503, "no engine serves here now")
+            served = max((door.version or 0 for door in open_doors.values()), default=None)
+            return NotAdmitted(409, f"this host serves version {served}")
+        session = conditions.session.encode()
+        name = (
+            max(free, key=lambda each: zlib.crc32(session + each.encode()))
+            if session
+            else min(free, key=lambda each: len(free[each].calls))
+        )
+        door, version = free[name], free[name].version or 0
+        call = Call(name, conditions, version, version, end, door.process, time.monotonic())
+        door.calls.add(call)
+        return call
+
+    @property
+    def served(self) -> int | None:
+        """The lowest version of the engines that requests are admitted to."""
+        return min((door.version for door in self.doors.values() if door.version is not None), default=None)
+
+    def leave(self, call: Call) -> None:
+        with self._changed:
+            self.doors[call.engine].calls.discard(call)
+            self._tell()
+
+    def end(self, fits: Callable[[Call], bool]) -> int:
+        """Ends the requests that fit. Returns how many."""
+        with self._changed:
+            found = [call for door in self.doors.values() for call in door.calls if fits(call)]
+        for call in found:
+            call.ended_by = "abort"
+            call.end(call)
+        return len(found)
+
+    def _tell(self) -> None:
+        self._changes += 1
+        self._changed.notify_all()
+        for wake in self._wakers:
+            wake()

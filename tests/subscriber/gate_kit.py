@@ -1,0 +1,108 @@
+"""Hosts with a gate, in front of engines that stream what they hold: real processes, real HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import forked
+import httpx
+from hosts import Run, Site
+from ports import free_port
+from waiting import wait_until
+
+LONG = 60
+
+
+class Engine:
+    """A process of `streaming_engine.py`."""
+
+    def __init__(self, site: Site, name: str = "engine") -> None:
+        self._port_file = site.root / f"{name}.port"
+        self.start()
+        site.stack.callback(self.kill)
+
+    def start(self, port: int = 0) -> None:
+        self._port_file.unlink(missing_ok=True)
+        script = Path(__file__).with_name("streaming_engine.py")
+        self.process = forked.Forked([script, self._port_file, port])
+        wait_until(lambda: self._port_file.exists() and self._port_file.read_text())
+        self.url = f"http://127.0.0.1:{self._port_file.read_text()}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        """Another process at the same address, which holds what it was made with."""
+        self.kill()
+        self.start(int(self.url.rpartition(":")[2]))
+
+    def get(self, path: str) -> Any:
+        return httpx.get(self.url + path, trust_env=False).json()
+
+
+class Host:
+    """A subscriber with a gate before `engines`."""
+
+    def __init__(
+        self, site: Site, run: Run, *engines: Engine, options: tuple[str, ...] = (), name: str = "host"
+    ) -> None:
+        self.run, self.engines, self._port_file = run, engines, site.root / f"{name}.port"
+        gate_port = free_port()
+        self._arguments = [
+            *("subscriber", "run", "--channel", run.channel, "--base", run.base_dir, "--threads", "1"),
+            *("--local", site.root / name, "--port", "0", "--port-file", self._port_file),
+            *("--poll-seconds", "0.1", "--engine-check-seconds", "0.2", "--gate", gate_port, *options),
+        ]
+        for number, engine in enumerate(engines):
+            self._arguments += ["--engine", f"vllm={engine.url},name=e{number}"]
+        self._log = site.stack.enter_context((site.root / f"{name}.log").open("ab"))
+        self.start()
+        site.stack.callback(self.kill)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{gate_port}", trust_env=False, timeout=LONG)
+        site.stack.callback(self.client.close)
+
+    def start(self) -> None:
+        self._port_file.unlink(missing_ok=True)
+        self.process = forked.weightcast(*self._arguments, env=dict(os.environ), stderr=self._log)
+        wait_until(self._port_file.exists)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def status(self) -> dict[str, Any]:
+        port = self._port_file.read_text().strip()
+        return httpx.get(f"http://127.0.0.1:{port}/v1/status", trust_env=False).json()
+
+    def publish(self) -> int:
+        version = self.run.publish()
+        wait_until(lambda: self.status()["gate"]["version"] == version)
+        return version
+
+    def version_of(self, text: str) -> list[int]:
+        """The versions whose tokens a text has."""
+        known = {self.run.digest(version): version for version in range(len(self.run.versions))}
+        return [known[token] for token in text.split()]
+
+    def complete(self, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+        return self.client.post("/v1/completions", json={"prompt": "p", **body}, headers=headers)
+
+
+def events(lines: Iterable[str]) -> tuple[str, dict[str, Any]]:
+    """The text of a stream, and its label."""
+    text, label = "", {}
+    for line in lines:
+        if line.startswith("data: {"):
+            text += json.loads(line[6:])["choices"][0]["text"]
+        elif line.startswith(": weightcast "):
+            label = json.loads(line.removeprefix(": weightcast "))
+    return text, label

@@ -1,0 +1,125 @@
+"""Requests with random conditions, updates all the while, engines and subscribers killed: whatever an answer
+holds is from versions that its conditions allow and its label names."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import httpx
+from gate_kit import Engine, Host, events
+from hosts import Run, Site
+
+REQUESTS = int(os.environ.get("GATE_REQUESTS", "1500"))
+CALLERS = 24
+PATIENCE = 60.0
+
+
+class Caller:
+    """`seen`: outcomes, counted."""
+
+    def __init__(self, hosts: list[Host], seed: int, seen: Counter[str]) -> None:
+        self._hosts, self._random, self._seen = hosts, random.Random(seed), seen
+
+    async def run(self, count: int) -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
+            for _ in range(count):
+                try:
+                    self._seen[await self._call(client)] += 1
+                except httpx.TimeoutException:
+                    raise
+                except httpx.HTTPError as error:
+                    self._seen[type(error).__name__] += 1
+
+    async def _call(self, client: httpx.AsyncClient) -> str:
+        draw, host = self._random, self._random.choice(self._hosts)
+        newest = len(host.run.versions) - 1
+        asked: dict[str, int] = {}
+        match draw.randrange(4):
+            case 0:
+                asked = {"min_version": max(0, newest - draw.randrange(3))}
+            case 1:
+                asked = {"exact_version": max(0, newest - draw.randrange(3))}
+            case 2:
+                asked = {"max_lag": draw.randrange(3)}
+        body: dict[str, Any] = {
+            "prompt": draw.choice("ab"), "max_tokens": draw.randrange(1, 12), "seconds": 0.02,
+            "stream": draw.random() < 0.6, "weightcast": {**asked, "wait": draw.choice([0, 5])},
+        }  # fmt: skip
+        url = host.client.base_url.join("/v1/completions")
+        async with client.stream("POST", url, json=body) as response:
+            if response.status_code != 200:
+                await response.aread()
+                return str(response.status_code)
+            if draw.random() < 0.05:
+                return "closed"
+            if body["stream"]:
+                text, label = events([line async for line in response.aiter_lines()])
+                if not label:
+                    return "cut"
+            else:
+                answer = response.json() if await response.aread() else {}
+                text, label = answer["choices"][0]["text"], answer["weightcast"]
+        self._judge(host, asked, text, label)
+        return "partial" if label.get("partial") else "answered"
+
+    def _judge(self, host: Host, asked: dict[str, int], text: str, label: dict[str, Any]) -> None:
+        versions = host.version_of(text)
+        told = f"{asked} {label} {versions}"
+        assert all(label["version"] <= one <= label["last_version"] for one in versions), told
+        assert all(one >= asked.get("min_version", 0) for one in versions), told
+        assert {*versions} <= {asked.get("exact_version", one) for one in versions}, told
+
+
+async def update(host: Host, done: asyncio.Event) -> None:
+    while not done.is_set():
+        await asyncio.to_thread(host.run.publish)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), 1)
+
+
+async def kill(hosts: list[Host], engines: list[Engine], done: asyncio.Event, draw: random.Random) -> int:
+    kills = 0
+    while not done.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), 3)
+        number, kills = draw.randrange(len(hosts)), kills + 1
+        if draw.random() < 0.5:
+            await asyncio.to_thread(engines[number].restart)
+        else:
+            await asyncio.to_thread(hosts[number].restart)
+    return kills
+
+
+async def everything(hosts: list[Host], engines: list[Engine], seed: int) -> tuple[Counter[str], int]:
+    done, seen = asyncio.Event(), Counter[str]()
+    updates = asyncio.create_task(update(hosts[0], done))
+    kills = asyncio.create_task(kill(hosts, engines, done, random.Random(seed)))
+    try:
+        async with asyncio.TaskGroup() as callers:
+            for number in range(CALLERS):
+                caller = Caller(hosts, seed * 1000 + number, seen)
+                callers.create_task(caller.run(REQUESTS // CALLERS))
+    finally:
+        done.set()
+    await updates
+    return seen, await kills
+
+
+def test_no_answer_is_from_a_version_that_was_not_allowed(site: Site, run: Run) -> None:
+    engines = [Engine(site, f"engine{number}") for number in range(2)]
+    hosts = [Host(site, run, engine, name=f"host{number}") for number, engine in enumerate(engines)]
+    hosts[0].publish()
+    seed = int(os.environ.get("GATE_SEED", "1"))
+    began = time.monotonic()
+    seen, kills = asyncio.run(everything(hosts, engines, seed))
+    print(f"{dict(seen)}, {kills} kills, {len(run.versions)} versions, {time.monotonic() - began:.0f} s")
+    assert seen["answered"] > REQUESTS // 4
+    for host in hosts:
+        assert host.status()["gate"]["waiting"] == 0
+        assert set(host.status()["gate"]["requests"].values()) == {0}
