@@ -82,7 +82,7 @@ def open_object_store(url: str, rates: Rates = NO_RATES, *, stitch: bool = False
     if parts.username or parts.password or parts.query:
         raise Refused(
             f"{parts.scheme}://{parts.hostname}{parts.path} contains credentials or a query",
-            remedy="put credentials into the environment; see docs/object-stores.md",
+            remedy="put credentials into the environment; see docs/stores.md",
         )
     # a plain endpoint in the environment is the user's word for it; nothing else is sent unencrypted
     plain = any(value.startswith("http://") for name, value in os.environ.items() if name in _ENDPOINTS)

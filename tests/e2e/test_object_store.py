@@ -174,6 +174,8 @@ def test_the_rights_of_a_role_are_enough(
         places = ["--channel", channel, "--local", tmp_path / "host", "--port", port]
         with _daemon(tmp_path, "subscriber", *places):
             wait_until(lambda: weightcast("fleet", "--channel", channel, "--json").json["hosts"])
+    with _as_role("host", s3, name, "s3:PutObject", "s3:DeleteObject"):
+        succeeds("sync", "--local", tmp_path / "reporting-to-the-publisher")
 
 
 @pytest.mark.parametrize("right", ["s3:ListBucket", "s3:GetObject", "s3:PutObject", "s3:DeleteObject"])
