@@ -52,7 +52,9 @@ class _Side:
 
     def __init__(self, name: str, root: Path, base: Path, url: str) -> None:
         self.url = url or str(root / "channel")
-        self.publisher = Weightcast("fast", Places(root / f"{name}-publisher", base), cores(), self.url)
+        places = Places(root / f"{name}-publisher", base)
+        # without deltas over many versions, which may or may not be there in time
+        self.publisher = Weightcast("fast", places, cores(), self.url, ("--skip-span", 0))
         self.host = Weightcast("fast", Places(root / f"{name}-host", base), cores(), self.url, _HELD)
         self.published: list[Done] = []
         self.synced: list[Done] = []
