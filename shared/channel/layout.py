@@ -121,7 +121,7 @@ def parse_pointer(data: bytes, place: str) -> Pointer:
     version = version_of(name if slash else f"weight_v{name}")
     if version is None or (slash and not _is_name(run)):
         raise DamagedFile(
-            f"{place}: pointer content that can't be parsed: {text[:80]!r}",
+            f"{place}: pointer content that can't be parsed: {text[:20]!r}",
             remedy="run `weightcast channel repair`, or write the six digits of a version into it",
         )
     return Pointer(version, run, RUN_DIRECTORY) if slash else Pointer(version)

@@ -65,6 +65,8 @@ def lacks_room(error: BaseException) -> bool:
 
 def disk_text(error: OSError, where: object) -> str:
     """For messages: the file that the system names, else `where`, and what is the matter with it."""
+    if isinstance(error, WeightcastError):
+        return error.message
     name = error.filename if error.filename2 is None else f"{error.filename} -> {error.filename2}"
     return f"{name or where}: {call_text(error)}"
 
@@ -90,6 +92,9 @@ def is_lasting(error: OSError) -> bool:
 
 
 def disk_error(error: OSError, where: object) -> DiskError:
+    """`error` itself where it is of a store, which knows its remedy."""
+    if isinstance(error, DiskError) and not lacks_room(error):
+        return error
     kind = NoRoom if lacks_room(error) else DiskError
     return kind(disk_text(error, where), remedy=disk_remedy(error), lasting=is_lasting(error))
 

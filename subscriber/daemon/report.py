@@ -18,6 +18,7 @@ from weightcast.shared.daemon.client import Daemon, parsed
 from weightcast.shared.daemon.fleet import REPORTS_PATH
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.timing import Backoff, jittered
+from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.paths import ChannelAddress
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.status import HostStatus, UpdateStatus
@@ -66,7 +67,7 @@ class InChannel:
             return write_report(store, report)
         except OSError as error:
             raise Undelivered(
-                f"{self._channel}: no report of this host can be written: {error.strerror or error}; "
+                f"no report of this host can be written: {disk_text(error, self._channel)}; "
                 "give --report-to where the channel is read-only"
             ) from error
 
