@@ -19,6 +19,8 @@ from weightcast.shared.doctor.examine import examine, show_findings
 from weightcast.shared.doctor.rules import Finding, Role, counts, exit_code
 from weightcast.shared.doctor.sizing import (
     DEFAULT_THREADS,
+    GET_PRICE,
+    PUT_PRICE,
     Encoding,
     Weights,
     Workload,
@@ -161,6 +163,13 @@ _MOST_SECONDS, _MOST = 1e9, 1_000_000
 @option("--link", type=Number(0.001, _MOST), default=10.0, help="Plan: a host's link to the channel, Gbit/s.")
 @option("--threads", type=click.IntRange(1, _MOST), default=DEFAULT_THREADS, help="Plan: of a host.")
 @option("--encoding", type=click.Choice(get_args(Encoding)), default="fast", help="Plan: of the deltas.")
+@option(
+    "--poll", type=Number(0.001, _MOST_SECONDS), default=1.0, help="Plan: as --poll-seconds of the daemons."
+)
+@option(
+    "--get-price", type=Number(0, _MOST), default=GET_PRICE, help="Plan: dollars per 1,000 GET of a bucket."
+)
+@option("--put-price", type=Number(0, _MOST), default=PUT_PRICE, help="Plan: dollars per 1,000 PUT and LIST.")
 @json_option
 def doctor(
     channel: ChannelAddress | None,

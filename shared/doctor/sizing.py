@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -55,6 +55,33 @@ LINK_SHARE = 0.1
 """of the interval that fetching a version may take, for versions to be fresh"""
 
 
+GET_PRICE, PUT_PRICE = 0.0004, 0.005
+"""dollars per 1,000 requests: the list price of S3 Standard in us-east-1 (aws.amazon.com/s3/pricing, 2025)"""
+REPORT_SECONDS = 30.0
+_READ_BYTES, _PART_BYTES = 8 << 20, 5 << 20
+"""of large objects, per request"""
+
+
+@dataclass(frozen=True)
+class Requests:
+    """To a bucket: `gets` and HEAD; `puts`, POST and LIST, which cost more."""
+
+    gets: float
+    puts: float
+
+    def times(self, count: float) -> Requests:
+        return Requests(self.gets * count, self.puts * count)
+
+
+HOST_POLL = Requests(4, 0)
+HOST_VERSION = Requests(8, 4)
+HOST_REPORT = Requests(3, 1)
+"""its reading by the publisher included"""
+PUBLISHER_POLL = Requests(13, 1)
+PUBLISHER_VERSION = Requests(60, 36)
+"""with its share of multi-step deltas. Bounds, without requests for bytes (tests/e2e/test_object_store.py)"""
+
+
 @dataclass(frozen=True)
 class Weights:
     """`words`: by width in bytes; `names`: bytes of all tensor names together."""
@@ -81,7 +108,8 @@ class Weights:
 class Workload:
     """`density`: share of the elements that a version changes; `interval`: seconds between versions; `away`:
     seconds that a host misses; `link`: bits per second of a host; `threads`: of a host; `skips`: whether
-    deltas over many versions are made."""
+    deltas over many versions are made; `poll`: seconds between two looks at the channel; prices: dollars per
+    1,000 requests."""
 
     density: float
     interval: float
@@ -91,6 +119,9 @@ class Workload:
     link: float = 10e9
     threads: int = DEFAULT_THREADS
     skips: bool = True
+    poll: float = 1.0
+    get_price: float = GET_PRICE
+    put_price: float = PUT_PRICE
 
 
 @dataclass(frozen=True)
@@ -164,6 +195,10 @@ class Sizing:
     """what the shared file system hands out to all hosts, on average"""
     catch_up: CatchUpCost
     roles: tuple[RoleBytes, ...]
+    requests: Mapping[str, Requests]
+    """to a bucket, in an hour"""
+    dollars: float
+    """for them"""
     behind: bool
     """a host cannot keep up: link or patching take longer than the interval"""
 
@@ -270,11 +305,30 @@ def roles(weights: Weights, one: PerVersion) -> tuple[RoleBytes, ...]:
     )
 
 
+def requests_per_hour(one: PerVersion, asked: Workload) -> dict[str, Requests]:
+    versions, polls = 3600 / asked.interval, 3600 / asked.poll
+    fetched = Requests(HOST_VERSION.gets + one.delta_bytes // _READ_BYTES, HOST_VERSION.puts)
+    parts = one.delta_bytes // _PART_BYTES
+    written = Requests(PUBLISHER_VERSION.gets, PUBLISHER_VERSION.puts + parts)
+    return {
+        "hosts poll": HOST_POLL.times(asked.hosts * polls),
+        "hosts read versions": fetched.times(asked.hosts * versions),
+        "hosts report": HOST_REPORT.times(asked.hosts * 3600 / REPORT_SECONDS),
+        "the publisher polls": PUBLISHER_POLL.times(polls),
+        "the publisher writes versions": written.times(versions),
+    }
+
+
+def dollars(requests: Iterable[Requests], asked: Workload) -> float:
+    return sum(each.gets * asked.get_price + each.puts * asked.put_price for each in requests) / 1000
+
+
 def sizing(weights: Weights, asked: Workload) -> Sizing:
     one = per_version(weights, asked.density, asked.encoding)
     hourly = 3600 / asked.interval
     in_channel = one.delta_bytes * (1 + (skip_share(one.delta_bytes, weights.nbytes) if asked.skips else 0.0))
     average = 8 * one.delta_bytes / asked.interval
+    requests = requests_per_hour(one, asked)
     busy = fetch_seconds(one.delta_bytes, asked.link) + apply_seconds(one, one.delta_bytes, asked.threads)
     return Sizing(
         full_bytes=weights.nbytes,
@@ -287,6 +341,8 @@ def sizing(weights: Weights, asked: Workload) -> Sizing:
         server_link=average * asked.hosts,
         catch_up=catch_up(weights, one, asked),
         roles=roles(weights, one),
+        requests=requests,
+        dollars=dollars(requests.values(), asked),
         behind=busy > asked.interval,
     )
 
@@ -317,6 +373,17 @@ def show_plan(console: Console, weights: Weights, asked: Workload, found: Sizing
             role.name, size_text(role.memory_bytes), size_text(role.cache_bytes), size_text(role.disk_bytes)
         )
     console.print(memory)
+    bucket = Table(box=None, pad_edge=False)
+    for title in ("in a bucket, per hour", "GET", "PUT and LIST", "price"):
+        bucket.add_column(title, justify="left" if title.startswith("in") else "right")
+    for name, each in found.requests.items():
+        bucket.add_row(name, f"{each.gets:,.0f}", f"{each.puts:,.0f}", f"${dollars([each], asked):,.2f}")
+    bucket.add_row("all", "", "", f"${found.dollars:,.2f}")
+    console.print(bucket)
+    console.print(
+        f"Prices: ${asked.get_price:g} and ${asked.put_price:g} per 1,000 requests; defaults: list prices of"
+        " S3 Standard in us-east-1, 2025. Check yours. Bytes and storage come on top."
+    )
     console.print(
         f"Seconds are guesses, with {asked.threads} threads of {CHANGES_PER_SECOND / 1e6:g} million changes a"
         " second each, measured on shared virtual cores."

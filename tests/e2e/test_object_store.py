@@ -16,12 +16,20 @@ import httpx
 import numpy as np
 import pytest
 from core_cases import Model, tensor, unpack, write_checkpoint
+from http_faults import http_faults
 from in_process import Command, Done
 from ports import free_ports
 from s3_gateway import Gateway
 from waiting import wait_until
 
 from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.doctor.sizing import (
+    HOST_POLL,
+    HOST_REPORT,
+    HOST_VERSION,
+    PUBLISHER_POLL,
+    PUBLISHER_VERSION,
+)
 
 pytestmark = pytest.mark.s3
 
@@ -220,3 +228,40 @@ def test_a_host_writes_its_reports_only(
         ):
             assert done.code == 3 and "was denied (PUT)" in done.err and "docs/stores.md" in done.err
     assert [entry.name for entry in open_store(channel).list()] == ["base.json", "channel.json"]
+
+
+def test_daemons_make_no_more_requests_than_the_plan_says(
+    bucket: str, s3: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = f"{bucket}/run"
+    base = write_checkpoint(tmp_path / "base", _model(0))
+    ports, sides = free_ports(2), ("publisher", "subscriber")
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(http_faults(s3.endpoint)) for _ in sides]
+        for side, port, proxy in zip(sides, ports, proxies, strict=True):
+            ready = f"http://127.0.0.1:{port}/readyz"
+            monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+            words = ["--channel", channel, "--base", base, "--local", tmp_path / side, "--poll-seconds", 0.2]
+            stack.enter_context(_daemon(tmp_path, side, "--port", port, *words))
+            wait_until(
+                lambda ready=ready: httpx.get(ready, timeout=10).is_success,  # type: ignore[misc]
+                passing=(httpx.TransportError,),
+            )
+        began = [_status(port)["loop"]["steps"] for port in ports]
+        for proxy in proxies:
+            proxy.requests.clear()
+        for step in (1, 2, 3, 4):
+            saved = write_checkpoint(tmp_path / f"step-{step}", _model(step))
+            url = f"http://127.0.0.1:{ports[0]}/v1/publish"
+            httpx.post(url, json={"checkpoint": str(saved)}, timeout=10).raise_for_status()
+            wait_until(lambda step=step: _status(ports[1])["local_version"] == step)  # type: ignore[misc]
+        made = [list(proxy.requests) for proxy in proxies]
+        # a step may be under way, and one more begin
+        steps = [_status(port)["loop"]["steps"] - first + 2 for port, first in zip(ports, began, strict=True)]
+    reports = HOST_REPORT.times(2 * 4 + 1)
+    kinds = [(PUBLISHER_POLL, PUBLISHER_VERSION), (HOST_POLL, HOST_VERSION)]
+    for requests, count, (poll, version) in zip(made, steps, kinds, strict=True):
+        puts = sum(method != "HEAD" and (method != "GET" or "list-type" in path) for method, path in requests)
+        bound = [poll.times(count), version.times(4), reports]
+        assert puts <= sum(each.puts for each in bound), requests
+        assert len(requests) - puts <= sum(each.gets for each in bound), requests

@@ -154,6 +154,7 @@ def test_the_plan_of_a_checkpoint(world: World, capsys: pytest.CaptureFixture[st
     assert run(arguments) == 0
     text = capsys.readouterr().out
     assert "a version" in text and "host, --local on disk" in text
+    assert "hosts poll" in text and "$0.0004" in text and plan["dollars"] > 0
 
 
 def test_plans_that_cannot_be(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +165,9 @@ def test_plans_that_cannot_be(world: World, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("wrong", ["inf", "nan", "1e308", "-1"])
-@pytest.mark.parametrize("option", ["--density", "--interval", "--hosts", "--away", "--link", "--threads"])
+@pytest.mark.parametrize(
+    "option", ["--density", "--interval", "--hosts", "--away", "--link", "--threads", "--poll"]
+)
 def test_plans_are_made_of_numbers(
     world: World, capsys: pytest.CaptureFixture[str], option: str, wrong: str
 ) -> None:
@@ -206,6 +209,17 @@ def test_a_version_is_small_beside_the_weights() -> None:
     assert found.host_link == pytest.approx(8 * found.per_version.delta_bytes / 30)
     assert sizing(LLAMA, Workload(0.01, 30, hosts=100)).server_link == pytest.approx(100 * found.host_link)
     assert sizing(LLAMA, Workload(0.2, 5, link=1e9)).behind
+
+
+def test_requests_cost_by_hosts_and_polls() -> None:
+    one, many = (sizing(LLAMA, Workload(0.01, 30, hosts=hosts)) for hosts in (1, 100))
+    assert many.requests["hosts poll"].gets == pytest.approx(100 * one.requests["hosts poll"].gets)
+    assert many.requests["the publisher polls"] == one.requests["the publisher polls"]
+    slow = sizing(LLAMA, Workload(0.01, 30, hosts=100, poll=10))
+    assert slow.requests["hosts poll"].gets == pytest.approx(many.requests["hosts poll"].gets / 10)
+    only_puts = Workload(0.01, 30, hosts=100, get_price=0, put_price=1)
+    puts = sum(each.puts for each in many.requests.values())
+    assert sizing(LLAMA, only_puts).dollars == pytest.approx(puts / 1000)
 
 
 def test_nothing_changes() -> None:
