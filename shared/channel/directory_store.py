@@ -22,6 +22,7 @@ from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.rate import NO_RATES, Rate, Rates
 from weightcast.shared.channel.store import (
+    HUB,
     TRASH,
     AlreadyExists,
     Changed,
@@ -66,6 +67,10 @@ def open_store(channel: ChannelAddress | Store, rates: Rates = NO_RATES, *, stit
     address = channel_address(channel)
     if isinstance(address, Path):
         return DirectoryStore(address, rates=rates)
+    if address.startswith(HUB):
+        from weightcast.shared.channel.hf_store import open_hf_store
+
+        return open_hf_store(address, rates)
     # its client takes a tenth of a second to import
     from weightcast.shared.channel.object_store import open_object_store
 
