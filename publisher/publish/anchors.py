@@ -7,7 +7,7 @@ starts a new chain where no delta can be made.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,9 +49,10 @@ def write_weights(
     *,
     shard_bytes: int = SHARD_BYTES,
     advance: Advance | None = None,
+    check: Callable[[], None] | None = None,
 ) -> tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]]:
     """Shards and the files `beside` them, into a draft; the weight map; raw lanes of what was written, in
-    table order."""
+    table order. `check`: as of `put`."""
     files = made.directory
     lanes = [Lanes()] * len(table)
     weight_map: dict[str, str] = {}
@@ -64,7 +65,7 @@ def write_weights(
         )
         failpoint("anchor.synced", files.place(name))
         weight_map.update((table[tensor].name, name) for tensor in tensors)
-    records += [put(files, name, durable.pieces_of(path)) for name, path in beside.items()]
+    records += [put(files, name, durable.pieces_of(path), check) for name, path in beside.items()]
     return tuple(records), weight_map, lanes
 
 
@@ -191,7 +192,7 @@ def write_anchor(full: Full, claim: Claim, key: PrivateKey | None = None) -> boo
 def _written(made: Files, full: Full, claim: Claim) -> tuple[Index, bytes]:
     """Its files are there; what remains to be written is its index."""
     position = full.position
-    written = write_weights(made, full.base.table, full.words_in, full.beside)
+    written = write_weights(made, full.base.table, full.words_in, full.beside, check=claim.check)
     if written[2] != lanes_list(position.lanes):
         raise DamagedFile(
             f"the publisher's local checkpoint does not hold version {position.version}; no anchor was "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,6 +75,9 @@ PUT_AWAY = ".put-away"
 """what in the trash ends in that somebody may want back"""
 _HOOK_TRIES = 5
 _WHOLE = "whole"
+_LEFT_LIMIT = 1 << 30
+"""bytes of a config file"""
+_COMMITTING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -235,22 +239,31 @@ def move_shards(store: Store, attempt: str, sources: Mapping[str, str]) -> str:
     return f"{attempt}/{_WHOLE}"
 
 
-def put(files: Store, name: str, pieces: Iterable[bytes]) -> FileRecord:
-    """Writes a file of a draft, durable with it."""
+def put(
+    files: Store, name: str, pieces: Iterable[bytes], check: Callable[[], None] | None = None
+) -> FileRecord:
+    """Writes a file of a draft, durable with it. `check`: of the claim, under which what another attempt left
+    is replaced; None: raises AlreadyExists for it, unless it has these bytes."""
     try:
         return upload(files, name, pieces)
     except AlreadyExists:
-        if files.renames or (found := object_record(files, name)) != _record_of(name, pieces):
+        data = b"".join(pieces)
+        record = FileRecord(name, len(data), blake3(data).hexdigest())
+        if files.renames or (object_record(files, name) != record and check is None):
             raise
-        return found  # of another attempt
+        if check is not None:
+            _put_right(files, name, data, check)
+        return record
 
 
-def _record_of(name: str, pieces: Iterable[bytes]) -> FileRecord:
-    digest, size = blake3(), 0
-    for piece in pieces:
-        digest.update(piece)
-        size += len(piece)
-    return FileRecord(name, size, digest.hexdigest())
+def _put_right(files: Store, name: str, data: bytes, check: Callable[[], None]) -> None:
+    """In place of what an attempt left that ended before its index. Raises Changed where somebody replaces it
+    meanwhile, and what `check` raises."""
+    left = files.read(name, _LEFT_LIMIT)
+    # whoever lost the channel may have read what the new owner wrote
+    check()
+    if left != data:
+        files.replace(name, data, expected=left)
 
 
 def commit_version(claim: Claim, made: str, index: Index, data: bytes, key: PrivateKey | None = None) -> None:
@@ -272,17 +285,27 @@ def commit_draft(
     digest of the version's main index, for an anchor without it. Raises AlreadyExists, and Refused
     of `claim`; what is there by then is untouched."""
     store = claim.store
-    if not store.renames and store.stat(f"{name}/{INDEX_NAME}") is not None:
-        raise AlreadyExists.at(store.place(name))
 
     def allowed() -> None:
         claim.check()
         failpoint("index.allowed", store.place(draft))
 
-    if key is not None:
-        statement = stated_by(index, blake3(data).hexdigest(), main or index.main)
-        store.within(draft).create(signature_key(INDEX_NAME), write_signature(statement, key))
-    store.commit(draft, name, INDEX_NAME, data, allowed)
+    # no thread of this process replaces the signature of another one's index
+    with _COMMITTING:
+        if not store.renames and store.stat(f"{name}/{INDEX_NAME}") is not None:
+            raise AlreadyExists.at(store.place(name))
+        if key is not None:
+            statement = stated_by(index, blake3(data).hexdigest(), main or index.main)
+            _sign(store.within(draft), write_signature(statement, key), claim.check)
+        store.commit(draft, name, INDEX_NAME, data, allowed)
+
+
+def _sign(files: Store, signature: bytes, check: Callable[[], None]) -> None:
+    name = signature_key(INDEX_NAME)
+    try:
+        files.create(name, signature)
+    except AlreadyExists:
+        _put_right(files, name, signature, check)
 
 
 def advance_pointer(claim: Claim, version: int, post_write: PostWrite | None) -> None:

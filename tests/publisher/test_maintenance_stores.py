@@ -39,7 +39,7 @@ from weightcast.shared.channel.layout import Pointer, report_key
 from weightcast.shared.channel.object_store import open_object_store
 from weightcast.shared.channel.reports import Report, pack_report, read_reports, write_report
 from weightcast.shared.channel.run_files import ChannelFile, parse_channel_file
-from weightcast.shared.channel.signing import PrivateKey, Trust
+from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
 from weightcast.shared.channel.store import Store, Unavailable
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
@@ -540,6 +540,28 @@ def test_a_channel_is_signed_anew(world: World, fault: Fault | None) -> None:
     world.damage(world.shard(1), flipped)
     with pytest.raises(DamagedFile, match="is not signed"):
         sign_channel(world.store, PrivateKey.generate())
+
+
+@pytest.mark.parametrize("left", ["signature", "config", "both"])
+def test_an_anchor_is_made_where_an_attempt_ended(world: World, left: str, tmp_path: Path) -> None:
+    """Between its signature and its index, or after a config file with other bytes."""
+    key = PrivateKey.generate()
+    write_private_key(tmp_path / "key", key)
+    sign_channel(world.store, key)
+    with world.publisher(sign_key=tmp_path / "key") as publisher:
+        world.grow(publisher, 1)
+        if left != "config":
+            world.store.fail("commit", "weight_v000001/anchor", "unavailable")
+            with pytest.raises(Unavailable):
+                publisher.write_anchor()
+        if left != "signature" and not world.store.renames:
+            world.store.replace("weight_v000001/anchor/config.json", b"of another attempt")
+        assert publisher.write_anchor()
+        assert not publisher.write_anchor()
+    trust = Trust.of([key.public])
+    assert faults(world.store, None, trust) == []
+    with world.host(1, trust, base=False):
+        pass
 
 
 def test_tags_and_pins(world: World) -> None:
