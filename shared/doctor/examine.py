@@ -80,8 +80,6 @@ def _hindrances(place: str, path: ChannelAddress, findings: list[Finding]) -> It
     except Hangs as hangs:
         says, remedy = f"{path} {hangs}", "the mount hangs: check its server and the network"
         findings.append(Finding(place, "answers", "failure", says, remedy, NotInTime.exit_code))
-    except StoreError as error:
-        findings.append(Finding(place, "path", "failure", error.message, error.remedy))
     except OSError as error:
         says = f"{path} cannot be looked at: {error.strerror or error}"
         remedy = "check the mount, and that this user may enter every directory on the way"
