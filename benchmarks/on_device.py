@@ -24,7 +24,6 @@ from rich.table import Table
 from weightcast.publisher.weights.device_side import (
     Baselines,
     DeviceComparison,
-    OnDevice,
     differing,
     on_host,
     span_lanes,
@@ -67,7 +66,7 @@ class _Step:
     def scans(self, device_bytes: int, pinned_bytes: int) -> Callable[[], None]:
         """Scans all chunks, to the new words and back by turns: a scan moves the baseline."""
         turns = [(self.case.old, self.new), (self.case.new, self.old)]
-        baselines = Baselines(OnDevice("always", device_bytes, pinned_bytes), whole_old=False)
+        baselines = Baselines("always", device_bytes, pinned_bytes, whole_old=False)
         comparison = DeviceComparison(baselines, lambda _: turns[0][1], {0: self.device})
 
         def scan() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weightcast.publisher.daemon.metrics import PublisherMetrics
+from weightcast.publisher.daemon.record import PublisherMetrics
 from weightcast.publisher.fleet.metrics import FleetMetrics
 from weightcast.publisher.fleet.view import ChannelPage
 from weightcast.shared.daemon.fleet import Fleet

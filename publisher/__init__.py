@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weightcast.publisher.api import Publisher, PublisherOptions
     from weightcast.publisher.channel_init import init_channel
-    from weightcast.publisher.publish.report import PublishReport
+    from weightcast.publisher.publish.publish_job import PublishReport
     from weightcast.publisher.submit import Handle
     from weightcast.publisher.trainer.handover import HandOver
     from weightcast.publisher.trainer.precision import CastWeights, cast_like
@@ -33,7 +33,7 @@ _MODULES = {
     "CastWeights": "trainer.precision",
     "HandOver": "trainer.handover",
     "Handle": "submit",
-    "PublishReport": "publish.report",
+    "PublishReport": "publish.publish_job",
     "Publisher": "api",
     "PublisherOptions": "api",
     "Rate": "api",

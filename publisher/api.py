@@ -10,51 +10,53 @@ import functools
 import operator
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex, get_args
 
-from weightcast.publisher.maintenance.orders import Held, carry_out, is_carried_out, standing
+from weightcast.publisher.maintenance.orders import Held, carry_out, is_carried_out, root_of, standing
 from weightcast.publisher.maintenance.prune import keep_channel_file
-from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
-from weightcast.publisher.maintenance.upkeep import Background, Upkeep, UpkeepOptions
-from weightcast.publisher.publish.commit import PostWrite, Signer
+from weightcast.publisher.maintenance.repair import ChannelCheck, Repairs, is_sound, remake, repair
+from weightcast.publisher.maintenance.upkeep import Upkeep, UpkeepOptions
+from weightcast.publisher.publish.commit import PostWrite, Signer, is_carried, put_pointer_right
 from weightcast.publisher.publish.member import MemberRank
 from weightcast.publisher.publish.publish import OwnerRank
 from weightcast.publisher.publish.publish_job import (
     Phases,
     PublishJob,
     PublishOptions,
+    PublishReport,
     Until,
     Watching,
     WeightSource,
+    has_root,
+    matched_input,
 )
-from weightcast.publisher.publish.report import PublishReport
 from weightcast.publisher.publish.stitch import Layout, StitchPointer, check_layout
 from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
-from weightcast.publisher.weights.config import CONFIG, check_config
-from weightcast.publisher.weights.device_side import Baselines, OnDevice, When
+from weightcast.publisher.weights.config import CONFIG, carried_bytes, changed_configs, check_config
+from weightcast.publisher.weights.device_side import Baselines, When
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
 from weightcast.publisher.weights.given import whole_step
 from weightcast.publisher.weights.precision import NonFinite
-from weightcast.publisher.weights.side_configs import carried_bytes, changed_configs
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
-from weightcast.shared.base.errors import Refused
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, Untrusted, WeightcastError
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim, claim, this_process
 from weightcast.shared.channel.directory_store import directory_of, mounted, open_store
-from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding
+from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding, Index
 from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.rate import NO_RATE, Rate, Rates
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.sources import recorded_base
+from weightcast.shared.checkpoint.verify.hashing import Scrub
 from weightcast.shared.files.paths import exists, require_no_overlap, require_places
 from weightcast.shared.files.probes import CHANNEL_NEEDS, COMMIT_NEEDS, require
 
@@ -108,6 +110,8 @@ class PublisherOptions:
     """`stitch`: the channel is ROOT/updates, and Stitch's replicas follow ROOT too"""
     upkeep: UpkeepOptions | None = None
     """what rank 0 makes beside the versions, in a thread that gives way to publications"""
+    upkeep_thread: bool = True
+    """False: it is made by `make_due`, or in a thread after `work_in_background`"""
 
 
 _DEFAULTS = PublisherOptions()
@@ -120,8 +124,6 @@ class Publisher:
     ...     report = publisher.publish(model.state_dict(), step=1)
     """
 
-    _upkeep_in_background = True
-
     def __init__(
         self,
         updater: LocalUpdater,
@@ -133,8 +135,7 @@ class Publisher:
     ) -> None:
         self._updater, self._claim, self._upkeep = updater, claimed, upkeep
         self._options = options
-        self._background: Background | None = None
-        self._trust, self._world_size = setup.trust, rank.world_size
+        self._trust, self._world_size = setup.signer.trust, rank.world_size
         self._owner = None if claimed is None else OwnerRank(updater, claimed, rank, setup)
         self._lone = None if claimed is None else OwnerRank(updater, claimed, Rank(0, 1), setup)
         """what rank 0 publishes without the other ranks"""
@@ -145,7 +146,9 @@ class Publisher:
         """None: slime's encodings need all new words on the host, whatever changed"""
         if setup.encoding in STEP_ENCODINGS:
             self.baselines = Baselines(
-                OnDevice(options.on_device, options.device_baseline_bytes, options.pinned_baseline_bytes),
+                options.on_device,
+                options.device_baseline_bytes,
+                options.pinned_baseline_bytes,
                 whole_old=setup.encoding == "small",
             )
         self._submissions = Submissions(self._publish)
@@ -190,14 +193,13 @@ class Publisher:
         directory = mounted(store)
         if directory is not None:
             require_places(directory, Path(local))
+            require_no_overlap("--local", Path(local), "--channel", directory)
         signer = Signer.load(options.sign_key, options.trusted_keys)
         if rank == 0:
             signer.check_owner(store)
         opened = Channel.open(store, signer.trust)
         opened.require_ours()
         base = recorded_base(opened) if base is None else base
-        if directory is not None:
-            require_no_overlap("--local", Path(local), "--channel", directory)
         updater = LocalUpdater(
             store,
             Path(local),
@@ -210,8 +212,7 @@ class Publisher:
             deadline_seconds=options.deadline_seconds,
             anchor_every=options.anchor_every,
             post_write=options.post_write,
-            key=signer.key,
-            trust=signer.trust,
+            signer=signer,
             non_finite=options.non_finite,
         )
         if rank != 0:
@@ -238,7 +239,7 @@ class Publisher:
             undo.callback(publisher.close)
             publisher.recover()
             keep_channel_file(store, Path(local))
-            if cls._upkeep_in_background and options.upkeep is not None:
+            if options.upkeep is not None and options.upkeep_thread:
                 publisher.work_in_background()
             undo.pop_all()
         return publisher
@@ -254,8 +255,8 @@ class Publisher:
     def close(self) -> None:
         """Waits for what was submitted. Used in `with`, what went wrong with it is raised at the end."""
         self._submissions.drain()
-        if self._background is not None:
-            self._background.stop()
+        if self._upkeep is not None:
+            self._upkeep.stop()
         if self._heart is not None:
             self._heart.stop()
         self._closed = True
@@ -335,7 +336,7 @@ class Publisher:
         channel. Rank 0 does this by itself at `open` and before every publication."""
         self._drained()
         if self._owner is not None:
-            self._owner.recovery.recover(advance)
+            self._owner.recover(advance)
 
     def publish(
         self,
@@ -354,7 +355,7 @@ class Publisher:
         """
         # once: a second look at an iterator would see nothing
         read = functools.cache(lambda: GivenWeights(named_tensors, self.baselines))
-        return self._publish_now(PublishJob(WeightSource(read), self._whole(step), Phases(watching), advance))
+        return self.publish_weights(read, step=step, advance=advance, watching=watching)
 
     def submit(
         self,
@@ -382,7 +383,7 @@ class Publisher:
         self._check_open()
         if hold not in get_args(Hold):
             raise Refused(f"hold is {hold!r}", remedy='give "tensors" or "copy"')
-        step = self._whole(step)
+        number = whole_step(step, self._world_size)
         weights = GivenWeights(named_tensors, self.baselines)
         if hold == "copy":
             # not before the one in flight has let go of its own
@@ -390,7 +391,7 @@ class Publisher:
             weights = weights.copied()
         copied, on_device = hold == "copy", weights.on_device
         source = WeightSource(lambda: weights, lent=True, copied=copied, on_device=on_device)
-        job = PublishJob(source, step, check_allowed=self._raise_held)
+        job = PublishJob(source, number, check_allowed=self._raise_held)
         return self._submissions.submit(job, when_busy)
 
     def wait(
@@ -442,7 +443,7 @@ class Publisher:
         as many `*`. `drop`: globs of tensors to leave out.
         """
         read = functools.partial(self.open_checkpoint, directory, ExportRules.of(cast, rename, drop))
-        return self._publish_now(PublishJob(WeightSource(read), self._whole(step), Phases(watching), advance))
+        return self.publish_weights(read, step=step, advance=advance, watching=watching)
 
     def open_checkpoint(self, directory: str | Path, rules: ExportRules = NO_RULES) -> NewWeights:
         """A checkpoint directory as new weights of this run."""
@@ -470,17 +471,6 @@ class Publisher:
             weights.close()
             raise
 
-    def _publish_now(self, job: PublishJob) -> PublishReport:
-        self._drained()
-        self._submissions.raise_unseen()
-        self._raise_held()
-        if self._owner is not None and self._options.until == "out":
-            return self._submissions.until_out(job)
-        return self._publish(job)
-
-    def _whole(self, step: SupportsIndex | None) -> int | None:
-        return whole_step(step, self._world_size)
-
     def settle(self) -> PublishReport | None:
         """Waits until the local checkpoint has followed the last version that was submitted or, with
         `until="out"`, published; its report with the seconds of that. Raises what went wrong and was not told
@@ -488,7 +478,7 @@ class Publisher:
         return self._submissions.settle()
 
     def _raise_held(self) -> None:
-        order = self._obey_orders()
+        order = self.obey_orders()
         if order is not None:
             raise Held.by(order)
 
@@ -500,22 +490,24 @@ class Publisher:
                 return self._owner.publish(job)
         finally:
             # also when it failed: it may have lacked the room that upkeep makes
-            if self._background is not None:
-                self._background.wake()
+            if self._upkeep is not None:
+                self._upkeep.wake()
 
-    def _obey_orders(self) -> Rollback | None:
-        if self._lone is not None:
-            self._obey_repair()
-            self._lone.recovery.hold_pointer()
+    def obey_orders(self) -> Rollback | None:
+        """Carries out what was ordered, a repair and a rollback. Returns the order that holds publishing, if
+        one does. The pointer is put where this publisher last had it, should another one have put it back."""
+        self.obey_repair()
+        if self._claim is not None:
+            put_pointer_right(self._claim)
         channel = Channel.open(self.store)
         order = standing(channel)
         if order is None or self._lone is None:
             return order
-        self._lone.recovery.recover()
+        self._lone.recover()
         if not is_carried_out(channel, order):
             carry_out(self._lone, self._updater, channel, order)
-            if self._background is not None:
-                self._background.wake()
+            if self._upkeep is not None:
+                self._upkeep.wake()
         return order
 
     def repair(self) -> Repairs:
@@ -524,9 +516,6 @@ class Publisher:
 
         Raises Refused on ranks other than 0."""
         self._drained()
-        return self._repair()
-
-    def _repair(self) -> Repairs:
         if self._claim is None or self._lone is None:
             raise Refused("only rank 0 repairs the channel", remedy="call it on rank 0")
         self._claim.check()
@@ -540,24 +529,25 @@ class Publisher:
         local = self._updater.paths.directory
         return repair(self._claim, local, write_anchor, trust=self._trust)
 
-    def _obey_repair(self) -> Repairs | None:
+    def obey_repair(self) -> Repairs | None:
+        """Repairs the channel if an operator ordered it (`weightcast channel repair`, `POST /v1/repair`)."""
+        self._drained()
         if self._lone is None or not pins.repair_ordered(self.store):
             return None
         try:
-            done = self._repair()
+            done = self.repair()
         except Refused:
             pins.end_repair(self.store)
             raise
         pins.end_repair(self.store)
         return done
 
-    def work_in_background(self) -> Background | None:
+    def work_in_background(self) -> Upkeep | None:
         """From now on what is due is made in a thread. None on ranks other than 0."""
         self._check_open()
-        if self._upkeep is not None and self._background is None:
-            self._background = Background(self._upkeep)
-            self._background.wake()
-        return self._background
+        if self._upkeep is not None:
+            self._upkeep.start()
+        return self._upkeep
 
     def write_anchor(self) -> bool:
         """Full weights of the current version beside it, for hosts without a base. False when they exist."""
@@ -565,6 +555,102 @@ class Publisher:
         if self._owner is None:
             raise Refused("only rank 0 writes anchors", remedy="call it on rank 0")
         return self._owner.write_anchor()
+
+    def check_owner(self) -> None:
+        """Raises Refused, naming the newer owner, when another publisher has the channel now."""
+        if self._claim is not None:
+            self._claim.check()
+
+    def verify_some(self, scrub: Scrub) -> None:
+        """Reads a little of the local checkpoint; what is wrong there is repaired at once."""
+        self._drained()
+        local = self._updater.local
+        if self._owner is None or local is None:
+            return
+        try:
+            scrub.turn(local)
+        except NeedsReseed as error:
+            self._updater.mark_damaged(error)
+            self.recover()
+        except OSError:
+            # which of two states lies on disk is not known
+            self._updater.release()
+            raise
+
+    def check_channel(self, check: ChannelCheck) -> Repairs | None:
+        """Reads some of the channel's files; those of a damaged version are written again at once."""
+        self._drained()
+        local = self._updater.local
+        version = None if self._claim is None or local is None else check.turn(self.store, local)
+        if version is None or self._claim is None:
+            return None
+        there = range(version, version + 1)
+        found = remake(self._claim, self._updater.paths.directory, there, only=version)
+        if not found.done:
+            check.give_up(version)
+        return found
+
+    def make_due(self) -> list[str]:
+        """Makes what is due beside the versions, here and now; what was made, in words."""
+        self._check_open()
+        made = []
+        while self._upkeep is not None and (one := self._upkeep.step()):
+            made.append(one)
+        return made
+
+    def publish_weights(
+        self,
+        read: Callable[[], NewWeights],
+        *,
+        step: SupportsIndex | None = None,
+        advance: Advance | None = None,
+        watching: Watching | None = None,
+        request: str = "",
+    ) -> PublishReport:
+        """Publishes what `read` opens; it may be called twice, after what it gave was closed. `request`: 16
+        hex digits, by which `made_for` finds the version."""
+        number = whole_step(step, self._world_size)
+        job = PublishJob(WeightSource(read), number, Phases(watching), advance, request=request)
+        self._drained()
+        self._submissions.raise_unseen()
+        self._raise_held()
+        if self._owner is not None and self._options.until == "out":
+            return self._submissions.until_out(job)
+        return self._publish(job)
+
+    def made_for(self, request: str, above: int) -> Index | None:
+        """The version that was published for `request`, if it is one after `above`. That there are newer ones
+        says nothing: another publisher, an operator or a rollback may have made them."""
+        channel = Channel.open(self.store, self._trust)
+        for version in range(channel.pointed(), above, -1):
+            with contextlib.suppress(DamagedFile, Untrusted):
+                index = channel.own_index(version)
+                if index is not None and index.request == request:
+                    return index
+        return None
+
+    def has_content(
+        self, read: Callable[[], NewWeights], version: int, root: str, advance: Advance | None = None
+    ) -> bool:
+        """Whether what `read` opens has the content of `version`, which had this root, and would carry the
+        same config files. Publishes nothing. Raises Refused for weights that do not fit the run."""
+        self._drained()
+        file, base = self.run
+        local = self._updater.local
+        position = None if local is None else local.state.position
+        with contextlib.closing(read()) as weights:
+            channel = Channel.open(self.store, self._trust)
+            if self._options.carry_config and not is_carried(channel, weights.facts, version):
+                return False
+            given = matched_input(weights, file, base.table, Rank(0, 1))
+            return has_root(given, base, root, position, self._updater.options.threads, advance)
+
+    def root_of(self, version: int) -> str:
+        """Of a version up to the newest; empty where the channel no longer says."""
+        channel = Channel.open(self.store, self._trust)
+        with contextlib.suppress(WeightcastError):
+            return root_of(channel, version)
+        return ""
 
 
 class _Heart:

@@ -71,7 +71,9 @@ def init_channel(
         _check_rules(made, frozen, aliases or {})
         return _same(made, checkpoint, threads, advance)
     _refuse_foreign(store)
-    described = describe(checkpoint, run_id or _new_run_id(), threads=threads, advance=advance)
+    described = describe(
+        checkpoint, run_id or f"run-{secrets.token_hex(6)}", threads=threads, advance=advance
+    )
     ties = {**ties_of(base, checkpoint), **(aliases or {})}
     _check_aliases(ties, described)
     described = _put_base(store, described, run_id)
@@ -129,10 +131,6 @@ def _sign_base(store: Store, base: Base, key: PrivateKey | None) -> None:
         store.delete(signature_key(BASE_JSON))
     else:
         store.replace(signature_key(BASE_JSON), write_signature(stated_by_base(base, time.time()), key))
-
-
-def _new_run_id() -> str:
-    return f"run-{secrets.token_hex(6)}"
 
 
 def _refuse_foreign(store: Store) -> None:

@@ -68,20 +68,19 @@ def repair_channel(
 def ask_for_repair(
     store: Store,
     *,
-    wait_seconds: float = _WAIT_SECONDS,
     advance: Advance | None = None,
     trusted_keys: Sequence[str | Path] = (),
 ) -> Repairs:
-    """Orders the running publisher to repair its channel, and waits until it has. Raises NotInTime after
-    `wait_seconds`; the order stays."""
+    """Orders the running publisher to repair its channel, and waits until it has. Raises NotInTime after ten
+    minutes; the order stays."""
     trust = Trust.load(trusted_keys)
     before = faults(store, advance, trust)
     pins.order_repair(store)
-    deadline = time.monotonic() + wait_seconds
+    deadline = time.monotonic() + _WAIT_SECONDS
     while pins.repair_ordered(store):
         if time.monotonic() > deadline:
             raise NotInTime(
-                f"the publisher of {store.place()} has not finished the repair within {wait_seconds:g} s",
+                f"the publisher of {store.place()} has not finished the repair within {_WAIT_SECONDS:g} s",
                 remedy="see its log and status; or stop it and repeat this command with --local",
             )
         time.sleep(_POLL_SECONDS)

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from weightcast.publisher.api import PublisherOptions
+from weightcast.publisher.api import Publisher, PublisherOptions
 from weightcast.publisher.maintenance.orders import Held, is_carried_out, standing
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
-from weightcast.publisher.publish.report import Publication
+from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.publish.stitch import Layout
-from weightcast.publisher.service_publisher import ServicePublisher
-from weightcast.publisher.weights.config import CONFIG, check_config
+from weightcast.publisher.weights.config import CARRY_CONFIG, CONFIG, check_config, config_text
 from weightcast.publisher.weights.export_rules import ExportRules, adapt
 from weightcast.publisher.weights.match import match
 from weightcast.publisher.weights.precision import NonFinite
-from weightcast.publisher.weights.side_configs import CARRY_CONFIG, config_text
 from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
@@ -112,7 +110,7 @@ def publish(
     rules = ExportRules.of(cast, rename, drop)
     described = _look(Channel.open(open_store(channel)), checkpoint, local, base, take_over, rules)
     with (
-        ServicePublisher.open(
+        Publisher.open(
             channel,
             local=local,
             base=base,
@@ -127,6 +125,7 @@ def publish(
                 carry_config=carry_config,
                 layout=layout,
                 upkeep=UpkeepOptions(skip_span=skip_span) if skip_span else None,
+                upkeep_thread=False,
             ),
         ) as publisher,
         output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weightcast.publisher.maintenance.orders import root_of
 from weightcast.shared.base.errors import Forked, Refused, WrongRun
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.layout import Pointer, index_key
+from weightcast.shared.channel.layout import index_key
 from weightcast.shared.channel.store import Store
 
 FORMAT = 1
@@ -31,13 +31,8 @@ class Resumed:
 
 def position(store: Store) -> dict[str, object]:
     channel = Channel.open(store)
-    newest = channel.pointer() or Pointer(0)
-    return {
-        "format": FORMAT,
-        "run_id": channel.require_ours()[0].run_id,
-        "version": newest.version,
-        "root": root_of(channel, newest, newest.version),
-    }
+    run_id, version = channel.require_ours()[0].run_id, channel.pointed()
+    return {"format": FORMAT, "run_id": run_id, "version": version, "root": root_of(channel, version)}
 
 
 def resumed(store: Store, state: Mapping[str, object]) -> Resumed:
@@ -52,23 +47,19 @@ def resumed(store: Store, state: Mapping[str, object]) -> Resumed:
             remedy="open the channel of the run; for a new run make a channel from the weights "
             "that its hosts start with",
         )
-    newest = channel.pointer() or Pointer(0)
-    if then > newest.version:
+    newest = channel.pointed()
+    if then > newest:
         raise Forked(
-            f"the checkpoint was written at version {then}, {channel.place} ends at version {newest.version}",
+            f"the checkpoint was written at version {then}, {channel.place} ends at version {newest}",
             remedy="mount the channel that was published to; this one may be an older copy",
         )
-    if _is_there(channel, then) and root_of(channel, newest, then) != root:
+    pruned = then > 0 and channel.store.stat(index_key(then)) is None
+    if not pruned and root_of(channel, then) != root:
         raise Forked(
             f"version {then} of {channel.place} has other weights than when the checkpoint was written",
             remedy="mount the channel that was published to; this one was restored or written by another run",
         )
-    return Resumed(run_id, then, newest.version)
-
-
-def _is_there(channel: Channel, version: int) -> bool:
-    """False for what was pruned."""
-    return version == 0 or channel.store.stat(index_key(version)) is not None
+    return Resumed(run_id, then, newest)
 
 
 def _read(state: Mapping[str, object]) -> tuple[str, int, str]:

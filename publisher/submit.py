@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import Literal, get_args
 
-from weightcast.publisher.publish.publish_job import PublishJob
-from weightcast.publisher.publish.report import PublishReport
+from weightcast.publisher.publish.publish_job import PublishJob, PublishReport
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError
 
 WhenBusy = Literal["block", "newest"]
@@ -28,9 +28,7 @@ class Handle:
         self._begun = False
         self._seen = False
         self._lock = threading.Lock()
-        self._done, self._pointed = threading.Event(), threading.Event()
-        self._report: PublishReport | None = None
-        self._error: BaseException | None = None
+        self._end: Future[PublishReport] = Future()
 
     def __repr__(self) -> str:
         state = "done" if self.done else "free" if self.free else "begun" if self._begun else "waiting"
@@ -47,7 +45,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        return self._done.is_set()
+        return self._end.done()
 
     def release(self, timeout: float | None = None) -> bool:
         """To be called before the tensors change. A submission that has not begun is withdrawn (False: its
@@ -67,27 +65,12 @@ class Handle:
     def result(self, timeout: float | None = None) -> PublishReport:
         """Waits until the version is out. Raises what the publication raised, Refused for a submission that
         gave way to a newer one or was withdrawn, NotInTime (it goes on then)."""
-        if not self._done.wait(timeout):
+        if not wait([self._end], timeout).done:
             raise NotInTime(
                 f"step {self.step} is not published yet", remedy="ask again: the publication continues"
             )
         self._seen = True
-        if self._error is not None:
-            raise self._error
-        if self._report is None:
-            raise Refused(f"step {self.step} has no result", remedy="submit it again")
-        return self._report
-
-    def _wait_pointed(self) -> PublishReport:
-        """Until the pointer names the version. Raises what went wrong before."""
-        self._pointed.wait()
-        if self._report is None:
-            return self.result()
-        return self._report
-
-    def _pointer_moved(self, report: PublishReport) -> None:
-        self._report = report
-        self._pointed.set()
+        return self._end.result()
 
     def _withdraw(self, reason: str) -> bool:
         return self._give_up(Refused(reason, remedy='submit with when_busy="block" to publish every step'))
@@ -97,10 +80,9 @@ class Handle:
         with self._lock:
             if self._begun or self.done:
                 return False
-            self._error = error
             self._seen = True
             self._job.source.release_tensors()
-            self._done.set()
+            self._end.set_exception(error)
             return True
 
     def _begin(self) -> bool:
@@ -110,15 +92,18 @@ class Handle:
 
     def _run(self, publish: Publish) -> None:
         try:
-            self._report = publish(self._job)
+            found = publish(self._job)
         except BaseException as error:
-            self._error = error
-        finally:
-            # the tensors are the trainer's again, and nothing here keeps them in memory
-            self._job.source.release_tensors()
-            self._job.source.drop()
-            self._done.set()
-            self._pointed.set()
+            self._drop()
+            self._end.set_exception(error)
+        else:
+            self._drop()
+            self._end.set_result(found)
+
+    def _drop(self) -> None:
+        """The tensors are the trainer's again, and nothing here keeps them in memory."""
+        self._job.source.release_tensors()
+        self._job.source.drop()
 
 
 class Submissions:
@@ -130,6 +115,7 @@ class Submissions:
         self._waiting: Handle | None = None
         self._running: Handle | None = None
         self._last: Handle | None = None
+        self._thread: threading.Thread | None = None
 
     def submit(self, job: PublishJob, when_busy: WhenBusy) -> Handle:
         """Raises what the last submission raised and nobody has seen, and RetryLater where no thread can be
@@ -152,16 +138,18 @@ class Submissions:
     def until_out(self, job: PublishJob) -> PublishReport:
         """Publishes and returns when the pointer names the version. What is left to do goes on in a thread of
         its own; `settle` tells what becomes of it. Only after `drain`."""
-        handle = Handle(job)
-        handle._job = replace(job, on_pointer_moved=handle._pointer_moved)
+        out: Future[PublishReport] = Future()
+        handle = Handle(replace(job, on_pointer_moved=out.set_result))
         self._take(handle)
-        return handle._wait_pointed()
+        wait([out, handle._end], return_when=FIRST_COMPLETED)
+        return out.result() if out.done() else handle.result()
 
     def settle(self) -> PublishReport | None:
         """Waits as `drain`; the last report, with all of its seconds. Raises as `raise_unseen`."""
         self.drain()
         self.raise_unseen()
-        return None if self._last is None else self._last._report
+        last = self._last
+        return None if last is None or last._end.exception() is not None else last._end.result()
 
     def _take(self, handle: Handle) -> None:
         with self._changed:
@@ -174,8 +162,9 @@ class Submissions:
     def _start(self) -> None:
         """With the condition held. Raises RetryLater; nothing is in flight then, and nothing waits."""
         self._take_next()
+        self._thread = threading.Thread(target=self._run, name="weightcast-publish", daemon=True)
         try:
-            threading.Thread(target=self._run, name="weightcast-publish", daemon=True).start()
+            self._thread.start()
         except RuntimeError as error:
             handle, self._running = self._running, None
             trouble = RetryLater(
@@ -200,13 +189,15 @@ class Submissions:
                 self._take_next()
 
     def drain(self) -> None:
-        """Waits until nothing is in flight and nothing waits."""
+        """Waits until nothing is in flight and nothing waits; in the thread that publishes for nothing."""
+        if threading.current_thread() is self._thread:
+            return
         with self._changed:
             self._changed.wait_for(lambda: self._running is None)
 
     def raise_unseen(self) -> None:
         """The error of the last publication that ended, if neither `result` nor this told it."""
         last = self._last
-        if last is not None and last._error is not None and not last._seen:
+        if last is not None and not last._seen and (error := last._end.exception()) is not None:
             last._seen = True
-            raise last._error
+            raise error

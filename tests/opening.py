@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from weightcast.publisher import PublisherOptions
-from weightcast.publisher.service_publisher import ServicePublisher
+from weightcast.publisher.api import Publisher
 
 _NAMES = {field.name for field in fields(PublisherOptions)}
 
 
-def open_publisher(channel: str | Path, **given: Any) -> ServicePublisher:
-    options = PublisherOptions(**{name: value for name, value in given.items() if name in _NAMES})
+def open_publisher(channel: str | Path, **given: Any) -> Publisher:
+    options = PublisherOptions(
+        upkeep_thread=False, **{name: value for name, value in given.items() if name in _NAMES}
+    )
     others = {name: value for name, value in given.items() if name not in _NAMES}
-    return ServicePublisher.open(channel, options=options, **others)
+    return Publisher.open(channel, options=options, **others)

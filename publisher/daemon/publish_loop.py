@@ -1,4 +1,5 @@
-"""The publisher daemon's work thread. A step finishes what is unfinished, takes the next job of its sources
+"""The publisher daemon's work thread: its start (watched directory, channel, local checkpoint), then steps. A
+step finishes what is unfinished, takes the next job of its sources
 (HTTP requests, hand-overs, watched directory), publishes it, records it, then does background work."""
 
 from __future__ import annotations
@@ -6,38 +7,160 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from pathlib import Path
 
-from weightcast.publisher.daemon.metrics import PublisherMetrics
-from weightcast.publisher.daemon.record import Meter, Record
+from weightcast.publisher.api import Publisher, PublisherOptions
+from weightcast.publisher.channel_init import init_channel
+from weightcast.publisher.daemon.record import Meter, PublisherMetrics, Record
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.handed import HandOverSource
 from weightcast.publisher.daemon.sources.queue import Queue
 from weightcast.publisher.daemon.sources.source import LastContent, Source, SourceJob, read_back
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
-from weightcast.publisher.daemon.start import open_publisher, open_watched, ready_channel
 from weightcast.publisher.daemon.status import PublisherStatus, UpkeepStatus
 from weightcast.publisher.maintenance.orders import Held
 from weightcast.publisher.maintenance.repair import ChannelCheck
-from weightcast.publisher.maintenance.upkeep import Background
-from weightcast.publisher.publish.report import Publication
-from weightcast.publisher.service_publisher import ServicePublisher
-from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WeightcastError
+from weightcast.publisher.maintenance.upkeep import Upkeep
+from weightcast.publisher.publish.commit import PostWrite
+from weightcast.publisher.publish.publish_job import Publication
+from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, Stopped, WeightcastError
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import current_epoch
-from weightcast.shared.channel.layout import CHANNEL_JSON, index_key
-from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
+from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
+from weightcast.shared.channel.rate import Rate
+from weightcast.shared.channel.run_files import Base
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room
+from weightcast.shared.checkpoint.update.sources import find_base, open_base
 from weightcast.shared.checkpoint.verify.hashing import Scrub
+from weightcast.shared.checkpoint.verify.seed import check_other_files, check_table
+from weightcast.shared.daemon.hooks import run_hook
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import Stop, Wakeup, failure_of
 from weightcast.shared.daemon.metrics import DiskMetrics, Metrics, error_kind
 from weightcast.shared.daemon.status import Failure
 from weightcast.shared.daemon.timing import Due
 from weightcast.shared.files.disk_errors import disk_error, error_text
-from weightcast.shared.files.paths import require_no_overlap
+from weightcast.shared.files.hf_checkpoint import side_files
+from weightcast.shared.files.paths import ChannelAddress, exists, is_directory, require_no_overlap
+from weightcast.shared.files.probes import CONSUME_NEEDS, require
 
 _LOOK_SECONDS = 5.0
 _QUEUE, _HANDED = "publications.json", "handed.json"
 
 log = get_log("publisher")
+
+
+def open_watched(settings: PublisherSettings, renamed: deque[str], began: float) -> WatchedDirectory | None:
+    """Before the channel is made: what is complete now was there before. `began`: when the process began, as
+    unix time. None where nothing is watched. Raises Refused."""
+    if settings.watch is None:
+        return None
+    if settings.consume and is_directory(settings.watch):
+        require("--watch", settings.watch, CONSUME_NEEDS)
+    watched = WatchedDirectory(settings.watch, settings, renamed)
+    ensure_room(LocalPaths(settings.local))
+    watched.ignore_existing(began, _version_of(settings.channel))
+    return watched
+
+
+def _version_of(channel: ChannelAddress) -> int:
+    """Of a channel that may not be there yet, or not be readable: opening it reports that."""
+    try:
+        pointer = read_pointer(open_store(channel))
+    except (OSError, WeightcastError):
+        return 0
+    return 0 if pointer is None else pointer.version
+
+
+def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
+    """Makes the channel from the base, or checks that it was. Returns the bytes of a version. Weights
+    are compared as long as nothing is seeded from them: later the base is no longer read. Raises Refused."""
+    known = exists(LocalPaths(settings.local).state)
+    made = settings.has_channel
+    if known and not made:
+        raise RetryLater(
+            f"{settings.local} is of a run whose channel is not at {settings.channel}",
+            remedy="mount the channel; for a new run give another --local",
+        )
+    directory = _base_of(settings, known)
+    if directory is not None and (not made or not known):
+        init_channel(
+            settings.channel,
+            directory,
+            frozen=settings.frozen,
+            aliases=settings.aliases,
+            threads=settings.worker_threads,
+            advance=meter.advance,
+            sign_key=settings.sign_key,
+            trusted_keys=settings.trusted_key,
+        )
+    _, base = Channel.open(open_store(settings.channel)).require_ours()
+    if settings.base is not None:
+        _check_base(settings.base, base)
+    return base.table.nbytes
+
+
+def _base_of(settings: PublisherSettings, is_seeded: bool) -> Path | None:
+    """None where it is not known and not needed. Raises Refused where it is needed."""
+    if settings.base is not None:
+        return settings.base
+    try:
+        found = find_base(Channel.open(open_store(settings.channel)))
+    except Refused as error:
+        if not is_seeded:
+            raise
+        log.info("running without a base", reason=error.message)
+        return None
+    log.info("base found", base=str(found))
+    return found
+
+
+def _check_base(directory: Path, base: Base) -> None:
+    checkpoint = open_base(directory)
+    for note in checkpoint.notes:
+        log.info("small fault in the base, tolerated", base=str(directory), note=note)
+    check_table(directory, checkpoint.table, base.table)
+    check_other_files(directory, side_files(checkpoint).files, base.all_files)
+
+
+def open_publisher(settings: PublisherSettings, stop: Stop) -> Publisher:
+    def wait(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise Stopped("the process ends", remedy="the next start continues")
+
+    return Publisher.open(
+        settings.channel,
+        local=settings.local,
+        base=settings.base,
+        encoding=settings.encoding,
+        options=PublisherOptions(
+            threads=settings.worker_threads,
+            take_over=settings.take_over,
+            post_write=_hook(settings),
+            upkeep=settings.upkeep,
+            upkeep_thread=False,
+            deadline_seconds=settings.publish_seconds,
+            sign_key=settings.sign_key,
+            trusted_keys=settings.trusted_key,
+            publish_rate=Rate(int(settings.publish_rate), wait),
+            non_finite=settings.non_finite,
+            until="out",
+            carry_config=settings.carry_config,
+            layout=settings.layout,
+        ),
+    )
+
+
+def _hook(settings: PublisherSettings) -> PostWrite | None:
+    command, deadline = settings.post_write, settings.hook_seconds
+    if command is None:
+        return None
+
+    def post_write(version: int, directory: Path, phase: str) -> None:
+        run_hook(command, version=version, directory=directory, phase=phase, deadline_seconds=deadline)
+
+    return post_write
 
 
 class PublishLoop:
@@ -68,7 +191,7 @@ class PublishLoop:
                 channel=str(settings.channel), local=str(settings.local), encoding=settings.encoding
             ),
         )
-        self._publisher: ServicePublisher | None = None
+        self._publisher: Publisher | None = None
         self._watched: WatchedDirectory | None = None
         self._sources: list[Source] = []
         """in the order in which they are asked"""
@@ -77,7 +200,7 @@ class PublishLoop:
         self._look_due, self._owner_due = Due(_LOOK_SECONDS), Due(_LOOK_SECONDS)
         self._scrub = Scrub(int(settings.verify_rate), stop=stop.is_set)
         self._check = ChannelCheck(int(settings.verify_rate))
-        self._background: Background | None = None
+        self._background: Upkeep | None = None
         self._full_bytes = 0
 
     def status(self) -> PublisherStatus:
@@ -117,7 +240,7 @@ class PublishLoop:
             log.info("files left behind", files=list(self._publisher.left_behind))
 
     @property
-    def _owned(self) -> ServicePublisher:
+    def _owned(self) -> Publisher:
         if self._publisher is None:
             raise RetryLater("the publisher has not started")
         return self._publisher

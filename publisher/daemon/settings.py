@@ -21,9 +21,9 @@ from pydantic import (
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.publish.stitch import Layout, check_layout
+from weightcast.publisher.weights.config import CARRY_CONFIG
 from weightcast.publisher.weights.export_rules import BadRule, ExportRules
 from weightcast.publisher.weights.precision import NonFinite
-from weightcast.publisher.weights.side_configs import CARRY_CONFIG
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Encoding

@@ -8,8 +8,8 @@ from pydantic import BaseModel
 
 from weightcast.publisher.daemon.sources.queue import Job
 from weightcast.publisher.daemon.sources.watched import InboxStatus
-from weightcast.publisher.publish.report import Publication
-from weightcast.publisher.weights.side_configs import config_text
+from weightcast.publisher.publish.publish_job import Publication
+from weightcast.publisher.weights.config import config_text
 from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
 from weightcast.shared.daemon.fleet import TEXT_SHOWN, Host, PublisherLine, RefusedCheckpoint
 from weightcast.shared.daemon.status import Failure, KernelStatus, LoopStatus, Readiness

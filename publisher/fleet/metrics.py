@@ -10,7 +10,7 @@ from typing import get_args
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from weightcast.publisher.fleet.catch_up_cost import CatchUp, CatchUpRow, Joiner, Versions
+from weightcast.publisher.fleet.versions import CatchUp, CatchUpRow, Joiner, Versions
 from weightcast.publisher.fleet.view import ChannelPage
 from weightcast.shared.daemon.fleet import Fleet, Standing
 from weightcast.shared.daemon.metrics import PREFIX, Metrics

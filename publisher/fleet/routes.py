@@ -14,9 +14,8 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
-from weightcast.publisher.fleet.catch_up_cost import CatchUp, PrunePlan, Versions
 from weightcast.publisher.fleet.report_intake import TooMany
-from weightcast.publisher.fleet.version_history import ROWS_LIMIT
+from weightcast.publisher.fleet.versions import ROWS_LIMIT, CatchUp, PrunePlan, Versions
 from weightcast.publisher.fleet.view import FleetView
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.reports import REPORT_LIMIT

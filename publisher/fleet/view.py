@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from weightcast.publisher.fleet.catch_up_cost import (
+from weightcast.publisher.fleet.report_intake import ReportIntake
+from weightcast.publisher.fleet.versions import (
     CatchUp,
     PrunePlan,
+    VersionHistory,
     Versions,
     catch_up,
     prune_plan,
     version_rows,
 )
-from weightcast.publisher.fleet.report_intake import ReportIntake
-from weightcast.publisher.fleet.version_history import VersionHistory
 from weightcast.publisher.maintenance.prune import ACTIVE_SECONDS
 from weightcast.publisher.maintenance.retention import Retention, Situation
 from weightcast.shared.base.errors import WeightcastError

@@ -14,13 +14,13 @@ import numpy as np
 
 from weightcast.publisher.maintenance.replay_log import ReplayLog
 from weightcast.publisher.publish.commit import Files, begin_beside, commit_draft, verify_files
-from weightcast.publisher.publish.diff import changed_elements
+from weightcast.publisher.publish.diff import changed_elements, totals_of
 from weightcast.shared.base.elements import Chunk, TensorTable, Words, grid
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter, begin_shard, open_delta
-from weightcast.shared.channel.index import Index, VersionTotals, parse_index, write_index
+from weightcast.shared.channel.index import Index, parse_index, write_index
 from weightcast.shared.channel.layout import multi_step_key
 from weightcast.shared.channel.run_files import TensorRecords
 from weightcast.shared.channel.signing import PrivateKey
@@ -149,7 +149,6 @@ class _MultiStep:
         files = write_steps(writer, self._chunks(), totals.add)
         lanes = totals.check(self.base, self.main.root)
         tensors = TensorRecords.numbered(table, totals.step.changed, lanes, totals.elements)
-        nbytes = sum(file.size for file in files.files)
         index = Index(
             run_id=self.main.run_id,
             version=self.main.version,
@@ -167,7 +166,7 @@ class _MultiStep:
             tensors=tensors,
             parts=self.main.parts,
             chunks=files.chunks,
-            totals=VersionTotals(int(tensors.changed.sum()), table.elements, table.nbytes, nbytes),
+            totals=totals_of(table, tensors, files.files),
             main=self.main.digest,
             carried=self.main.carried,
         )

@@ -14,15 +14,12 @@ from pathlib import Path
 
 from weightcast.publisher.maintenance.replay_log import ReplayLog
 from weightcast.publisher.publish.publish import OwnerRank
-from weightcast.publisher.publish.publish_job import PublishJob, WeightSource
-from weightcast.publisher.publish.report import PublishReport
+from weightcast.publisher.publish.publish_job import PublishJob, PublishReport, WeightSource
 from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
 from weightcast.shared.base.elements import TensorTable, Words
 from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
@@ -42,24 +39,23 @@ def order_rollback(store: Store, to: int) -> Rollback:
     or that is the newest one."""
     opened = Channel.open(store)
     file, _ = opened.require_ours()
-    pointer = opened.pointer()
-    if pointer is None or not 0 <= to < pointer.version:
-        newest = 0 if pointer is None else pointer.version
+    newest = opened.pointed()
+    if not 0 <= to < newest:
         raise Refused(
             f"there is no version {to} before the newest, {newest}",
             remedy="list versions with `weightcast channel log`",
         )
-    order = Rollback(file.run_id, to, root_of(opened, pointer, to), time.time())
+    order = Rollback(file.run_id, to, root_of(opened, to), time.time())
     pins.order_rollback(store, order)
     return order
 
 
-def root_of(channel: Channel, pointer: Pointer, version: int) -> str:
-    _, base = channel.require_ours()
+def root_of(channel: Channel, version: int) -> str:
+    """Of a version up to the newest. Raises Refused for one that was pruned."""
     if version == 0:
-        return base.root
-    index = channel.index(pointer, version, base.table)
-    if not isinstance(index, Index):
+        return channel.require_ours()[1].root
+    index = channel.own_index(version)
+    if index is None:
         raise Refused(
             f"version {version} is no longer in the channel",
             remedy="choose a version that `weightcast channel log` lists",
@@ -79,8 +75,7 @@ def standing(channel: Channel) -> Rollback | None:
 
 
 def is_carried_out(channel: Channel, order: Rollback) -> bool:
-    newest = channel.pointer() or Pointer(0)
-    return root_of(channel, newest, newest.version) == order.root
+    return root_of(channel, channel.pointed()) == order.root
 
 
 def carry_out(owner: OwnerRank, updater: LocalUpdater, channel: Channel, order: Rollback) -> PublishReport:

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weightcast.publisher.maintenance.retention import HeldVersion, Retention, Situation, Verdict, decide
+from weightcast.publisher.maintenance.retention import Retention, Situation, Verdict, decide
 from weightcast.publisher.publish.commit import PRUNED, PUT_AWAY
 from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel import pins
-from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.channel import Channel, Shown
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.index import INDEX_NAME, Index
-from weightcast.shared.channel.layout import CHANNEL_JSON, Pointer, index_key, version_name
+from weightcast.shared.channel.index import INDEX_NAME
+from weightcast.shared.channel.layout import CHANNEL_JSON, Pointer, version_name
 from weightcast.shared.channel.reports import Report, forgotten, read_reports
 from weightcast.shared.channel.run_files import CHANNEL_FILE_LIMIT, parse_channel_file, write_channel_file
 from weightcast.shared.channel.store import TRASH, NotFound, Store, StoreError
@@ -37,19 +37,15 @@ _NOTE, _NOTE_LIMIT = "pruned.json", 4096
 _PRUNED = re.compile(r"weight_v\d{6,15}-(\d{1,15})-[0-9a-f]{8}\.pruned", re.ASCII)
 
 
-def held_versions(channel: Channel, pointer: Pointer, above: int = 0) -> dict[int, HeldVersion]:
+def held_versions(channel: Channel, pointer: Pointer, above: int = 0) -> dict[int, Shown]:
     """The versions above `above` that are in the channel. One whose index cannot be read now counts as a
     delta."""
-    table, found = channel.require_ours()[1].table, {}
-    for version, shown in channel.shown(pointer, above=above).items():
-        stat = channel.store.stat(index_key(version))
-        if stat is not None:
-            index = None
-            if shown.nbytes >= table.nbytes:
-                with contextlib.suppress(WeightcastError):
-                    index = channel.index(pointer, version, table)
-            whole = isinstance(index, Index) and index.kind == "anchor"
-            found[version] = HeldVersion(shown, stat.written, whole)
+    table, found = channel.require_ours()[1].table, channel.shown(pointer, above=above)
+    for version, shown in found.items():
+        if shown.nbytes >= table.nbytes:
+            with contextlib.suppress(WeightcastError):
+                index = channel.own_index(version)
+                found[version] = replace(shown, whole=index is not None and index.kind == "anchor")
     return found
 
 

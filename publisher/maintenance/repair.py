@@ -311,7 +311,7 @@ def remake(claim: Claim, local: Path, there: range, *, only: int | None = None) 
             if not is_meant or not (version in there or claim.store.names(version_name(version))):
                 continue
             try:
-                for line in _Remake(log, KeptJournals(LocalPaths(local)), claim, position).lines():
+                for line in _Remake(log, claim, position).lines():
                     found.done.append(line)
             except (WeightcastError, OSError) as error:
                 found.notes.append(f"version {version} cannot be restored: {error}")
@@ -323,7 +323,6 @@ class _Remake:
     """Of one version, under a claim."""
 
     log: ReplayLog
-    journals: KeptJournals
     claim: Claim
     position: Position
 
@@ -349,7 +348,7 @@ class _Remake:
                 end_attempt(store, draft)
         if lost:
             self.claim.check()
-            key, signature = f"{version}/{INDEX_NAME}", self.journals.signature(index.version)
+            key, signature = f"{version}/{INDEX_NAME}", self.log.journals.signature(index.version)
             put_copy_away(store, key)
             if signature is not None:
                 store.replace(signature_key(key), signature)
@@ -362,12 +361,12 @@ class _Remake:
             data = self.claim.store.read(index_key(self.position.version), INDEX_LIMIT)
             if blake3(data).hexdigest() == self.position.digest:
                 return data, False
-        return self.journals.index(self.position), True
+        return self.log.journals.index(self.position), True
 
     def _make(self, files: Store, index: Index, bad: list[FileRecord]) -> None:
         """Raises DamagedFile for a file that does not become what the index says."""
         for record in index.carried:
-            kept = SideFiles(self.journals.paths).path(record)
+            kept = SideFiles(self.log.journals.paths).path(record)
             if kept is not None:
                 put(files, f"{CARRIED}/{record.name}", durable.pieces_of(kept))
         if index.encoding is None:

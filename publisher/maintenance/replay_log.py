@@ -149,7 +149,7 @@ class ReplayLog:
         """`check` is called between pieces and may raise to give up. Raises RetryLater when nothing lies in
         `directory` now that could be read."""
         self._check = check
-        self._journals = KeptJournals(LocalPaths(directory))
+        self.journals = KeptJournals(LocalPaths(directory))
         found = LocalCheckpoint.open(directory)
         if found is None:
             raise RetryLater(
@@ -197,7 +197,7 @@ class ReplayLog:
             )
         self.local.check_files()
         self.local.state = known
-        self._kept = self._journals.back_from(known.position)
+        self._kept = self.journals.back_from(known.position)
         self._seen = seen
 
     def words_at(self, version: int) -> WordsIn:
@@ -243,7 +243,7 @@ class ReplayLog:
 
     def _opened(self, number: int) -> _Undo:
         if number not in self._undos:
-            step, path = self._kept.get(number), self._journals.journal(number)
+            step, path = self._kept.get(number), self.journals.journal(number)
             if step is None:
                 raise _dropped(number)
             try:

@@ -33,29 +33,11 @@ class Retention:
 
 
 @dataclass(frozen=True)
-class HeldVersion:
-    """A version that lies in the channel. `whole`: it is full weights itself; `created`: unix time."""
-
-    shown: Shown
-    created: float
-    whole: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return self.shown.nbytes + sum(self.shown.skips.values()) + (self.shown.anchor or 0)
-
-    @property
-    def full(self) -> int | None:
-        """Bytes of full weights of this version."""
-        return self.shown.nbytes if self.whole else self.shown.anchor
-
-
-@dataclass(frozen=True)
 class Situation:
     """`hosts`: versions of the hosts that live; `wanted`: versions that were kept or tagged by name."""
 
     pointer: int
-    versions: Mapping[int, HeldVersion]
+    versions: Mapping[int, Shown]
     now: float
     hosts: Collection[int] = ()
     wanted: Collection[int] = ()
@@ -103,7 +85,7 @@ def decide(situation: Situation, retention: Retention) -> Verdict:
     needed = _needed(situation, start)
     why = f"before version {first}, the first that is kept; version {start} has full weights"
     gone = tuple(
-        Removal(version, held.nbytes, why)
+        Removal(version, held.stored, why)
         for version, held in sorted(situation.versions.items())
         if version < start and version not in needed
     )
@@ -152,15 +134,13 @@ def _needed(situation: Situation, start: int) -> set[int]:
     return {version for version in needed if version < start}
 
 
-def cheapest(
-    versions: Mapping[int, HeldVersion], target: int, start: Mapping[int, int]
-) -> CheapestWay | None:
+def cheapest(versions: Mapping[int, Shown], target: int, start: Mapping[int, int]) -> CheapestWay | None:
     """From full weights in the channel, or from a version that is held at the price given in `start`."""
     best, last = dict(start), dict[int, Hop]()
     for version in sorted(version for version in versions if version <= target):
         held = versions[version]
         ways = {} if held.full is None else {Hop(version, None): held.full}
-        hops = {**held.shown.skips, **({} if held.whole else {version - 1: held.shown.nbytes})}
+        hops = {**held.skips, **({} if held.whole else {version - 1: held.nbytes})}
         ways |= {Hop(version, base): best[base] + nbytes for base, nbytes in hops.items() if base in best}
         hop = min(ways, key=lambda hop: ways[hop], default=None)
         if hop is not None and (version not in best or ways[hop] < best[version]):

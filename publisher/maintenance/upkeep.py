@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,13 +28,13 @@ from weightcast.publisher.maintenance.prune import (
 from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
 from weightcast.publisher.maintenance.retention import Retention, cheapest
 from weightcast.publisher.publish.anchors import Full, write_anchor
-from weightcast.publisher.publish.commit import UNSIGNED, Signer, drop_unfinished
+from weightcast.publisher.publish.commit import Signer, drop_unfinished
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.chain import versions_in
 from weightcast.shared.channel.channel import Channel, look
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.index import INDEX_NAME, Index
+from weightcast.shared.channel.index import INDEX_NAME
 from weightcast.shared.channel.layout import (
     ANCHOR,
     Pointer,
@@ -174,9 +174,10 @@ def due_anchor(
 
 
 class Upkeep:
-    """For one thread."""
+    """`step` is for one thread: the caller's, or after `start` one of its own, which gives way to
+    publishing."""
 
-    def __init__(self, claim: Claim, local: Path, options: UpkeepOptions, signer: Signer = UNSIGNED) -> None:
+    def __init__(self, claim: Claim, local: Path, options: UpkeepOptions, signer: Signer) -> None:
         self._claim, self._store, self._local, self._options = claim, claim.store, local, options
         self._signer = signer
         self._paths = LocalPaths(local)
@@ -191,6 +192,62 @@ class Upkeep:
         self._pace, self._estimated = PatchRate(), 0
         self.written = {"skip": 0, "anchor": 0}
         """bytes since the start, by what they were for; other threads may read them"""
+        self._thread: threading.Thread | None = None
+        self._wanted = threading.Event()
+        self._working = False
+        self.problem = ""
+        """why the last step in the thread made nothing; empty when all is well"""
+        self.made = ""
+        """what was made there last"""
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
+            self._thread.start()
+        self.wake()
+
+    def wake(self) -> None:
+        self._wanted.set()
+
+    @property
+    def busy(self) -> bool:
+        """False: nothing is due, or the last step failed."""
+        return self._working or self._wanted.is_set()
+
+    def stop(self) -> None:
+        """Ends a running step at its next piece, and the thread."""
+        self._stop.set()
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        # Linux gives each thread a priority of its own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        while not self._stop.is_set():
+            # what was pruned comes due by itself, while nothing is published too
+            bounded = self._options.retention.bounded
+            self._wanted.wait(max(_SHORTEST_REST, self._options.grace_seconds) if bounded else None)
+            self._working = True
+            self._wanted.clear()
+            self._work()
+            self._working = False
+
+    def _work(self) -> None:
+        self.throttle.begin()
+        try:
+            while not self._stop.is_set():
+                made = self.step()
+                self.problem = ""
+                if not made:
+                    break
+                self.made = made
+            failpoint("upkeep.idle")
+        except Exception as error:
+            # what went wrong beside the versions is no reason to publish none
+            known = disk_error(error, "a file") if isinstance(error, OSError) else error
+            self.problem = f"{type(known).__name__}: {known}"
 
     def keep(self, step: Step, seconds: float) -> None:
         """Keeps the journal of a step that was just staged and patched, in so many seconds. Called by the
@@ -224,10 +281,6 @@ class Upkeep:
         with contextlib.suppress(OSError):  # nothing depends on it
             make_ready(self._paths, nbytes, self._check)
 
-    def stop(self) -> None:
-        """Ends a running step at its next piece."""
-        self._stop.set()
-
     def _check(self) -> None:
         self.throttle.rest()
         if self._stop.is_set():
@@ -246,11 +299,6 @@ class Upkeep:
         finally:
             made = "" if self._options.idle else self._make_or_prune()
         return made
-
-    @property
-    def rest_seconds(self) -> float | None:
-        """How long there is nothing to do while nothing is published: what was pruned comes due by itself."""
-        return max(_SHORTEST_REST, self._options.grace_seconds) if self._options.retention.bounded else None
 
     def _make_or_prune(self) -> str:
         channel = Channel.open(self._store, self._signer.trust)
@@ -301,9 +349,8 @@ class Upkeep:
             key = multi_step_key(version, base_version)
             if self._store.stat(f"{key}/{INDEX_NAME}") is not None:
                 continue
-            main = channel.index(pointer, version, log.table)
-            base = positions.get(base_version)
-            if not isinstance(main, Index) or base is None or main.digest != positions[version].digest:
+            main, base = channel.own_index(version), positions.get(base_version)
+            if main is None or base is None or main.digest != positions[version].digest:
                 continue
             try:
                 write_multi_step(log, main, base, self._claim, self._options.encoding, self._signer.key)
@@ -349,63 +396,3 @@ class Upkeep:
         self._estimated = at
         way = cheapest(held_versions(channel, pointer, chain.anchor), at, {chain.anchor: 0})
         return replace(chain, seconds=self._pace.seconds_for(chain.nbytes if way is None else way.nbytes))
-
-
-class Background:
-    """Upkeep in a thread of its own, which gives way to publishing."""
-
-    def __init__(self, upkeep: Upkeep) -> None:
-        self._upkeep = upkeep
-        self.written: Mapping[str, int] = upkeep.written
-        self._wanted, self._ending = threading.Event(), threading.Event()
-        self._working = False
-        self.problem = ""
-        """why the last step made nothing; empty when all is well"""
-        self.made = ""
-        """what was made last"""
-        self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
-        self._thread.start()
-
-    @property
-    def busy(self) -> bool:
-        """False: nothing is due, or the last step failed."""
-        return self._working or self._wanted.is_set()
-
-    def wake(self) -> None:
-        self._wanted.set()
-
-    def stop(self) -> None:
-        self._ending.set()
-        self._upkeep.stop()
-        self._wanted.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        _lower_priority()
-        while not self._ending.is_set():
-            self._wanted.wait(self._upkeep.rest_seconds)
-            self._working = True
-            self._wanted.clear()
-            self._work()
-            self._working = False
-
-    def _work(self) -> None:
-        self._upkeep.throttle.begin()
-        try:
-            while not self._ending.is_set():
-                made = self._upkeep.step()
-                self.problem = ""
-                if not made:
-                    break
-                self.made = made
-            failpoint("upkeep.idle")
-        except Exception as error:
-            # what went wrong beside the versions is no reason to publish none
-            known = disk_error(error, "a file") if isinstance(error, OSError) else error
-            self.problem = f"{type(known).__name__}: {known}"
-
-
-def _lower_priority() -> None:
-    """Linux gives each thread a priority of its own."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

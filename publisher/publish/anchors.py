@@ -46,8 +46,6 @@ def write_weights(
     table: TensorTable,
     words_in: WordsIn,
     beside: Mapping[str, Path],
-    *,
-    shard_bytes: int = SHARD_BYTES,
     advance: Advance | None = None,
     check: Callable[[], None] | None = None,
 ) -> tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]]:
@@ -57,7 +55,7 @@ def write_weights(
     lanes = [Lanes()] * len(table)
     weight_map: dict[str, str] = {}
     records: list[FileRecord] = []
-    shards = list(_shards(table, shard_bytes))
+    shards = list(_shards(table))
     for number, tensors in enumerate(shards):
         name = f"{made.prefix}model-{number:05d}-of-{len(shards):05d}.safetensors"
         records.append(
@@ -69,11 +67,11 @@ def write_weights(
     return tuple(records), weight_map, lanes
 
 
-def _shards(table: TensorTable, shard_bytes: int) -> Iterator[list[int]]:
+def _shards(table: TensorTable) -> Iterator[list[int]]:
     shard: list[int] = []
     size = 0
     for number, spec in enumerate(table):
-        if shard and size + spec.nbytes > shard_bytes:
+        if shard and size + spec.nbytes > SHARD_BYTES:
             yield shard
             shard, size = [], 0
         shard.append(number)

@@ -35,7 +35,6 @@ from weightcast.shared.channel.index import (
 from weightcast.shared.channel.layout import (
     ATTEMPTS,
     BASE_JSON,
-    Pointer,
     TornPointer,
     attempts_key,
     index_key,
@@ -84,8 +83,8 @@ _COMMITTING = threading.Lock()
 class Signer:
     """`trust` holds the publisher's own key too. None: nothing is signed, nothing is checked."""
 
-    key: PrivateKey | None = None
-    trust: Trust | None = None
+    key: PrivateKey | None
+    trust: Trust | None
 
     @classmethod
     def load(cls, sign_key: str | Path | None, trusted: Sequence[str | Path] = ()) -> Signer:
@@ -111,9 +110,6 @@ class Signer:
                 f"{store.place()} is signed ({signature}), but no signing key is given",
                 remedy="give --sign-key; to stop signing, remove that file and the hosts' --trusted-key",
             )
-
-
-UNSIGNED = Signer()
 
 
 def begin_attempt(claim: Claim, version: int) -> str:
@@ -409,9 +405,8 @@ def _of(channel: Channel, version: int) -> tuple[FileRecord, ...]:
 
 def announced(channel: Channel, version: int) -> Index:
     """The index of a version up to the pointer. Raises DamagedFile where the channel lost it."""
-    _, base = channel.require_ours()
-    index = channel.index(Pointer(version), version, base.table)
-    if not isinstance(index, Index):
+    index = channel.own_index(version)
+    if index is None:
         raise DamagedFile(
             f"{channel.store.place(index_key(version))} is missing although the pointer names it",
             remedy="restore it; run `weightcast channel verify`",

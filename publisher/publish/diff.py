@@ -1,21 +1,24 @@
-"""The diff pass: every old and new byte read once, changed chunks encoded, the new bytes hashed in full."""
+"""The part of a version that one rank writes: every old and new byte read once, changed chunks encoded, the
+new bytes hashed in full."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.publisher.publish.commit import Files
 from weightcast.publisher.publish.publish_job import Input, PublishOptions
-from weightcast.publisher.ranks.rendezvous import SegmentSums
+from weightcast.publisher.ranks.rendezvous import Attempt, RankPart, SegmentSums, shard_name
 from weightcast.publisher.weights.device_side import DeviceComparison, drifted
 from weightcast.publisher.weights.precision import became_non_finite, check_finite
 from weightcast.shared.base.elements import DTYPES, Chunk, Part, TensorTable, Words, grid
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter
+from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter, begin_shard
+from weightcast.shared.channel.index import FileRecord, Index, VersionTotals
 from weightcast.shared.channel.run_files import TensorRecords
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.checkpoint.state.state import unpack_lanes
@@ -25,18 +28,6 @@ from weightcast.shared.digest.checksums import Lanes, SpanSums, StepSums, hash_b
 from weightcast.shared.kernels.parallel import ordered
 
 _NO_COUNTS = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One part's step. `tensors`: of each changed tensor the new raw lanes, from all of the part's bytes of
-    it, and how many elements changed. `split`: of tensors that the part has not alone."""
-
-    files: PartFiles
-    tensors: TensorRecords
-    split: Mapping[int, SegmentSums]
-    non_finite: Mapping[int, int]
-    """elements of each tensor that became NaN or infinite"""
 
 
 @dataclass(frozen=True)
@@ -53,36 +44,100 @@ class _Compared:
     """(tensor, elements that became so)"""
 
 
-def write_difference(
-    local: LocalCheckpoint,
-    part: Part,
-    given: Input,
-    writer: ShardWriter,
-    options: PublishOptions,
-    advance: Advance | None = None,
-    merged: Callable[[Chunk], Words] | None = None,
-) -> Difference:
-    """`merged`: the new words of a chunk where they do not all come from `given`. Raises Refused when a
-    frozen tensor changed, or elements became NaN or infinite that are not to, NeedsReseed when the local
-    checkpoint is not what its state says; of tensors that the part has not alone the caller proves that. The
-    writer is closed on success only."""
-    on_device = given.weights.device_comparison(local, given.matched) if merged is None else None
-    comparison = _Comparison(local, given, writer, on_device, merged)
-    totals = _Accumulator(len(local.table))
-    for one in ordered(comparison.compare, grid(local.table, part), options.threads):
-        writer.append(one.chunk, one.prepared, one.new, one.step)
-        totals.add(one)
-        if advance is not None:
-            advance(one.chunk.words * one.chunk.kind.width)
-    refuse_moved(local.table, [one for one in sorted(given.matched.frozen) if totals.step.words[one]])
-    if options.non_finite == "refuse":
-        check_finite(local.table, totals.non_finite)
-    split = {tensor: totals.segment_sums(tensor) for tensor in _split(local.table, part)}
-    _check_baseline(local, totals, split)
-    if on_device is not None:
-        on_device.done(totals.full_lanes())
-    tensors = TensorRecords.numbered(local.table, totals.step.changed, totals.full, totals.elements)
-    return Difference(writer.close(), tensors, split, totals.non_finite)
+@dataclass(frozen=True)
+class PartWriter:
+    """Writes the part of rank `rank` into `files`. `local` is at the base of `attempt`."""
+
+    local: LocalCheckpoint
+    attempt: Attempt
+    files: Files
+    rank: int
+    options: PublishOptions
+    sync: bool = True
+    """False for files that are copied on, and worth nothing after a loss of power"""
+
+    def write(
+        self,
+        given: Input,
+        part: Part,
+        advance: Advance | None,
+        merged: Callable[[Chunk], Words] | None = None,
+    ) -> RankPart:
+        """The diff pass. `merged`: the new words of a chunk where they do not all come from `given`. Leaves
+        nothing behind when it raises: Refused when a frozen tensor changed, or elements became NaN or
+        infinite that are not to, NeedsReseed when the local checkpoint is not what its state says; of tensors
+        that the part has not alone the caller proves that."""
+        table = self.local.table
+        chunks = sum(1 for _ in grid(table, part))
+        name, files = self.files.prefix + shard_name(self.rank), self.files.directory
+        writer = begin_shard(self.options.encoding, files, name, table, chunks, sync=self.sync)
+        try:
+            with self.local.reading():
+                written = self._write(given, part, writer, advance, merged)
+            given.weights.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+        return written
+
+    def _write(
+        self,
+        given: Input,
+        part: Part,
+        writer: ShardWriter,
+        advance: Advance | None,
+        merged: Callable[[Chunk], Words] | None,
+    ) -> RankPart:
+        local, table = self.local, self.local.table
+        on_device = given.weights.device_comparison(local, given.matched) if merged is None else None
+        comparison = _Comparison(local, given, writer, on_device, merged)
+        totals = _Accumulator(len(table))
+        for one in ordered(comparison.compare, grid(table, part), self.options.threads):
+            writer.append(one.chunk, one.prepared, one.new, one.step)
+            totals.add(one)
+            if advance is not None:
+                advance(one.chunk.words * one.chunk.kind.width)
+        refuse_moved(table, [one for one in sorted(given.matched.frozen) if totals.step.words[one]])
+        if self.options.non_finite == "refuse":
+            check_finite(table, totals.non_finite)
+        split = {tensor: totals.segment_sums(tensor) for tensor in _split(table, part)}
+        _check_baseline(local, totals, split)
+        if on_device is not None:
+            on_device.done(totals.full_lanes())
+        tensors = TensorRecords.numbered(table, totals.step.changed, totals.full, totals.elements)
+        odd = {table[tensor].name: count for tensor, count in sorted(totals.non_finite.items())}
+        return RankPart(self._draft(part, writer.close(), tensors), split, non_finite=odd)
+
+    def _draft(self, part: Part, written: PartFiles, tensors: TensorRecords) -> Index:
+        """The part as an index with a single part, number 0, so that one strict parser reads both. Its root
+        is the base's, and no pointer ever leads to it."""
+        base, table = self.local.state.position, self.local.table
+        return Index(
+            run_id=self.local.state.run_id,
+            version=self.attempt.version,
+            kind="delta",
+            base_version=base.version,
+            base_root=base.root,
+            root=base.root,
+            parent=base.digest,
+            epoch=self.attempt.epoch,
+            encoding=self.options.encoding,
+            step=self.attempt.step,
+            created=self.attempt.created,
+            # a part has one shard, or none where nothing changed
+            weight_map={name: file.name for file in written.files for name in tensors.names},
+            files=written.files,
+            tensors=tensors,
+            parts=(part,),
+            chunks=written.chunks,
+            totals=totals_of(table, tensors, written.files),
+            checksums=written.checksums,
+        )
+
+
+def totals_of(table: TensorTable, tensors: TensorRecords, files: Iterable[FileRecord]) -> VersionTotals:
+    nbytes = sum(file.size for file in files)
+    return VersionTotals(int(tensors.changed.sum()), table.elements, table.nbytes, nbytes)
 
 
 def _split(table: TensorTable, part: Part) -> set[int]:

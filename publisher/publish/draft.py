@@ -1,7 +1,4 @@
-"""Writing a delta: each rank's part, and the version that all parts make.
-
-The draft of a part has the form of an index, so that one strict parser reads both; its `root` is the base's,
-and no pointer ever leads to it.
+"""The version that all ranks' parts make, and weights that are compared before ranks meet.
 
 For a trainer that waits for its tensors they are compared before the channel is asked for anything: a single
 process writes its delta into an outbox beside the local checkpoint. One of several ranks keeps in memory what
@@ -11,100 +8,39 @@ differs from the local checkpoint, and meets the others later.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from weightcast.publisher.publish.commit import Files, put
-from weightcast.publisher.publish.diff import Difference, write_difference
+from weightcast.publisher.publish.diff import PartWriter, totals_of
 from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
 from weightcast.publisher.ranks import rendezvous
-from weightcast.publisher.ranks.compared_weights import ComparedWeights
-from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart, SegmentSums, Sent, shard_name
+from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart, SegmentSums, Sent
 from weightcast.publisher.ranks.shard_assignment import Holds, ShardAssignment, assign_shards
-from weightcast.publisher.ranks.shards import FromRank, Merged, RankWeights, runs_in, send, senders
+from weightcast.publisher.ranks.shards import (
+    ComparedWeights,
+    FromRank,
+    Merged,
+    RankWeights,
+    runs_in,
+    send,
+    senders,
+)
 from weightcast.publisher.weights.shard_spec import Box
 from weightcast.publisher.weights.tensors import InputFacts
-from weightcast.shared.base.elements import Chunk, ChunkKey, Part, TensorTable, Words, grid
+from weightcast.shared.base.elements import ChunkKey, Part, TensorTable
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
-from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.delta import begin_shard
 from weightcast.shared.channel.directory_store import DirectoryStore
-from weightcast.shared.channel.index import STEP_ENCODINGS, ChunkRecord, FileRecord, Index, VersionTotals
+from weightcast.shared.channel.index import STEP_ENCODINGS, ChunkRecord, Index
 from weightcast.shared.channel.run_files import ChannelFile, TensorRecords
 from weightcast.shared.channel.store import Store, pieces_of
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes
 from weightcast.shared.digest.checksums import Lanes, LanesArray, root
 from weightcast.shared.files.paths import is_link
-
-
-@dataclass(frozen=True)
-class PartWriter:
-    """Writes the part of rank `rank` into `files`. `local` is at the base of `attempt`."""
-
-    local: LocalCheckpoint
-    attempt: Attempt
-    files: Files
-    rank: int
-    options: PublishOptions
-    sync: bool = True
-    """False for files that are copied on, and worth nothing after a loss of power"""
-
-    def write(
-        self,
-        given: Input,
-        part: Part,
-        advance: Advance | None,
-        merged: Callable[[Chunk], Words] | None = None,
-    ) -> RankPart:
-        """The diff pass. `merged`: the part's new words where `given` does not have all of them. Leaves
-        nothing behind when it raises."""
-        table = self.local.table
-        chunks = sum(1 for _ in grid(table, part))
-        name, files = self.files.prefix + shard_name(self.rank), self.files.directory
-        writer = begin_shard(self.options.encoding, files, name, table, chunks, sync=self.sync)
-        try:
-            with self.local.reading():
-                difference = write_difference(self.local, part, given, writer, self.options, advance, merged)
-            given.weights.finish()
-        except BaseException:
-            writer.abandon()
-            raise
-        odd = {table[tensor].name: count for tensor, count in sorted(difference.non_finite.items())}
-        return RankPart(self._draft(part, difference), difference.split, non_finite=odd)
-
-    def _draft(self, part: Part, difference: Difference) -> Index:
-        """The part as an index with a single part, number 0."""
-        base, table, written = self.local.state.position, self.local.table, difference.files
-        return Index(
-            run_id=self.local.state.run_id,
-            version=self.attempt.version,
-            kind="delta",
-            base_version=base.version,
-            base_root=base.root,
-            root=base.root,
-            parent=base.digest,
-            epoch=self.attempt.epoch,
-            encoding=self.options.encoding,
-            step=self.attempt.step,
-            created=self.attempt.created,
-            # a part has one shard, or none where nothing changed
-            weight_map={name: file.name for file in written.files for name in difference.tensors.names},
-            files=written.files,
-            tensors=difference.tensors,
-            parts=(part,),
-            chunks=written.chunks,
-            totals=VersionTotals(
-                changed=int(difference.tensors.changed.sum()),
-                elements=table.elements,
-                nbytes=table.nbytes,
-                delta_bytes=sum(file.size for file in written.files),
-            ),
-            checksums=written.checksums,
-        )
 
 
 class Meeting:
@@ -150,14 +86,19 @@ class Meeting:
         shares = send(own, self.assignment, files, self.writer.options.threads)
         doubled = sorted(self.assignment.doubled(own.rank))
         sent = Sent(shares, {n: own.digest(n, own.weights.box(own.names[n])) for n in doubled})
-        rendezvous.leave_sent(files, own.rank, sent)
+        files.replace(rendezvous.rank_file("sent", own.rank), rendezvous.write_sent(sent))
         return sent
 
     def _received(self) -> list[FromRank]:
         table, answers = self.own.local.table, self.assignment.answers
         ranks = senders(self.assignment, table, self.own.rank)
-        sent = rendezvous.collect_sent(self.files, self.writer.attempt, ranks, self.deadline)
-        return [FromRank(rank, runs_in(table, answers[rank]), sent[rank], self.files) for rank in ranks]
+        found = rendezvous.collect(
+            self.files, self.writer.attempt, ranks, "sent", rendezvous.parse_sent, self.deadline
+        )
+        return [
+            FromRank(rank, runs_in(table, answers[rank]), sent, self.files)
+            for rank, sent in zip(ranks, found, strict=True)
+        ]
 
 
 def check_doubles(assignment: ShardAssignment, table: TensorTable, parts: Sequence[RankPart]) -> None:
@@ -196,24 +137,19 @@ def assemble(
     for number, proven in _proven(table, recorded, [one.sums for one in parts]).items():
         if listed[number]:
             lanes[number] = proven
-    first = drafts[0]
+    tensors = TensorRecords.numbered(table, np.flatnonzero(listed), lanes, changed)
     index = replace(
-        first,
+        drafts[0],
         root=root(table, lanes),
-        files=tuple(FileRecord(renamed[s.name], s.size, s.blake3) for s in shards),
+        files=tuple(replace(shard, name=renamed[shard.name]) for shard in shards),
         weight_map={name: renamed[file] for one in drafts for name, file in one.weight_map.items()},
-        tensors=TensorRecords.numbered(table, np.flatnonzero(listed), lanes, changed),
+        tensors=tensors,
         checksums={name: text for one in drafts for name, text in one.checksums.items()},
         parts=tuple(Part(number, one.parts[0].segments) for number, one in enumerate(drafts)),
         chunks=tuple(
             _renamed(chunk, number, renamed) for number, one in enumerate(drafts) for chunk in one.chunks
         ),
-        totals=VersionTotals(
-            changed=sum(one.totals.changed for one in drafts),
-            elements=table.elements,
-            nbytes=table.nbytes,
-            delta_bytes=sum(one.totals.delta_bytes for one in drafts),
-        ),
+        totals=totals_of(table, tensors, shards),
     )
     return index, {new: old for old, new in renamed.items()}
 

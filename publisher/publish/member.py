@@ -8,9 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from weightcast.publisher.publish.commit import Files
-from weightcast.publisher.publish.draft import EarlyInput, Meeting, PartWriter, compare_early, compares_early
-from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
-from weightcast.publisher.publish.report import PublishReport, report_of
+from weightcast.publisher.publish.diff import PartWriter
+from weightcast.publisher.publish.draft import EarlyInput, Meeting, compare_early, compares_early
+from weightcast.publisher.publish.publish_job import (
+    Input,
+    PublishJob,
+    PublishOptions,
+    PublishReport,
+    report_of,
+)
 from weightcast.publisher.ranks import rendezvous
 from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart
 from weightcast.publisher.ranks.shards import RankWeights
@@ -41,7 +47,8 @@ class MemberRank:
 
     def __init__(self, updater: LocalUpdater, rank: Rank, options: PublishOptions) -> None:
         self._updater, self._rank, self._options = updater, rank, options
-        self._seen = rendezvous.attempts_seen(updater.store)
+        self._seen = set(rendezvous.attempts(updater.store))
+        """what became of these is no news"""
         self._last: _Last | None = None
 
     def publish(self, job: PublishJob) -> PublishReport:
@@ -57,7 +64,7 @@ class MemberRank:
     def _publish(self, job: PublishJob, last: _Last | None) -> PublishReport:
         early = self._compare_early(job, last)
         deadline = time.monotonic() + self._options.deadline_seconds
-        channel = Channel.open(self._updater.store, self._options.trust)
+        channel = Channel.open(self._updater.store, self._options.signer.trust)
         met, part = self._meet_and_write(channel, early, job, deadline)
         shared = not self._updater.owns
         if shared:
@@ -85,11 +92,17 @@ class MemberRank:
         with contextlib.ExitStack() as opened:
             given: Input | None = None
             while True:
-                with job.phase("ranks"), _preferring(early):
-                    key, attempt = rendezvous.find_attempt(
-                        channel.store, job.step, self._rank, channel.pointed(), deadline, self._seen
-                    )
-                    files = channel.store.within(key)
+                try:
+                    with job.phase("ranks"):
+                        key, attempt = rendezvous.find_attempt(
+                            channel.store, job.step, self._rank, channel.pointed(), deadline, self._seen
+                        )
+                except WeightcastError as late:
+                    if isinstance(early, Exception):
+                        # this rank's own error says more than that rank 0 did not come
+                        raise early from late
+                    raise
+                files = channel.store.within(key)
                 failpoint("part.begun", files.place())
                 # longer than rank 0 waits: rank 0 knows who is missing, and tells
                 until = time.monotonic() + _PATIENCE * self._options.deadline_seconds
@@ -205,7 +218,8 @@ class MemberRank:
         """Tells what this rank holds; returns when all ranks have."""
         writer = PartWriter(local, attempt, shards, self._rank.number, self._options)
         own = RankWeights.of(self._rank.number, local, given.weights, given.matched)
-        rendezvous.leave_holds(files, self._rank.number, own.holds, local.table)
+        said = rendezvous.write_holds(own.holds, local.table)
+        files.replace(rendezvous.rank_file("holds", own.rank), said)
         with job.phase("ranks"):
             holds = rendezvous.await_plan(files, attempt, local.table, deadline)
         return Meeting(files, writer, given, own, holds, deadline)
@@ -228,11 +242,7 @@ class MemberRank:
         attempt = met.writer.attempt
 
         def pointed() -> Index | None:
-            pointer = channel.pointer()
-            if pointer is None or pointer.version < attempt.version:
-                return None
-            index = channel.index(pointer, attempt.version, met.own.local.table)
-            return index if isinstance(index, Index) else None
+            return channel.own_index(attempt.version) if channel.pointed() >= attempt.version else None
 
         try:
             return rendezvous.wait_for_commit(met.files, attempt, pointed, met.deadline)
@@ -249,17 +259,6 @@ class _Last:
     file: ChannelFile
     base_digest: str
     digest: str
-
-
-@contextlib.contextmanager
-def _preferring(early: object) -> Iterator[None]:
-    """This rank's own error says more than that rank 0 did not come."""
-    try:
-        yield
-    except WeightcastError as late:
-        if isinstance(early, Exception):
-            raise early from late
-        raise
 
 
 def _at_base(local: LocalCheckpoint | None, attempt: Attempt) -> LocalCheckpoint:

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from weightcast.publisher.publish.anchors import anchor_index, write_anchor_beside, write_weights
 from weightcast.publisher.publish.commit import (
     Files,
     advance_pointer,
+    announced,
     begin_attempt,
     carry,
     commit_version,
     drop_parts,
     end_attempt,
     move_shards,
+    put_pointer_right,
     verify_files,
 )
-from weightcast.publisher.publish.diff import refuse_moved
+from weightcast.publisher.publish.diff import PartWriter, refuse_moved
 from weightcast.publisher.publish.draft import (
     EarlyInput,
     Meeting,
-    PartWriter,
     SpooledDelta,
     assemble,
     check_doubles,
@@ -37,20 +40,35 @@ from weightcast.publisher.publish.draft import (
     compares_early,
     spool,
 )
-from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
-from weightcast.publisher.publish.recovery import Recovery
-from weightcast.publisher.publish.report import PublishReport, report_of, step_of_version
+from weightcast.publisher.publish.publish_job import (
+    Input,
+    PublishJob,
+    PublishOptions,
+    PublishReport,
+    report_of,
+    step_of_version,
+)
 from weightcast.publisher.ranks import rendezvous
 from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart
 from weightcast.publisher.ranks.shards import RankWeights
 from weightcast.publisher.weights.tensors import InputFacts
-from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WeightcastError
+from weightcast.shared.base.errors import (
+    DamagedFile,
+    Linked,
+    NeedsReseed,
+    Refused,
+    RetryLater,
+    Untrusted,
+    WeightcastError,
+    WrongRun,
+)
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import committed
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import Index, parse_index, write_index
-from weightcast.shared.channel.layout import index_key
+from weightcast.shared.channel.layout import index_key, version_name
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.store import Store, StoreError
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
@@ -59,8 +77,11 @@ from weightcast.shared.checkpoint.state.side_files import SideFiles
 from weightcast.shared.checkpoint.update.fetch import ROOM_BYTES, Delta, journal_bytes
 from weightcast.shared.checkpoint.update.sources import find_base, open_base
 from weightcast.shared.checkpoint.update.stage import Staged, stage
-from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.files.disk_errors import NoRoom, disk_error, lacks_room
 from weightcast.shared.files.hf_checkpoint import side_files
+from weightcast.shared.files.system import nearest_directory, space_of
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -94,7 +115,6 @@ class OwnerRank:
 
     def __init__(self, updater: LocalUpdater, claim: Claim, rank: Rank, options: PublishOptions) -> None:
         self._updater, self._claim, self._rank, self._options = updater, claim, rank, options
-        self.recovery = Recovery(updater, claim, options)
         self.configs: Mapping[str, str] = {}
         """config files of the last input from files that differ from the base's: BLAKE3 hex by name"""
         self._anchor_due = False
@@ -123,7 +143,7 @@ class OwnerRank:
             proven = self._prove(channel, draft, job)
             with job.phase("commit"):
                 # the version exists once its directory has its name; then `latest` tells the fleet
-                commit_version(self._claim, proven.made, proven.index, proven.data, self._options.key)
+                commit_version(self._claim, proven.made, proven.index, proven.data, self._options.signer.key)
                 advance_pointer(self._claim, proven.index.version, self._options.post_write)
             report = self._report(channel, draft, proven, job)
             return self._follow(draft, proven, report, job)
@@ -153,26 +173,103 @@ class OwnerRank:
         if self._rank.alone:
             base = local.state.position
             attempt = self._attempt(base.version + 1, base.digest, job.step)
-            return self.recovery.with_room(lambda: spool(local, file, attempt, job, self._options))
+            return self._with_room(lambda: spool(local, file, attempt, job, self._options))
         try:
             return compare_early(local, file, job, self._rank, self._options.threads)
         except BaseException as error:
             # the error counts, not that the other ranks could not read it
             with contextlib.suppress(OSError, WeightcastError):
                 self._claim.check()
-                self._call_off(self.recovery.channel(), job.step, error)
+                self._call_off(self._channel(), job.step, error)
             raise
 
     # recover
+
+    def _channel(self) -> Channel:
+        return Channel.open(self._updater.store, self._options.signer.trust)
 
     def _recover(self, job: PublishJob) -> Channel:
         if job.check_allowed is not None:
             job.check_allowed()
         self._claim.check()
         with job.phase("recover"):
-            channel = self.recovery.recover(job.advance)
+            channel = self.recover(job.advance)
         failpoint("publish.recovered", self._updater.store.place())
         return channel
+
+    def recover(self, advance: Advance | None = None) -> Channel:
+        """What a killed publication left is finished or cleared away, and the local checkpoint brought to the
+        pointer."""
+        channel = self._channel()
+        put_pointer_right(self._claim)
+        self._finish_committed(channel)
+        drop_parts(self._claim)
+        try:
+            self._catch_up(channel, advance)
+        except (WrongRun, Untrusted):
+            raise
+        except OSError:
+            # which of two states is on disk is unknown
+            self._updater.release()
+            raise
+        except Linked as error:
+            # what an operator can mend is no reason to publish full weights
+            self._updater.release()
+            raise RetryLater(error.message, remedy=error.remedy) from error
+        except Refused as error:
+            # the next publication begins a new chain with an anchor
+            self._updater.release()
+            self._updater.trouble = error.message
+        return channel
+
+    def _catch_up(self, channel: Channel, advance: Advance | None) -> None:
+        def catch_up() -> None:
+            try:
+                self._updater.update_to(channel, advance=advance)
+            except BaseException as error:
+                if lacks_room(error):
+                    self._updater.release()
+                raise
+
+        try:
+            self._with_room(catch_up)
+        except NeedsReseed as error:
+            self._updater.mark_dirty(error.message)
+            self._with_room(catch_up)
+
+    def _with_room(self, work: Callable[[], Made], nbytes: int = 0) -> Made:
+        """Calls `work`, which writes `nbytes` and a little more to the local disk. While the disk is full,
+        gives up what is kept there for speed and calls it again."""
+        while self._free_bytes() < nbytes and self._made_room():
+            pass
+        while True:
+            try:
+                return work()
+            except (OSError, NoRoom) as error:
+                if not lacks_room(error) or not self._made_room():
+                    raise
+
+    def _made_room(self) -> bool:
+        """By giving up one file. While somebody still reads it, its room is not free."""
+        free = self._free_bytes()
+        return self._options.free_space() and self._free_bytes() > free
+
+    def _free_bytes(self) -> int:
+        return space_of(nearest_directory(self._updater.paths.room)).free_bytes
+
+    def _finish_committed(self, channel: Channel) -> None:
+        at = channel.pointed()
+        for version in committed(channel.store, at):
+            try:
+                index = channel.own_index(version)
+                if index is None or not _follows(channel, at, index):
+                    continue
+                verify_files(channel.store.within(version_name(version)), index)
+            except (DamagedFile, Untrusted):
+                # its number is lost: the next publication begins a new chain behind it
+                continue
+            advance_pointer(self._claim, version, self._options.post_write)
+            at = version
 
     # compare
 
@@ -278,9 +375,10 @@ class OwnerRank:
         deadline = time.monotonic() + self._options.deadline_seconds
         own = RankWeights.of(self._rank.number, writer.local, given.weights, given.matched)
         with job.phase("ranks"):
-            holds = [own.holds, *rendezvous.collect_holds(parts, attempt, table, deadline)]
+            parse, others = partial(rendezvous.parse_holds, table=table), range(1, attempt.world_size)
+            holds = [own.holds, *rendezvous.collect(parts, attempt, others, "holds", parse, deadline)]
             meeting = Meeting(parts, writer, given, own, holds, deadline)
-            rendezvous.leave_plan(parts, holds, table)
+            parts.replace(rendezvous.PLAN, rendezvous.write_plan(holds, table))
         written = [meeting.write_part(job)]
         job.source.release_tensors()
         with job.phase("ranks"):
@@ -328,7 +426,7 @@ class OwnerRank:
         """What lists the files of an anchor beside its weights, and where they are."""
         if self._updater.local is not None:
             return self._updater.local.base, self._updater.local.side_files
-        directory = self._updater.base_dir or find_base(self.recovery.channel())
+        directory = self._updater.base_dir or find_base(self._channel())
         return base, side_files(open_base(directory)).files
 
     # prove
@@ -362,9 +460,9 @@ class OwnerRank:
             verify_files(files, index, [new for new, old in sources.items() if old.endswith(own)])
         delta, wanted = Delta(index, files), ROOM_BYTES + journal_bytes(index)
         if files.renames:
-            return self.recovery.with_room(lambda: stage(local, [delta]), wanted)
+            return self._with_room(lambda: stage(local, [delta]), wanted)
         wanted += sum(file.size for file in index.files)
-        return self.recovery.with_room(lambda: self._updater.stage_copy(local, delta), wanted)
+        return self._with_room(lambda: self._updater.stage_copy(local, delta), wanted)
 
     def _report(self, channel: Channel, draft: Draft, proven: Proven, job: PublishJob) -> PublishReport:
         index, configs = proven.index, draft.facts.configs
@@ -405,7 +503,7 @@ class OwnerRank:
         """The local checkpoint at the version: the same one, or a new one where that had drifted. Who was
         told that the version is out is told of the drift too."""
         if local is None or staged is None:
-            self.recovery.recover(job.advance)
+            self.recover(job.advance)
             return None
         try:
             self._patch(local, staged, job)
@@ -414,7 +512,7 @@ class OwnerRank:
             if job.on_pointer_moved is not None:
                 raise
             self._updater.mark_dirty(error.message)
-            self.recovery.recover(job.advance)
+            self.recover(job.advance)
             if self._updater.local is None:
                 raise
             return self._updater.local
@@ -438,7 +536,7 @@ class OwnerRank:
             return ""
         try:
             with job.phase("anchor"):
-                write_anchor_beside(local, self._claim, self._options.key)
+                write_anchor_beside(local, self._claim, self._options.signer.key)
         except (OSError, WeightcastError) as error:
             return rendezvous.reason_of(error)
         self._anchor_due = False
@@ -446,10 +544,18 @@ class OwnerRank:
 
     def write_anchor(self) -> bool:
         """Full weights of the current version beside it. False when they exist."""
-        channel, local = self.recovery.recover(), self._updater.local
+        channel, local = self.recover(), self._updater.local
         if local is None or channel.pointed() == 0:
             raise Refused("nothing to anchor: no version is published", remedy="publish a version first")
-        return write_anchor_beside(local, self._claim, self._options.key)
+        return write_anchor_beside(local, self._claim, self._options.signer.key)
+
+
+def _follows(channel: Channel, at: int, index: Index) -> bool:
+    if index.kind == "anchor":
+        return True
+    if index.base_version != at:
+        return False
+    return index.parent == (channel.require_ours()[1] if at == 0 else announced(channel, at)).digest
 
 
 def _next_is_free(channel: Channel, local: LocalCheckpoint) -> bool:

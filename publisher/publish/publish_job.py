@@ -1,31 +1,170 @@
-"""A publication: what is asked for (the job), what was given (the input), and how long each phase took."""
+"""A publication: what is asked for (the job), what was given (the input), how long each phase took, and what
+came of it (the report), for callers, `--json` and status."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import numpy as np
 
-from weightcast.publisher.publish.commit import PostWrite
-from weightcast.publisher.publish.report import PublishReport
+from weightcast.publisher.publish.commit import PostWrite, Signer
 from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.weights.match import Matched, match
 from weightcast.publisher.weights.precision import NonFinite
-from weightcast.publisher.weights.tensors import InputFacts, NewWeights
+from weightcast.publisher.weights.tensors import NO_FACTS, InputFacts, NewWeights
 from weightcast.shared.base.elements import TensorTable, Words
-from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Encoding, Index
 from weightcast.shared.channel.run_files import Base, ChannelFile
-from weightcast.shared.channel.signing import PrivateKey, Trust
 from weightcast.shared.checkpoint.state.state import Position, Step, unpack_lanes
+from weightcast.shared.daemon.status import Facts
 from weightcast.shared.digest.checksums import Lanes, hash_bytes, root
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
+
+
+class Publication(Facts):
+    """A committed version as status and answers show it; sizes in bytes, `seconds` by phase."""
+
+    version: int
+    kind: str = ""
+    """delta or anchor"""
+    step: int | None = None
+    resumed_from_step: int | None = None
+    """the step of the version before, where this one's is lower"""
+    root: str = ""
+    """digest of all tensors, by which a retry is compared; empty in records of older releases"""
+    source: str = ""
+    """the checkpoint's name or path"""
+    changed_elements: int = 0
+    density_elements: float = 0.0
+    density_bytes: float = 0.0
+    delta_bytes: int = 0
+    full_bytes: int = 0
+    bits_per_change: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    mapped: dict[str, int] = field(default_factory=dict)
+    """what was done to the names that were given, and to how many"""
+    cast: int = 0
+    """tensors that were rounded to the run's dtype"""
+    renamed: int = 0
+    dropped: int = 0
+    """tensors of the checkpoint that were left out"""
+    notes: tuple[str, ...] = ()
+    """what was tolerated in the checkpoint, and options that had no effect on it"""
+    config_changed: tuple[str, ...] = ()
+    """config files of the checkpoint that differ from the base's; once per change"""
+    carried: tuple[str, ...] = ()
+    """config files that hosts of this version have in place of the base's"""
+    non_finite_elements: int = 0
+    """that became NaN or infinite with this version"""
+    at: float = 0.0
+    """unix time of the publisher's clock"""
+
+    @property
+    def total_seconds(self) -> float:
+        return self.seconds["total"] if "total" in self.seconds else sum(self.seconds.values())
+
+    @property
+    def not_carried(self) -> tuple[str, ...]:
+        """Changed config files that hosts do not get."""
+        return tuple(name for name in self.config_changed if name not in self.carried)
+
+    @property
+    def adapted(self) -> dict[str, int]:
+        """Tensors by what options did to them."""
+        return {"cast": self.cast, "renamed": self.renamed, "dropped": self.dropped}
+
+
+class PublishReport(Publication):
+    """One committed version, for who published it. Counts are of elements."""
+
+    run_id: str
+    base_version: int
+    encoding: str | None
+    elements: int
+    changed_bytes: int
+    """bytes of the changed elements"""
+    tensors_changed: int
+    non_finite: Mapping[str, int]
+    """elements by tensor that became NaN or infinite with this version, of what this rank compared; empty for
+    an anchor, which is compared with nothing"""
+    anchor_problem: str = ""
+    """why an anchor that was due could not be written; it is tried again beside the next version"""
+
+    def shown(self, source: str) -> Publication:
+        """As status and answers show it. `source`: the checkpoint's name or path."""
+        facts = {each.name: getattr(self, each.name) for each in fields(Publication)}
+        return Publication(**facts).but(source=source, at=time.time())
+
+
+def report_of(
+    index: Index,
+    table: TensorTable,
+    index_bytes: int,
+    facts: InputFacts = NO_FACTS,
+    *,
+    seconds: Mapping[str, float] | None = None,
+    step_before: int | None = None,
+    configs_before: Mapping[str, str] | None = None,
+    non_finite: Mapping[str, int] | None = None,
+) -> PublishReport:
+    """`step_before`: of the previous version; `configs_before`: `facts.configs` of the previous input from
+    files."""
+    resumed = step_before is not None and index.step is not None and index.step < step_before
+    known = configs_before or {}
+    changed = {name: digest for name, digest in (facts.configs or {}).items() if digest}
+    changed_elements, changed_bytes = index.totals.changed, _changed_bytes(index, table)
+    delta_bytes = index.totals.delta_bytes + index_bytes
+    found = non_finite or {}
+    return PublishReport(
+        run_id=index.run_id,
+        version=index.version,
+        base_version=index.base_version,
+        kind=index.kind,
+        step=index.step,
+        resumed_from_step=step_before if resumed else None,
+        root=index.root,
+        encoding=index.encoding,
+        elements=table.elements,
+        changed_elements=changed_elements,
+        density_elements=changed_elements / table.elements if table.elements else 0.0,
+        full_bytes=table.nbytes,
+        changed_bytes=changed_bytes,
+        density_bytes=changed_bytes / table.nbytes if table.nbytes else 0.0,
+        delta_bytes=delta_bytes,
+        bits_per_change=8 * delta_bytes / changed_elements if changed_elements else 0.0,
+        tensors_changed=len(index.tensors),
+        seconds=dict(seconds or {}),
+        mapped=dict(facts.mapped),
+        **facts.adapted._asdict(),
+        notes=facts.notes,
+        config_changed=tuple(name for name, digest in changed.items() if digest != known.get(name)),
+        carried=tuple(record.name for record in index.carried),
+        non_finite=dict(found),
+        non_finite_elements=sum(found.values()),
+    )
+
+
+def _changed_bytes(index: Index, table: TensorTable) -> int:
+    numbers = index.tensors.numbers(table)
+    widths = table.sizes[numbers] // np.maximum(1, table.counts[numbers])
+    return int((index.tensors.changed * widths).sum())
+
+
+def step_of_version(channel: Channel, version: int) -> int | None:
+    """None where the version's index has none, or cannot be read."""
+    with contextlib.suppress(WeightcastError, OSError):
+        index = channel.own_index(version)
+        return None if index is None else index.step
+    return None
+
 
 Until = Literal["patched", "out"]
 """when a publication returns: its local checkpoint is at the version, or the pointer is"""
@@ -39,18 +178,15 @@ _HASHED_BYTES = 16 << 20
 class PublishOptions:
     """What every publication of one publisher has in common."""
 
-    encoding: Encoding = "fast"
-    threads: int = 1
-    deadline_seconds: float = 600.0
+    encoding: Encoding
+    threads: int
+    deadline_seconds: float
     """for ranks to meet"""
-    anchor_every: int = 0
+    anchor_every: int
     """an anchor beside every Nth version; 0: none"""
-    post_write: PostWrite | None = None
-    key: PrivateKey | None = None
-    """signs what is published"""
-    trust: Trust | None = None
-    """whose versions are continued; None: anybody's"""
-    non_finite: NonFinite = "allow"
+    post_write: PostWrite | None
+    signer: Signer
+    non_finite: NonFinite
     keep_journal: Callable[[Step, float], None] | None = None
     """called with each patched step, while its journal exists, and the seconds that staging and patching
     took"""
@@ -58,32 +194,25 @@ class PublishOptions:
     """drops one of the files that the local disk holds for speed alone; False when none is left"""
 
 
+@dataclass(eq=False)
 class WeightSource:
-    """Opens the new weights for as long as they may be read.
+    """`read` opens the new weights for as long as they may be read."""
 
-    `lent`: their owner waits for `free` before it changes them. `copied`: they are a copy, so that their
-    owner is free from the start. `on_device`: they are compared on their device, not on the host.
-    """
+    read: Callable[[], NewWeights]
+    lent: bool = False
+    """their owner waits for `free` before it changes them"""
+    copied: bool = False
+    """they are a copy, so that their owner is free from the start"""
+    on_device: bool = False
+    """they are compared on their device, not on the host"""
+    spent: bool = False
+    """the weights may have changed since they were compared: they must not be read again"""
+    free: threading.Event = field(default_factory=threading.Event)
+    """set once the owner may change the weights"""
 
-    def __init__(
-        self,
-        read: Callable[[], NewWeights],
-        *,
-        lent: bool = False,
-        copied: bool = False,
-        on_device: bool = False,
-    ) -> None:
-        self._read = read
-        self.lent, self.copied, self.on_device = lent, copied, on_device
-        self.free = threading.Event()
-        """set once the owner may change the weights"""
-        self.spent = False
-        """the weights may have changed since they were compared: they must not be read again"""
-        if copied:
+    def __post_init__(self) -> None:
+        if self.copied:
             self.free.set()
-
-    def open(self) -> NewWeights:
-        return self._read()
 
     def release_tensors(self) -> None:
         """Lent weights belong to their owner again."""
@@ -94,7 +223,7 @@ class WeightSource:
 
     def drop(self) -> None:
         """Keeps the new weights in memory no longer."""
-        self._read = _spent
+        self.read = _spent
 
 
 def _spent() -> NewWeights:
@@ -161,7 +290,7 @@ class Input:
     ) -> Input:
         """Raises what `matched_input` does; nothing stays open then."""
         with phase("read"):
-            weights = source.open()
+            weights = source.read()
             try:
                 return matched_input(weights, file, table, rank)
             except BaseException:

@@ -15,13 +15,14 @@ What ranks tell each other lives as long as the attempt: all run the same releas
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from weightcast.publisher.ranks.shard_assignment import Holds, ShardAssignment
 from weightcast.publisher.weights.shard_spec import Box
@@ -50,7 +51,7 @@ _CLOSED = "closed.json"
 _MESSAGE_LIMIT = 128 << 20
 _BLOB_LIMIT = 4 * CHUNK_WORDS + 4096
 """bytes; a blob is no longer than its words, but for its header"""
-_PLAN = "plan.json"
+PLAN = "plan.json"
 
 Found = TypeVar("Found")
 
@@ -101,24 +102,54 @@ def _holds(rows: object, table: TensorTable, what: str) -> Holds:
         raise DamagedFile(f"{what}: expected an array of held pieces")
     holds: dict[int, Box] = {}
     for row in cast(list[object], rows):
-        for tensor, box in _boxes(row, table, what):
-            if tensor in holds or not box.fits(table[tensor].shape):
-                raise DamagedFile(f"{what}: impossible piece of tensor {tensor}")
-            holds[tensor] = box
+        with _named(row, what):
+            tensors, *box = (tuple(map(_natural, cell)) for cell in _cells(row))
+            for tensor in tensors:
+                shape = table[tensor].shape
+                held = Box(*box) if box else Box.whole(shape)
+                if tensor in holds or not held.fits(shape):
+                    raise ValueError(f"impossible piece of tensor {tensor}")
+                holds[tensor] = held
     return holds
 
 
-def _boxes(row: object, table: TensorTable, what: str) -> list[tuple[int, Box]]:
-    cells = cast(list[object], row) if type(row) is list and len(row) in (1, 3) else []
-    numbers = [naturals(cell, len(table) if n == 0 else 64) for n, cell in enumerate(cells)]
-    if not numbers or None in numbers:
-        raise DamagedFile(f"{what}: bad row {repr(row)[:60]}")
-    tensors, *box = cast(list[tuple[int, ...]], numbers)
-    if any(tensor >= len(table) for tensor in tensors):
-        raise DamagedFile(f"{what}: unknown tensor number")
-    if box:
-        return [(tensor, Box(box[0], box[1])) for tensor in tensors]
-    return [(tensor, Box.whole(table[tensor].shape)) for tensor in tensors]
+def _read_rows(facts: Members, key: str, what: str, *readers: Callable[[object], Any]) -> Iterator[list[Any]]:
+    """The rows of an array, with each cell as its reader makes it of the JSON value."""
+    for row in facts.array(key):
+        with _named(row, what):
+            yield [read(cell) for read, cell in zip(readers, _cells(row), strict=True)]
+
+
+@contextlib.contextmanager
+def _named(row: object, what: str) -> Iterator[None]:
+    """Raises DamagedFile where the block cannot read `row`."""
+    try:
+        yield
+    except (TypeError, ValueError, IndexError) as error:
+        raise DamagedFile(f"{what}: bad row {repr(row)[:60]}: {error}") from error
+
+
+def _cells(row: object) -> list[Any]:
+    if type(row) is not list:
+        raise TypeError("not an array")
+    return row
+
+
+def _natural(value: object) -> int:
+    found = naturals([value], 1)
+    if found is None:
+        raise ValueError(f"not a natural number: {repr(value)[:40]}")
+    return found[0]
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise TypeError("not text")
+    return value
+
+
+def _lanes(value: object) -> Lanes:
+    return Lanes.from_hex(_text(value))
 
 
 @dataclass(frozen=True)
@@ -168,35 +199,14 @@ def write_sent(sent: Sent) -> bytes:
 def parse_sent(data: bytes, what: str) -> Sent:
     """Raises DamagedFile."""
     facts = Members(parse_object(data, what), what)
-    shares = dict(_share(row, what) for row in facts.array("shares"))
-    digests = dict(_digest(row, what) for row in facts.array("digests"))
+    kinds = (_natural, _text, _natural, _natural, _natural, _lanes, _lanes)
+    shares = {ChunkKey(*row[:3]): Share(*row[3:]) for row in _read_rows(facts, "shares", what, *kinds)}
+    digests = dict[int, str](_read_rows(facts, "digests", what, _natural, _text))
     if len(shares) != len(facts.array("shares")) or len(digests) != len(facts.array("digests")):
         raise DamagedFile(f"{what}: duplicate entry")
+    if any(share.length > _BLOB_LIMIT for share in shares.values()):
+        raise DamagedFile(f"{what}: a blob exceeds the {_BLOB_LIMIT}-byte limit")
     return Sent(shares, digests)
-
-
-def _share(row: object, what: str) -> tuple[ChunkKey, Share]:
-    cells = cast(list[object], row) if type(row) is list and len(row) == 7 else [None] * 7
-    part, dtype, number, offset, length, old, new = cells
-    counts = naturals([part, number, offset, length], 4)
-    if counts is None or type(dtype) is not str or counts[3] > _BLOB_LIMIT:
-        raise DamagedFile(f"{what}: bad row {repr(row)[:60]}")
-    return ChunkKey(counts[0], dtype, counts[1]), Share(
-        counts[2], counts[3], _lanes(old, what), _lanes(new, what)
-    )
-
-
-def _digest(row: object, what: str) -> tuple[int, str]:
-    if type(row) is not list or len(row) != 2 or type(row[1]) is not str or naturals(row[:1], 1) is None:
-        raise DamagedFile(f"{what}: bad digest {repr(row)[:60]}")
-    return row[0], row[1]
-
-
-def _lanes(value: object, what: str) -> Lanes:
-    try:
-        return Lanes.from_hex(value if type(value) is str else "")
-    except ValueError as error:
-        raise DamagedFile(f"{what}: {error}") from error
 
 
 def write_sums(sums: Mapping[int, SegmentSums]) -> bytes:
@@ -206,13 +216,11 @@ def write_sums(sums: Mapping[int, SegmentSums]) -> bytes:
 
 def parse_sums(data: bytes, what: str, table: TensorTable) -> dict[int, SegmentSums]:
     """Raises DamagedFile."""
-    found: dict[int, SegmentSums] = {}
-    for row in Members(parse_object(data, what), what).array("sums"):
-        cells = cast(list[object], row) if type(row) is list and len(row) == 4 else [None]
-        numbers = naturals(cells[:1], 1)
-        if numbers is None or numbers[0] >= len(table) or numbers[0] in found:
-            raise DamagedFile(f"{what}: bad row {repr(row)[:60]}")
-        found[numbers[0]] = SegmentSums(*(_lanes(cell, what) for cell in cells[1:]))
+    facts = Members(parse_object(data, what), what)
+    rows = _read_rows(facts, "sums", what, _natural, _lanes, _lanes, _lanes)
+    found = {tensor: SegmentSums(*lanes) for tensor, *lanes in rows}
+    if len(found) != len(facts.array("sums")) or max(found, default=0) >= len(table):
+        raise DamagedFile(f"{what}: duplicate or unknown tensor")
     return found
 
 
@@ -280,18 +288,6 @@ class RankPart:
     """elements by tensor that became NaN or infinite; known to the rank itself alone"""
 
 
-def leave_holds(files: Store, rank: int, holds: Holds, table: TensorTable) -> None:
-    files.replace(rank_file("holds", rank), write_holds(holds, table))
-
-
-def leave_plan(files: Store, holds: Sequence[Holds], table: TensorTable) -> None:
-    files.replace(_PLAN, write_plan(holds, table))
-
-
-def leave_sent(files: Store, rank: int, sent: Sent) -> None:
-    files.replace(rank_file("sent", rank), write_sent(sent))
-
-
 def leave_part(files: Store, rank: int, part: RankPart, table: TensorTable) -> None:
     """The draft is what the others wait for. Raises RetryLater where nobody waits any more."""
     _raise_cleared(files)
@@ -312,39 +308,32 @@ def _failure(rank: int) -> str:
     return rank_file("part", rank, "failed.json")
 
 
-def collect_holds(files: Store, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
-    """All other ranks' holds, in rank order. Raises as `_collect`."""
-    parse = partial(parse_holds, table=table)
-    ranks = range(1, attempt.world_size)
-    return _collect(
-        files, attempt, ranks, lambda rank: _read(files, rank_file("holds", rank), parse), deadline
-    )
+def collect(
+    files: Store,
+    attempt: Attempt,
+    ranks: Sequence[int],
+    kind: str,
+    parse: Callable[[bytes, str], Found],
+    deadline: float,
+) -> list[Found]:
+    """A message of each of `ranks`. Raises as `_collect`."""
+    return _collect(files, attempt, ranks, lambda rank: _read(files, rank_file(kind, rank), parse), deadline)
 
 
 def await_plan(files: Store, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
     """All ranks' holds as rank 0 told them."""
     for _ in looks(deadline):
         _raise_over(files)
-        plan = _read(files, _PLAN, partial(parse_plan, table=table))
+        plan = _read(files, PLAN, partial(parse_plan, table=table))
         if plan is None:
             continue
         if len(plan) != attempt.world_size:
-            raise DamagedFile(f"{files.place(_PLAN)}: {len(plan)} ranks in a world of {attempt.world_size}")
+            raise DamagedFile(f"{files.place(PLAN)}: {len(plan)} ranks in a world of {attempt.world_size}")
         return plan
     raise NotInTime(
         f"version {attempt.version}: rank 0 did not send the plan in time",
         remedy="check rank 0, then publish again; nothing was published",
     )
-
-
-def collect_sent(files: Store, attempt: Attempt, ranks: Sequence[int], deadline: float) -> dict[int, Sent]:
-    """Raises as `_collect`."""
-
-    def read(rank: int) -> Sent | None:
-        return _read(files, rank_file("sent", rank), parse_sent)
-
-    found = _collect(files, attempt, ranks, read, deadline)
-    return dict(zip(ranks, found, strict=True))
 
 
 def collect_parts(
@@ -446,11 +435,6 @@ def _raise_cleared(files: Store) -> None:
         )
 
 
-def attempts_seen(store: Store) -> set[str]:
-    """Attempts that are there already: what became of them is no news to a rank that begins now."""
-    return set(_keys(store))
-
-
 def find_attempt(
     store: Store,
     step: int | None,
@@ -492,19 +476,19 @@ def find_attempt(
 
 def _attempts(store: Store, rank: int) -> list[tuple[str, Attempt]]:
     """Without those in which the rank took part."""
-    attempts = []
-    for key in _keys(store):
+    found = []
+    for key in attempts(store):
         files = store.within(key)
         facts = _members(files, _OPEN)
         if facts is not None and not any(
             files.stat(name) for name in (rank_file("part", rank), _failure(rank))
         ):
-            attempts.append((key, _attempt(facts)))
-    return attempts
+            found.append((key, _attempt(facts)))
+    return found
 
 
-def _keys(store: Store) -> list[str]:
-    """Rank 0 clears attempts away while others look."""
+def attempts(store: Store) -> list[str]:
+    """Keys of those that are there now: rank 0 clears them away while others look."""
     parts = sorted(name for name in store.names() if fnmatchcase(name, f"weight_v*{ATTEMPTS}"))
     return [f"{name}/{attempt}" for name in parts for attempt in sorted(store.names(name))]
 

@@ -47,11 +47,10 @@ def assign_shards(
     frozen: frozenset[int],
     *,
     whole: bool,
-    least_words: int = LEAST_WORDS,
 ) -> ShardAssignment:
     """`holds`: by rank. `frozen` tensors may be held by nobody. `whole`: each tensor is written by one rank.
     Raises Refused that lists tensors that are not held completely, and boxes that overlap."""
-    draft = _Draft(len(holds), whole, least_words)
+    draft = _Draft(len(holds), whole)
     problems: list[str] = []
     for tensor, held in enumerate(_by_tensor(table, holds)):
         spec = table[tensor]
@@ -122,7 +121,6 @@ class _Draft:
 
     ranks: int
     whole: bool
-    least_words: int
     known: dict[tuple[tuple[int, ...], frozenset[Box]], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -153,7 +151,7 @@ class _Draft:
 
     def _follow_pieces(self, tensor: int, spec: TensorSpec, answering: Sequence[tuple[Box, int]]) -> bool:
         """Where each piece is one stretch: its rank writes it, but for the words before its first border."""
-        if self.whole or spec.words // len(answering) < self.least_words:
+        if self.whole or spec.words // len(answering) < LEAST_WORDS:
             return False
         starts: dict[int, int] = {}
         for box, rank in answering:
@@ -170,7 +168,7 @@ class _Draft:
     def _cut_evenly(self, tensor: int, spec: TensorSpec, ranks: Sequence[int]) -> None:
         """Scattered or small pieces: contiguous segments, each to the least loaded of those that hold
         some."""
-        count = 1 if self.whole else max(1, min(len(ranks), spec.words // self.least_words))
+        count = 1 if self.whole else max(1, min(len(ranks), spec.words // LEAST_WORDS))
         borders = [min(padded(spec.words * n // count), spec.words) for n in range(count + 1)]
         for low, high in pairwise(borders):
             rank = self._least(ranks)

@@ -1,13 +1,15 @@
-"""config.json: what a checkpoint says of its model beside the weights.
+"""What a checkpoint says beside its weights: config.json; tokenizer, chat template, generation and processor
+files.
 
-Hosts keep the one of the run's base. A trainer's must not say otherwise of what weights compute; but
-libraries write it anew with each of their releases, with more members, fewer, and notes of their own
-(docs/adr/0016).
+Hosts keep those of the run's base, unless versions carry others. A trainer's config.json must not say
+otherwise of what weights compute; but libraries write these files anew with every save, with more members,
+fewer, and notes of their own: JSON is compared by what it says (docs/adr/0016).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +18,10 @@ from typing import Any
 from blake3 import blake3
 
 from weightcast.shared.base.errors import DamagedFile, Refused, WrongRun
-from weightcast.shared.channel.run_files import FileRecord
+from weightcast.shared.channel.run_files import CARRIED_LIMIT, Base, FileRecord, is_carriable
 from weightcast.shared.files import durable
+from weightcast.shared.files.hf_checkpoint import Checkpoint
+from weightcast.shared.files.paths import is_file, matching, printable
 from weightcast.shared.files.safetensors import START, check_kind
 
 CONFIG = "config.json"
@@ -209,3 +213,104 @@ def _alike(name: str, left: object, right: object) -> bool:
 def _shown(value: object, longest: int = 40) -> str:
     text = json.dumps(value)
     return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_TOKENIZER = "tokenizer_config.json"
+_CONFIG = re.compile(
+    r"config\.json|(.*/)?((.*tokenizer.*|vocab.*|merges|added_tokens|special_tokens_map|chat_template.*|generation_config"
+    r"|.*processor.*|.*feature_extractor.*)\.(json|txt)|(.*chat_template.*|.*)\.jinja"
+    r"|(.*tokenizer.*|spiece|sentencepiece.*)\.model|.*\.tiktoken)"
+)
+CARRY_CONFIG = "Versions carry changed tokenizer, chat template, generation and processor files to hosts."
+CONFIG_REMEDY = "publish with --carry-config to give them to hosts; all but config.json"
+_WRITTEN_BY = frozenset(
+    ("transformers_version", "_from_model_config", "name_or_path", "_name_or_path", "tokenizer_file",
+     "special_tokens_map_file", "vocab_file", "merges_file", "added_tokens_file")
+)  # fmt: skip
+"""members that say who wrote the file, and where"""
+
+
+def is_config(name: str) -> bool:
+    """Whether a file of this name, relative to its checkpoint, is compared with the base's."""
+    return _CONFIG.fullmatch(name) is not None
+
+
+def config_text(changed: tuple[str, ...]) -> str:
+    return f"{printable(', '.join(changed))} (hosts keep the base's; {CONFIG_REMEDY})"
+
+
+def changed_configs(export: Checkpoint, own: Path | None, base: Base) -> Mapping[str, str]:
+    """BLAKE3 hex by name of the files; empty where one says what the base's says. `own`: a directory with the
+    base's; without it every other byte counts."""
+    known = {record.name: record.blake3 for record in base.all_files}
+    found: dict[str, str] = {}
+    aside = _WRITTEN_BY
+    if own is not None and _template(own) == _template(export.directory):
+        # releases of transformers moved it from one of the two files into the other
+        aside = aside | {"chat_template"}
+        known = {**known, _TEMPLATE: digest_of(bytes_of(export.directory / _TEMPLATE) or b"")}
+        if _template(own) is not None:
+            found[_TEMPLATE] = ""
+    for name in sorted(set(_names(export, known))):
+        data = read_bytes(export.directory / name)
+        digest = digest_of(data)
+        same = digest == known.get(name) or _says_the_same(name, data, own, known.get(name), aside)
+        found[name] = "" if same else digest
+    return found
+
+
+def carried_bytes(export: Path, configs: Mapping[str, str]) -> Mapping[str, bytes]:
+    """The files that differ and may be carried. Raises Refused for more than a version may carry, and where
+    one changed since."""
+    names = [name for name, digest in configs.items() if digest and is_carriable(name)]
+    data = {name: read_bytes(export / name) for name in names}
+    for name in names:
+        if digest_of(data[name]) != configs[name]:
+            raise Refused(
+                f"{export / name} changed while it was read", remedy="publish it after it is written"
+            )
+    if (nbytes := sum(map(len, data.values()))) > CARRIED_LIMIT:
+        raise Refused(
+            f"{export}: {nbytes} bytes of changed config files, a version carries {CARRIED_LIMIT} at most",
+            remedy="publish without --carry-config; make a channel from a base with these files",
+        )
+    return data
+
+
+def _names(export: Checkpoint, known: Mapping[str, str]) -> Iterator[str]:
+    for path in (*export.other_files, *matching(export.directory / _TEMPLATES, "*.jinja")):
+        name = path.relative_to(export.directory).as_posix()
+        if is_config(name):
+            yield name
+    yield from (name for name in known if is_config(name) and is_file(export.directory / name))
+
+
+def _template(directory: Path) -> object:
+    """The chat template, wherever it is written."""
+    template = bytes_of(directory / _TEMPLATE)
+    if template is not None:
+        return template.decode(errors="replace")
+    try:
+        said = json.loads(read_bytes(directory / _TOKENIZER))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return said.get("chat_template") if isinstance(said, dict) else None
+
+
+def _says_the_same(
+    name: str, data: bytes, own: Path | None, digest: str | None, aside: frozenset[str]
+) -> bool:
+    ours = None if own is None or not name.endswith(".json") else bytes_of(own / name)
+    if ours is None or digest_of(ours) != digest:
+        return False
+    try:
+        said, base = json.loads(data), json.loads(ours)
+        if isinstance(said, dict) and isinstance(base, dict):
+            if name == CONFIG:
+                # what the weights compute is compared by check_config
+                return all(said[one] == base[one] for one in READ_BY_ENGINES & said.keys() & base.keys())
+            said, base = ({n: each for n, each in one.items() if n not in aside} for one in (said, base))
+        return bool(said == base)
+    except (ValueError, RecursionError):
+        return False

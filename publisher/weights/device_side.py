@@ -5,7 +5,7 @@ memory, else brought from the local checkpoint for every publication. It is a ca
 as it compares, and the next one forgets it unless the local checkpoint's lanes say that it was published.
 
 What the device finds is held to what is recorded: the full lanes of the new words, summed on the device, must
-be the recorded lanes plus what the found changes make of them (`diff.write_difference`).
+be the recorded lanes plus what the found changes make of them (`diff.PartWriter`).
 
 torch's integers are signed: products and sums wrap as the format's do (docs/FORMAT.md, Lanes), and a logical
 shift is an arithmetic one under a mask.
@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.publisher.weights.given import torch
+from weightcast.publisher.weights.given import in_torch, torch
 from weightcast.shared.base.elements import Chunk, ChunkKey, WordKind, Words
 from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
@@ -140,22 +140,6 @@ _FEW = 4
 """a chunk with more than one change in so many words crosses as a whole, which is shorter"""
 
 
-@dataclass(frozen=True)
-class OnDevice:
-    """`when`: auto compares tensors on CUDA devices (ROCm's too) there, always also torch's on the CPU.
-    `device_bytes`, `pinned_bytes`: how much of a baseline may be held on the devices together and in pinned
-    host memory; in addition each device needs about 200 MB while a chunk is compared, for each thread."""
-
-    when: When = "auto"
-    device_bytes: int = 0
-    pinned_bytes: int = 0
-
-    def takes(self, tensor: Any) -> bool:
-        if isinstance(tensor, np.ndarray) or self.when == "never":
-            return False
-        return self.when == "always" or str(tensor.device.type) == "cuda"
-
-
 @dataclass
 class _Held:
     """`words`: the baseline, on `device` or pinned."""
@@ -167,14 +151,18 @@ class _Held:
 
 
 class Baselines:
-    """Of one publisher, for its life. `whole_old`: the encoding reads all old words on the host, not only
-    those that change, so that all of them are proven."""
+    """Of one publisher, for its life."""
 
-    def __init__(self, options: OnDevice, *, whole_old: bool) -> None:
-        self.options, self.whole_old = options, whole_old
+    def __init__(self, when: When, device_bytes: int, pinned_bytes: int, *, whole_old: bool) -> None:
+        """`when`: auto compares tensors on CUDA devices (ROCm's too) there, always also torch's on the CPU.
+        `device_bytes`, `pinned_bytes`: how much of a baseline may be held on the devices together and in
+        pinned host memory; in addition each device needs about 200 MB while a chunk is compared, for each
+        thread. `whole_old`: the encoding reads all old words on the host, not only those that change, so that
+        all of them are proven."""
+        self._when, self.whole_old = when, whole_old
         self.compared = 0
         """chunks that the last publication compared on a device"""
-        self._room: dict[bool, float] = {False: options.device_bytes, True: options.pinned_bytes}
+        self._room: dict[bool, float] = {False: device_bytes, True: pinned_bytes}
         """bytes left, pinned or not"""
         self._held: dict[ChunkKey, _Held] = {}
         self._base = ""
@@ -183,12 +171,18 @@ class Baselines:
         self._lock = threading.Lock()
         self._under_way = False
 
+    def takes(self, tensor: Any) -> bool:
+        """Whether it is to be compared where it lives."""
+        if self._when == "never" or not in_torch(tensor):
+            return False
+        return self._when == "always" or str(tensor.device.type) == "cuda"
+
     def open(self, local: LocalCheckpoint, flat: Flat, devices: Mapping[int, Any]) -> DeviceComparison | None:
         """`devices`: where the tensors lie that are compared there. None after a publication that failed in
         its comparison: the next one is compared on the host, whatever was wrong."""
         failed, self._under_way, self.compared = self._under_way, False, 0
         if failed:
-            self.forget()
+            self._forget()
             return None
         for device in {each for each in devices.values() if each.type == "cuda"}:
             # what the trainer has queued on its streams is done before other streams and threads read
@@ -196,11 +190,11 @@ class Baselines:
         recorded = lanes_list(local.state.position.lanes)
         same_base = local.base.digest == self._base
         if not same_base or any(recorded[tensor] != lanes for tensor, lanes in self._lanes.items()):
-            self.forget()
+            self._forget()
         self._base, self._under_way = local.base.digest, True
         return DeviceComparison(self, flat, devices)
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         for key in list(self._held):
             self.drop(key)
         self._lanes = {}

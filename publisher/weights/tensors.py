@@ -255,23 +255,24 @@ class GivenWeights(NewWeights):
     def equal(self, name: str, other: str) -> bool:
         return _equal(self._given[name], self._given[other])
 
-    def _takes(self, tensor: Any) -> bool:
-        """Whether it is to be compared where it lives."""
-        return self._baselines is not None and in_torch(tensor) and self._baselines.options.takes(tensor)
-
     @property
     def on_device(self) -> bool:
         """Whether `device_comparison` may be asked for something: whole tensors lie where they are to be
         compared."""
-        given = self._given.values()
-        return all(one.spec == one.whole for one in given) and any(self._takes(one.tensor) for one in given)
+        given, baselines = self._given.values(), self._baselines
+        if baselines is None or any(one.spec != one.whole for one in given):
+            return False
+        return any(baselines.takes(one.tensor) for one in given)
 
     def device_comparison(self, local: LocalCheckpoint, matched: Matched) -> DeviceComparison | None:
-        tensors = {number: self._given[name].tensor for number, name in matched.sources.items()}
-        devices = {number: tensor.device for number, tensor in tensors.items() if self._takes(tensor)}
-        if self._baselines is None or not devices:
+        baselines = self._baselines
+        if baselines is None:
             return None
-        return self._baselines.open(local, lambda number: self._flat(matched.sources[number]), devices)
+        tensors = {number: self._given[name].tensor for number, name in matched.sources.items()}
+        devices = {number: one.device for number, one in tensors.items() if baselines.takes(one)}
+        if not devices:
+            return None
+        return baselines.open(local, lambda number: self._flat(matched.sources[number]), devices)
 
     def close(self) -> None:
         self._flat.cache_clear()

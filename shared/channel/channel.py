@@ -61,7 +61,7 @@ from weightcast.shared.channel.signing import (
     stated_by,
     stated_by_base,
 )
-from weightcast.shared.channel.store import NotFound, Store, read_if_there
+from weightcast.shared.channel.store import NotFound, Stat, Store, read_if_there
 from weightcast.shared.files.strict_json import Members
 
 
@@ -78,33 +78,54 @@ class FullVersion:
 @dataclass(frozen=True)
 class Shown:
     """Bytes, indexes included: of the version's own files; of its deltas from older versions, by base
-    version; of the anchor. Only directories with an index count."""
+    version; of the anchor. Only directories with an index count. `created`: unix time of the index by the
+    store's clock; `whole`: the version is known to be full weights itself."""
 
     nbytes: int
     skips: Mapping[int, int] = field(default_factory=dict)
     anchor: int | None = None
+    created: float = 0.0
+    whole: bool = False
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all that."""
+        return self.nbytes + sum(self.skips.values()) + (self.anchor or 0)
+
+    @property
+    def full(self) -> int | None:
+        """Bytes of full weights of this version."""
+        return self.nbytes if self.whole else self.anchor
 
 
 def look(files: Store) -> Shown | None:
     """Of a version's directory; None where it has no index. Raises StoreError."""
-    nbytes, directories = _bytes_of(files)
-    if nbytes is None:
+    stats, directories = _listed(files)
+    if INDEX_NAME not in stats:
         return None
     skips: dict[int, int] = {}
     for name in directories:
         base_version = base_of(name)
-        found = None if base_version is None else _bytes_of(files.within(name))[0]
+        found = None if base_version is None else _bytes_in(files.within(name))
         if base_version is not None and found is not None:
             skips[base_version] = found
-    return Shown(nbytes, skips, _bytes_of(files.within(ANCHOR))[0] if ANCHOR in directories else None)
+    nbytes, anchor = sum(stat.size for stat in stats.values()), None
+    if ANCHOR in directories:
+        anchor = _bytes_in(files.within(ANCHOR))
+    return Shown(nbytes, skips, anchor, stats[INDEX_NAME].written)
 
 
-def _bytes_of(files: Store) -> tuple[int | None, list[str]]:
-    """Of the files, None without an index among them; and the names of the directories."""
+def _bytes_in(files: Store) -> int | None:
+    """None without an index."""
+    stats, _ = _listed(files)
+    return sum(stat.size for stat in stats.values()) if INDEX_NAME in stats else None
+
+
+def _listed(files: Store) -> tuple[dict[str, Stat], list[str]]:
+    """The files, and the names of the directories."""
     entries = list(files.list())
-    sizes = {entry.name: entry.stat.size for entry in entries if entry.stat is not None}
-    directories = [entry.name for entry in entries if entry.kind == "directory"]
-    return sum(sizes.values()) if INDEX_NAME in sizes else None, directories
+    stats = {entry.name: entry.stat for entry in entries if entry.stat is not None}
+    return stats, [entry.name for entry in entries if entry.kind == "directory"]
 
 
 _BEFORE = ("hosts", "publishers", "lost+found")
@@ -222,6 +243,11 @@ class Channel:
         if _is_cut(data):
             return None
         return self._parse(data, files, version, table)
+
+    def own_index(self, version: int) -> Index | None:
+        """As `index`, of a run's channel; the version may be above the pointer."""
+        index = self.index(Pointer(version), version, self.require_ours()[1].table)
+        return index if isinstance(index, Index) else None
 
     def version(self, pointer: Pointer, version: int) -> Store:
         """The files of a version."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from tabs import WAIT_MS, OpenTab
 from waiting import wait_until
 
-from weightcast.publisher.fleet.catch_up_cost import CatchUp, PrunePlan, Versions
+from weightcast.publisher.fleet.versions import CatchUp, PrunePlan, Versions
 from weightcast.shared.daemon.fleet import Fleet
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from command_tree import commands_of, find
 from pydantic import BaseModel
 
 from weightcast.publisher.daemon import status as publisher_status
-from weightcast.publisher.publish.report import Publication
+from weightcast.publisher.publish.publish_job import Publication
 from weightcast.shared.base import errors
 from weightcast.shared.daemon.status import Facts, Failure, LoopStatus
 from weightcast.subscriber import status as host_status

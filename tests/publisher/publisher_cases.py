@@ -13,7 +13,7 @@ from core_cases import Model, Tensor, bytes_of, every_dtype, read_checkpoint, wr
 from opening import open_publisher
 
 from weightcast.publisher import init_channel
-from weightcast.publisher.service_publisher import ServicePublisher
+from weightcast.publisher.api import Publisher
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
@@ -57,7 +57,7 @@ class Place:
         return self.root / "host"
 
     @contextlib.contextmanager
-    def publisher(self, **options: Any) -> Iterator[ServicePublisher]:
+    def publisher(self, **options: Any) -> Iterator[Publisher]:
         options = {"local": self.pub, "base": self.base, **options}
         with open_publisher(self.channel, **options) as publisher:
             yield publisher

@@ -15,8 +15,7 @@ from publisher_cases import as_numpy, make_place
 from sharded_world import Array, Cut, along, grid_of
 
 from weightcast.publisher import Shard
-from weightcast.publisher.ranks.compared_weights import ComparedWeights
-from weightcast.publisher.ranks.shards import RankWeights
+from weightcast.publisher.ranks.shards import ComparedWeights, RankWeights
 from weightcast.publisher.weights.tensors import GivenWeights
 from weightcast.shared.base.errors import NeedsReseed, RetryLater
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint

@@ -9,7 +9,7 @@ import pytest
 from core_cases import tensor, write_checkpoint
 
 from weightcast.publisher import init_channel
-from weightcast.publisher.service_publisher import ServicePublisher
+from weightcast.publisher.api import Publisher
 from weightcast.shared.base.errors import NotInTime, Refused
 
 
@@ -23,7 +23,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_every_path_may_be_text(base: str) -> None:
     made = init_channel("channel", base)
     assert init_channel(Path("channel"), Path(base)) == made
-    with ServicePublisher.open("channel", local="local", base=base) as publisher:
+    with Publisher.open("channel", local="local", base=base) as publisher:
         publisher.open_checkpoint(base).close()
         write_checkpoint(Path("export"), {"w": tensor(np.random.default_rng(1), "F32", 9, 5)})
         assert publisher.publish_checkpoint("export").version == 1
@@ -31,7 +31,7 @@ def test_every_path_may_be_text(base: str) -> None:
 
 def test_a_handle_stands_for_its_version(base: str) -> None:
     init_channel("channel", base)
-    with ServicePublisher.open("channel", local="local", base=base) as publisher:
+    with Publisher.open("channel", local="local", base=base) as publisher:
         handle = publisher.submit({"w": np.ones((9, 5), np.float32)})
         with pytest.raises(NotInTime, match="version 1 or later"):
             publisher.wait(handle, timeout=0.1)

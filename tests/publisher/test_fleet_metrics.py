@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 from prometheus_client import generate_latest
 
-from weightcast.publisher.fleet.catch_up_cost import CatchUp, CatchUpRow, Joiner, VersionRow, Versions
 from weightcast.publisher.fleet.metrics import FleetMetrics, lag_label
+from weightcast.publisher.fleet.versions import CatchUp, CatchUpRow, Joiner, VersionRow, Versions
 from weightcast.publisher.fleet.view import ChannelPage
 from weightcast.shared.daemon.fleet import Fleet, Host
 from weightcast.shared.daemon.metrics import Metrics

@@ -10,9 +10,9 @@ from disk_errors import watched
 from numpy.typing import NDArray
 from waiting import wait_until
 
-from weightcast.publisher.daemon.sources.consume import consume, consume_aside, delete_leftovers, set_aside
 from weightcast.publisher.daemon.sources.inbox import Candidate
 from weightcast.publisher.daemon.sources.observation import look, marks, sample, was_moved_in
+from weightcast.publisher.daemon.sources.watched import consume, consume_aside, delete_leftovers, set_aside
 from weightcast.shared.base.errors import Refused, RetryLater
 
 

@@ -19,16 +19,16 @@ from memory_store import MemoryStore
 from opening import open_publisher
 
 from weightcast.publisher import init_channel
+from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_repair import repair_channel, sign_channel
 from weightcast.publisher.fleet.report_intake import ReportIntake
-from weightcast.publisher.fleet.version_history import VersionHistory
+from weightcast.publisher.fleet.versions import VersionHistory
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.publisher.maintenance.prune import ActiveHosts, empty_trash, is_due, prune, what_to_prune
 from weightcast.publisher.maintenance.repair import ChannelCheck, Repairs
 from weightcast.publisher.maintenance.replay_log import ReplayLog
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
-from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import faults, verify
@@ -73,12 +73,12 @@ class World:
         return self.root / "pub"
 
     @contextmanager
-    def publisher(self, upkeep: UpkeepOptions | None = SPANS, **options: Any) -> Iterator[ServicePublisher]:
+    def publisher(self, upkeep: UpkeepOptions | None = SPANS, **options: Any) -> Iterator[Publisher]:
         places = {"local": self.pub, "base": self.root / "base"}
         with open_publisher(self.store, upkeep=upkeep, **places, **options) as publisher:
             yield publisher
 
-    def grow(self, publisher: ServicePublisher, versions: int) -> None:
+    def grow(self, publisher: Publisher, versions: int) -> None:
         rng = np.random.default_rng(len(self.models))
         for _ in range(versions):
             self.models.append(some_changed(self.models[-1], rng))

@@ -18,7 +18,7 @@ from waiting import wait_until
 from weightcast.publisher import Publisher
 from weightcast.publisher.maintenance.multi_step_deltas import multi_step_deltas
 from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
-from weightcast.publisher.maintenance.retention import HeldVersion, cheapest
+from weightcast.publisher.maintenance.retention import cheapest
 from weightcast.publisher.maintenance.upkeep import Chain, PatchRate, UpkeepOptions, due_anchor
 from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.chain import verify
@@ -116,7 +116,7 @@ def test_how_long_catching_up_takes() -> None:
     for _ in range(3):
         pace.measured(1000, 2.0)
     assert pace.seconds_for(50_000) == pytest.approx(100.0)
-    shown = {v: HeldVersion(Shown(10, {v - 4: 15} if v % 4 == 0 else {}), 0.0) for v in range(1, 12)}
+    shown = {v: Shown(10, {v - 4: 15} if v % 4 == 0 else {}) for v in range(1, 12)}
     way = cheapest(shown, 11, {0: 0})
     assert way is not None and way.nbytes == 15 + 15 + 30
     way = cheapest(shown, 4, {1: 0})

@@ -14,7 +14,8 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from weightcast.publisher.daemon.status import PublisherStatus
-from weightcast.publisher.fleet.catch_up_cost import (
+from weightcast.publisher.fleet.routes import PAGE_PATHS, page_routes
+from weightcast.publisher.fleet.versions import (
     CatchUp,
     CatchUpRow,
     Joiner,
@@ -22,7 +23,6 @@ from weightcast.publisher.fleet.catch_up_cost import (
     PrunePlan,
     VersionRow,
 )
-from weightcast.publisher.fleet.routes import PAGE_PATHS, page_routes
 from weightcast.shared.channel.reports import Update
 from weightcast.shared.daemon.fleet import (
     EngineLine,

@@ -15,7 +15,7 @@ from waiting import wait_until
 
 from weightcast.publisher.daemon.daemon import publication_routes
 from weightcast.publisher.daemon.sources.queue import QUEUE_LIMIT, Queue, check_checkpoint
-from weightcast.publisher.publish.report import Publication
+from weightcast.publisher.publish.publish_job import Publication
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.daemon.http import make_app
 from weightcast.shared.daemon.loop import Stop, Wakeup, run_daemon

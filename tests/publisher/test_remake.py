@@ -14,10 +14,10 @@ from core_cases import Model, all_changed, snapshot, some_changed, write_checkpo
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import PublisherOptions
+from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_repair import Repairs, repair_channel
 from weightcast.publisher.maintenance.prune import empty_trash
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
-from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.channel.chain import faults, verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
@@ -155,13 +155,13 @@ def test_what_several_ranks_wrote(tmp_path: Path) -> None:
     def publish(rank: int) -> None:
         names = sorted(model)[rank::2]
         mine = write_checkpoint(tmp_path / f"rank-{rank}", {name: model[name] for name in names})
-        with ServicePublisher.open(
+        with Publisher.open(
             place.channel,
             local=place.pub,
             base=place.base,
             rank=rank,
             world_size=2,
-            options=PublisherOptions(deadline_seconds=60, upkeep=KEEPS),
+            options=PublisherOptions(deadline_seconds=60, upkeep=KEEPS, upkeep_thread=False),
         ) as publisher:
             publisher.publish_checkpoint(mine, step=1)
 

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.publisher.maintenance.retention import (
-    HeldVersion,
     Retention,
     Situation,
     cheapest,
@@ -16,11 +15,11 @@ from weightcast.publisher.maintenance.retention import (
 from weightcast.shared.channel.channel import Shown
 
 
-def held(anchor: int | None = None, skips: dict[int, int] | None = None, created: float = 0.0) -> HeldVersion:
-    return HeldVersion(Shown(10, skips or {}, anchor), created)
+def held(anchor: int | None = None, skips: dict[int, int] | None = None, created: float = 0.0) -> Shown:
+    return Shown(10, skips or {}, anchor, created)
 
 
-def steps(last: int, anchors: tuple[int, ...] = ()) -> dict[int, HeldVersion]:
+def steps(last: int, anchors: tuple[int, ...] = ()) -> dict[int, Shown]:
     return {v: held(100 if v in anchors else None) for v in range(1, last + 1)}
 
 
@@ -50,14 +49,14 @@ def test_by_age() -> None:
 YEAR = 365 * 24 * 3600.0
 
 
-def every_minute(last: int, jump_at: int | None = None, jump: float = YEAR) -> dict[int, HeldVersion]:
+def every_minute(last: int, jump_at: int | None = None, jump: float = YEAR) -> dict[int, Shown]:
     """A day and more of versions; from `jump_at` on the clock shows another time."""
     late = {v: jump if jump_at is not None and v >= jump_at else 0.0 for v in range(1, last + 1)}
     anchors = range(1, last, 10)
     return {v: held(100 if v in anchors else None, created=60.0 * v + late[v]) for v in range(1, last + 1)}
 
 
-def kept_from(versions: dict[int, HeldVersion], now: float, hosts: tuple[int, ...] = ()) -> int:
+def kept_from(versions: dict[int, Shown], now: float, hosts: tuple[int, ...] = ()) -> int:
     return window(Situation(max(versions), versions, now, hosts), Retention(keep_hours=24.0))
 
 
@@ -113,9 +112,9 @@ def situations(draw: st.DrawFn) -> Situation:
         spans = [1 << k for k in range(1, 5) if version % (1 << k) == 0 and draw(st.booleans())]
         skips = {version - span: draw(st.integers(1, 40)) for span in spans}
         full = draw(st.integers(0, 3)) == 0
-        shown = Shown(draw(st.integers(1, 30)), skips, draw(st.integers(30, 90)) if full else None)
+        nbytes, anchor = draw(st.integers(1, 30)), draw(st.integers(30, 90)) if full else None
         whole = full and draw(st.integers(0, 5)) == 0
-        versions[version] = HeldVersion(shown, 3600.0 * version, whole)
+        versions[version] = Shown(nbytes, skips, anchor, 3600.0 * version, whole)
     numbers = st.lists(st.integers(0, last), max_size=3)
     return Situation(last, versions, 3600.0 * last, draw(numbers), draw(numbers))
 
@@ -138,7 +137,7 @@ def test_nobody_s_way_gets_longer(before: Situation, bound: Retention) -> None:
     assert max(removed) < verdict.horizon <= before.pointer and before.pointer in after
     first = window(before, bound)
 
-    def price(versions: dict[int, HeldVersion], target: int, start: dict[int, int]) -> int | None:
+    def price(versions: dict[int, Shown], target: int, start: dict[int, int]) -> int | None:
         way = cheapest(versions, target, start)
         return None if way is None else way.nbytes
 

@@ -12,7 +12,6 @@ import pytest
 from channel_paths import Layout
 from publisher_cases import Place
 
-from weightcast.publisher.fleet.catch_up_cost import catch_up, prune_plan, steps, version_rows
 from weightcast.publisher.fleet.report_intake import (
     BURST,
     PER_HOST_SECONDS,
@@ -22,8 +21,15 @@ from weightcast.publisher.fleet.report_intake import (
     ReportIntake,
     TooMany,
 )
-from weightcast.publisher.fleet.version_history import History, VersionHistory
-from weightcast.publisher.maintenance.retention import CheapestWay, HeldVersion, Hop, Retention, Situation
+from weightcast.publisher.fleet.versions import (
+    History,
+    VersionHistory,
+    catch_up,
+    prune_plan,
+    steps,
+    version_rows,
+)
+from weightcast.publisher.maintenance.retention import CheapestWay, Hop, Retention, Situation
 from weightcast.shared.base.errors import Refused, RetryLater, WrongRun
 from weightcast.shared.channel.channel import Shown
 from weightcast.shared.channel.directory_store import open_store
@@ -32,8 +38,8 @@ from weightcast.shared.channel.reports import REPORTS_LIMIT, Report, pack_report
 from weightcast.shared.daemon.fleet import Host
 
 
-def held(nbytes: int = 10, skips: dict[int, int] | None = None, anchor: int | None = None) -> HeldVersion:
-    return HeldVersion(Shown(nbytes, skips or {}, anchor), 0.0)
+def held(nbytes: int = 10, skips: dict[int, int] | None = None, anchor: int | None = None) -> Shown:
+    return Shown(nbytes, skips or {}, anchor)
 
 
 def host(**facts: Any) -> Host:

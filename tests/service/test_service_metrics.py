@@ -8,11 +8,11 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from weightcast.publisher.daemon.metrics import PublisherMetrics
+from weightcast.publisher.daemon.record import PublisherMetrics
 from weightcast.publisher.daemon.sources.layouts import Unpublished
 from weightcast.publisher.daemon.sources.watched import InboxStatus
 from weightcast.publisher.daemon.status import PublisherStatus
-from weightcast.publisher.publish.report import Publication
+from weightcast.publisher.publish.publish_job import Publication
 from weightcast.shared.base import errors
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, Untrusted
 from weightcast.shared.checkpoint.update.stage import BadDelta

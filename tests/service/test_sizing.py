@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.chunks import Masters
-from weightcast.publisher.api import PublisherOptions
+from weightcast.publisher.api import Publisher, PublisherOptions
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
-from weightcast.publisher.publish.report import PublishReport
-from weightcast.publisher.service_publisher import ServicePublisher
+from weightcast.publisher.publish.publish_job import PublishReport
 from weightcast.publisher.trainer.handover import HandOver
 from weightcast.publisher.weights.given import RawTensor
 from weightcast.shared.channel.channel import Channel
@@ -80,11 +79,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     write(root / "base", tensors(layers))
     init_channel(root / "channel", root / "base")
     reports: dict[float, PublishReport] = {}
-    with ServicePublisher.open(
+    with Publisher.open(
         root / "channel",
         local=root / "publisher",
         base=root / "base",
-        options=PublisherOptions(upkeep=UpkeepOptions(skip_span=2)),
+        options=PublisherOptions(upkeep_thread=False, upkeep=UpkeepOptions(skip_span=2)),
     ) as publisher:
         for density in DENSITIES:
             for layer in layers:

@@ -7,7 +7,7 @@ from typing import Any
 
 from weightcast.publisher.daemon.sources.watched import InboxStatus
 from weightcast.publisher.daemon.status import DatedRefusal, PublisherStatus
-from weightcast.publisher.publish.report import Publication
+from weightcast.publisher.publish.publish_job import Publication
 from weightcast.shared.cli.output import to_json
 from weightcast.shared.cli.status import Summary, summary
 from weightcast.shared.daemon.status import LoopStatus

@@ -16,10 +16,10 @@ from core_cases import pack, unpack
 from doubles import Answer, Double, SGLangDouble, VLLMDouble, WebhookDouble, serve
 
 from weightcast.publisher import PublisherOptions
+from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
-from weightcast.publisher.publish.report import PublishReport
-from weightcast.publisher.service_publisher import ServicePublisher
+from weightcast.publisher.publish.publish_job import PublishReport
 from weightcast.shared.checkpoint.state.state import LocalState, read_state
 from weightcast.subscriber.engines.base import Timeouts, parse_engines
 from weightcast.subscriber.engines.host import Engines, RetryPace
@@ -171,12 +171,12 @@ class Run:
         self.versions = [self.base]
         init_channel(self.channel, self.base_dir, sign_key=sign_key)
         self._publisher = stack.enter_context(
-            ServicePublisher.open(
+            Publisher.open(
                 self.channel,
                 local=root / "publisher",
                 base=self.base_dir,
                 encoding=encoding,
-                options=PublisherOptions(sign_key=sign_key, upkeep=upkeep),
+                options=PublisherOptions(sign_key=sign_key, upkeep=upkeep, upkeep_thread=False),
             )
         )
 
@@ -214,7 +214,7 @@ class Run:
     def _publish_as(self, rank: int, new: Weights, step: int) -> PublishReport:
         mine = Weights({name: new.tensors[name] for name in list(new.tensors)[rank::2]})
         directory = mine.write(self.root / f"rank{rank}", shards=1)
-        with ServicePublisher.open(
+        with Publisher.open(
             self.channel,
             local=self.root / "publisher",
             rank=rank,

@@ -13,9 +13,9 @@ from doubles import Answer
 from hosts import Host, Run, SGLang, Site
 
 from weightcast.publisher import PublisherOptions, init_channel
+from weightcast.publisher.api import Publisher
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
-from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import verify
@@ -46,11 +46,13 @@ class Carrying(Run):
 
     def reopen(self) -> None:
         self._publisher = self.stack.enter_context(
-            ServicePublisher.open(
+            Publisher.open(
                 self.channel,
                 local=self.root / "publisher",
                 base=self.base_dir,
-                options=PublisherOptions(upkeep=UpkeepOptions(skip_span=4), carry_config=True),
+                options=PublisherOptions(
+                    upkeep_thread=False, upkeep=UpkeepOptions(skip_span=4), carry_config=True
+                ),
             )
         )
 
@@ -138,7 +140,7 @@ def test_a_host_far_behind_takes_a_wide_delta_and_the_newest_files(run: Carrying
 
 def test_exports_without_files_and_publishers_without_the_option_keep_them(run: Carrying, site: Site) -> None:
     run.close()
-    with ServicePublisher.open(run.channel, local=run.root / "publisher", base=run.base_dir) as plain:
+    with Publisher.open(run.channel, local=run.root / "publisher", base=run.base_dir) as plain:
         new = run.versions[-1].changed(9)
         report = plain.publish_checkpoint(new.write(run.root / "plain"))
         run.versions.append(new)

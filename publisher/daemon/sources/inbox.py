@@ -25,7 +25,7 @@ from pydantic import (
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.layouts import ROOT, Fit, Layouts, Unpublished, pattern_of, save_of
 from weightcast.publisher.daemon.sources.source import NO_CONTENT, LastContent
-from weightcast.publisher.weights.side_configs import is_config
+from weightcast.publisher.weights.config import is_config
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.daemon.status import Failure
 from weightcast.shared.files.hf_checkpoint import is_other_format

@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from weightcast.publisher.api import Publisher
 from weightcast.publisher.daemon.sources.source import (
     NO_CONTENT,
     LastContent,
@@ -23,8 +24,7 @@ from weightcast.publisher.daemon.sources.source import (
     read_back,
 )
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
-from weightcast.publisher.publish.report import Publication
-from weightcast.publisher.service_publisher import ServicePublisher
+from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater
@@ -143,7 +143,7 @@ class Queue:
             changed = Job.model_validate({**now.model_dump(), **facts})
             return self._put(_again(changed) if changed.repeat and changed.has_ended else changed)
 
-    def resume(self, publisher: ServicePublisher) -> None:
+    def resume(self, publisher: Publisher) -> None:
         for job in self.open():
             if job.state != "running":
                 continue
@@ -153,7 +153,7 @@ class Queue:
             else:
                 self.change(job, state="failed" if job.id == self._poison else "queued")
 
-    def next(self, publisher: ServicePublisher) -> QueueJob | None:
+    def next(self, publisher: Publisher) -> QueueJob | None:
         for job in self.open():
             try:
                 directory = check_checkpoint(job.checkpoint, self._roots)
@@ -214,7 +214,7 @@ def _unread(answer: Publication) -> str:
 
 
 class QueueJob(SourceJob):
-    def __init__(self, queue: Queue, publisher: ServicePublisher, job: Job, directory: Path) -> None:
+    def __init__(self, queue: Queue, publisher: Publisher, job: Job, directory: Path) -> None:
         self.name, self.step = job.checkpoint, job.step
         self._queue, self._publisher, self._job, self._directory = queue, publisher, job, directory
         self._seen = None if queue.watched is None else queue.watched.see(directory)

@@ -11,8 +11,8 @@ from typing import Annotated, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from weightcast.publisher.publish.report import Publication, report_of
-from weightcast.publisher.service_publisher import ServicePublisher
+from weightcast.publisher.api import Publisher
+from weightcast.publisher.publish.publish_job import Publication, report_of
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.channel.index import Index
@@ -105,16 +105,16 @@ class SourceJob:
 
 
 class Source(Protocol):
-    def resume(self, publisher: ServicePublisher) -> None:
+    def resume(self, publisher: Publisher) -> None:
         """After a start, an error or a kill: notes what became of the job that had begun."""
         ...
 
-    def next(self, publisher: ServicePublisher) -> SourceJob | None:
+    def next(self, publisher: Publisher) -> SourceJob | None:
         """What to publish now; raises RetryLater where that cannot be read now."""
         ...
 
 
-def read_back(publisher: ServicePublisher, index: Index, source: str) -> Publication:
+def read_back(publisher: Publisher, index: Index, source: str) -> Publication:
     """The report of a version whose publication did not live to report."""
     found = publisher.store.stat(index_key(index.version))
     size = 0 if found is None else found.size
