@@ -9,6 +9,7 @@ Needs transformers, which is imported here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,10 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
         if every < 1:
             raise Refused(f"every={every}", remedy="give a number of steps, 1 or more")
-        self._channel, self._local, self._base, self._encoding = channel, local, base, encoding
-        self._options = options or PublisherOptions()
+        options = options or PublisherOptions()
+        self._open = partial(
+            Publisher.open, channel, local=local, base=base, encoding=encoding, options=options
+        )
         self._every, self._export = every, export
         self._when_busy, self._hold = when_busy, hold
         self._handle: Handle | None = None
@@ -107,14 +110,7 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 remedy='leave when_busy at "block", or give every=',
             )
         self._submitted = state.global_step
-        self.publisher = Publisher.open(
-            self._channel,
-            local=self._local,
-            base=self._base,
-            encoding=self._encoding,
-            options=self._options,
-            **ranks,
-        )
+        self.publisher = self._open(**ranks)
         position = _position_in(state.stateful_callbacks.get(type(self).__name__))
         try:
             self.resumed = None if position is None else self.publisher.load_state_dict(position)
