@@ -103,7 +103,7 @@ def test_the_short_way_to_the_options_of_a_sync_comes_to_the_same(
 ) -> None:
     for name in [name for name in os.environ if name.startswith("WEIGHTCAST_")]:
         monkeypatch.delenv(name)
-    unset = dict.fromkeys(("base", "base_version", "threads", "visible_deadline"))
+    unset = dict.fromkeys(("base", "threads", "visible_deadline")) | {"base_version": 0}
     flags = {"channel": tmp_path / "c", "local": Path("here"), "target": "latest", **unset}
     plain = plain_options(flags)
     assert options_of(load_settings(SubscriberSettings, flags)) == plain
