@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import hmac
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -17,13 +19,12 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
-import obstore
-from obstore.store import S3Store
 from ports import free_port
 
 PACKAGES = "radosgw ceph-mon ceph-osd ceph-mgr ceph-common"
@@ -74,7 +75,8 @@ class Gateway:
     endpoint: str
     access_key: str
     secret_key: str
-    root: Path
+    root: Path = Path()
+    """for `user`: of the one that this module serves"""
 
     def environment(self) -> dict[str, str]:
         """What S3 clients read."""
@@ -88,15 +90,7 @@ class Gateway:
     def make_bucket(self, name: str = "") -> str:
         """Its name."""
         name = name or f"bucket-{uuid.uuid4().hex}"
-        store = S3Store(
-            name,
-            endpoint=self.endpoint,
-            access_key_id=self.access_key,
-            secret_access_key=self.secret_key,
-            region="us-east-1",
-            client_options={"allow_http": True},
-        )
-        httpx.put(obstore.sign(store, "PUT", "", timedelta(minutes=1))).raise_for_status()
+        self.ask("PUT", name).raise_for_status()
         return name
 
     @contextlib.contextmanager
@@ -113,26 +107,22 @@ class Gateway:
     def allow(self, bucket: str, statements: list[dict[str, Any]]) -> None:
         """Replaces the bucket's policy."""
         body = json.dumps({"Version": "2012-10-17", "Statement": statements}).encode()
-        url, headers = httpx.URL(f"{self.endpoint}/{bucket}"), self._signed(f"/{bucket}", "policy=", body)
-        httpx.put(url.copy_with(query=b"policy="), content=body, headers=headers).raise_for_status()
+        self.ask("PUT", f"{bucket}?policy", content=body).raise_for_status()
 
-    def _signed(self, path: str, query: str, body: bytes) -> dict[str, str]:
-        """Headers of a PUT, as AWS Signature Version 4 has them."""
-        at, digest = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), hashlib.sha256(body).hexdigest()
-        headers = {"host": httpx.URL(self.endpoint).netloc.decode()}
-        headers |= {"x-amz-content-sha256": digest, "x-amz-date": at}
-        names, lines = ";".join(headers), [f"{name}:{value}" for name, value in headers.items()]
-        request = "\n".join(["PUT", path, query, *lines, "", names, digest])
-        scope = [at[:8], "us-east-1", "s3", "aws4_request"]
-        text = ["AWS4-HMAC-SHA256", at, "/".join(scope), hashlib.sha256(request.encode()).hexdigest()]
-        key = f"AWS4{self.secret_key}".encode()
-        for part in (*scope, "\n".join(text)):
-            key = hmac.digest(key, part.encode(), "sha256")
-        credential = f"{self.access_key}/{'/'.join(scope)}"
-        headers["authorization"] = (
-            f"AWS4-HMAC-SHA256 Credential={credential}, SignedHeaders={names}, Signature={key.hex()}"
+    def ask(
+        self, method: str, path: str, client: httpx.Client | None = None, content: bytes = b"", **query: str
+    ) -> httpx.Response:
+        """A signed request (version 2) for `bucket`, `bucket?policy` or `bucket/key`, without a thread of its
+        own."""
+        date, path = formatdate(usegmt=True), quote(f"/{path}", safe="/?")
+        text = f"{method}\n\n\n{date}\n{path}".encode()
+        mark = base64.b64encode(hmac.digest(self.secret_key.encode(), text, hashlib.sha1)).decode()
+        headers = {"date": date, "authorization": f"AWS {self.access_key}:{mark}"}
+        send = httpx.request if client is None else client.request
+        params = query or None
+        return send(
+            method, self.endpoint + path, headers=headers, params=params, content=content, timeout=300
         )
-        return headers
 
 
 def _run(root: Path, *command: str) -> str:
@@ -216,11 +206,33 @@ def _wait_until_it_answers(endpoint: str, daemons: list[subprocess.Popen[bytes]]
     raise RuntimeError(f"{endpoint} does not answer")
 
 
+@contextlib.contextmanager
+def bucket_at(channel: str, root: Path) -> Iterator[str]:
+    """URL of a bucket, with its credentials in this process's environment: of `channel` itself, or for `s3` a
+    new one, in the gateway of WEIGHTCAST_TEST_S3 or in one of its own, below `root`."""
+    if channel != "s3":
+        yield channel
+        return
+    with contextlib.ExitStack() as stack:
+        running = os.environ.get("WEIGHTCAST_TEST_S3")
+        made = running_gateway(Path(running)) if running else stack.enter_context(gateway(root))
+        os.environ.update(made.environment())
+        yield f"s3://{made.make_bucket()}"
+
+
+def gateway_of_environment() -> Gateway:
+    """The one that AWS_* name."""
+    names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    return Gateway(*(os.environ[name] for name in names))
+
+
 if __name__ == "__main__":
     with gateway(Path(sys.argv[1]).resolve()) as made:
         made.make_bucket("weightcast")
         lines = "".join(f"export {name}={value}\n" for name, value in made.environment().items())
-        (Path(sys.argv[1]) / "environment").write_text(lines)
+        unfinished = Path(sys.argv[1]) / "environment.new"
+        unfinished.write_text(lines)
+        unfinished.rename(unfinished.with_suffix(""))
         print(made.endpoint, flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             signal.pause()

@@ -32,6 +32,7 @@ from obstore.store import ObjectStore as Client
 from obstore.store import from_url
 
 from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.rate import NO_RATES, Rates
 from weightcast.shared.channel.store import (
     AlreadyExists,
@@ -187,12 +188,26 @@ class ObjectStore:
                 return memoryview(b""), size
 
     def create(self, key: str, data: bytes) -> None:
-        self._put(key, data, "create")
+        try:
+            self._put(key, data, "create")
+        except AlreadyExists as error:
+            if self.stat(key) is not None:
+                raise
+            # a server may say so while it works on a put of the same object whose answer was lost
+            place, remedy = self.place(key), "try again; if that fails too, run `weightcast doctor`"
+            text = f"{place}: the server refused to create it, and it does not exist"
+            raise Unavailable(text, errno.EBUSY, place, remedy=remedy) from error
 
     def _put(self, key: str, data: bytes, mode: Any = "overwrite") -> None:
         attributes = {_SHA256: sha256(data).hexdigest()} if self._stitch else None
+        self._send(key, data, attributes=attributes, mode=mode, use_multipart=False)
+
+    def _send(self, key: str, data: Any, **how: Any) -> None:
+        """`data`, `how`: as obstore takes them."""
+        failpoint("object.begun", self.place(key))
         with self._named(key) as full:
-            obstore.put(self._client, full, data, attributes=attributes, mode=mode, use_multipart=False)
+            obstore.put(self._client, full, data, **how)
+        failpoint("object.written", self.place(key))
 
     def replace(
         self,
@@ -249,12 +264,10 @@ class ObjectStore:
             head += piece
             if len(head) > _PART:
                 break
-        with self._named(key) as full:
-            if len(head) <= _PART:
-                obstore.put(self._client, full, head, use_multipart=False)
-                return
-            parts = chain([memoryview(head)], rest)
-            obstore.put(self._client, full, parts, chunk_size=_PART, max_concurrency=_UPLOADS)
+        if len(head) <= _PART:
+            self._send(key, head, use_multipart=False)
+            return
+        self._send(key, chain([memoryview(head)], rest), chunk_size=_PART, max_concurrency=_UPLOADS)
 
     def _upload_later(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
         writer = self.write(key)
@@ -273,16 +286,8 @@ class ObjectStore:
             attributes = {_SHA256: file_digest(cast(BufferedRandom, file), "sha256").hexdigest()}
             file.seek(0)
         pieces = self._paced(iter(partial(file.read, _PART), b""))
-        with self._named(key) as full:
-            body = pieces if self.rates.publish.limits else file
-            obstore.put(
-                self._client,
-                full,
-                body,
-                attributes=attributes,
-                chunk_size=part,
-                max_concurrency=_UPLOADS,
-            )
+        body = pieces if self.rates.publish.limits else file
+        self._send(key, body, attributes=attributes, chunk_size=part, max_concurrency=_UPLOADS)
 
     def _paced(self, pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
         return (piece for whole in pieces for piece in self.rates.publish.pieces(whole))
@@ -337,6 +342,7 @@ class ObjectStore:
         indexes = [key for key in keys if key.endswith(".index.json")]
         with self._named(prefix):
             obstore.delete(self._client, indexes)
+            failpoint("index.deleted", self.place(prefix))
             obstore.delete(self._client, [key for key in keys if key not in indexes])
 
     def _below(self, prefix: str) -> _Keys:

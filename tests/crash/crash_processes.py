@@ -82,6 +82,8 @@ def kind_of(where: Path) -> str:
         return "attempt"
     if name.endswith(".patch"):
         return "engine patch"
+    if name.endswith(".safetensors"):
+        return "shard"
     if name.startswith("part-"):
         return "failure" if name.endswith("failed.json") else "draft"
     return KINDS.get(name, name)
@@ -89,7 +91,7 @@ def kind_of(where: Path) -> str:
 
 def key_of(name: str, where: Path | None) -> str:
     """The row of a failpoint: small files, directories and locks are told apart by what they are."""
-    if where is not None and name.startswith(("file.", "directory.", "lock.")):
+    if where is not None and name.startswith(("file.", "directory.", "lock.", "object.")):
         return f"{name} {kind_of(where)}"
     return name
 

@@ -29,12 +29,13 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "tests" / "subscriber")]
 
 import crash_processes  # noqa: E402
-from crash_failpoints import FAILPOINTS  # noqa: E402
+from crash_failpoints import failpoints_of  # noqa: E402
 from crash_processes import NotReached, Order, preload  # noqa: E402
 from crash_scenarios import DISTURBED, RANDOM, SCENARIOS, Run, Scenario  # noqa: E402
 from crash_world import Shape, World  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from s3_gateway import bucket_at  # noqa: E402
 
 USES_OF_A_WORLD = 30
 WEIGHTS = {
@@ -253,8 +254,9 @@ class Campaign:
         tally: Tally,
         *,
         errors: bool = False,
+        channel: str = "",
     ) -> None:
-        self.seed, self._root, self.cover, self._tally = seed, root, cover, tally
+        self.seed, self._channel, self._root, self.cover, self._tally = seed, channel, root, cover, tally
         self._errors = errors
         """of disks, in place of kills"""
         self._rng = random.Random(seed)
@@ -331,7 +333,7 @@ class Campaign:
         if scenario.shards is not None:
             shape = replace(shape, shards=scenario.shards)
         shape = replace(shape, member=scenario.member)
-        world = World(self._root / f"world-{seed}", seed, shape)
+        world = World(self._root / f"world-{seed}", seed, shape, self._channel)
         if scenario.member:
             world.start_member()
         if scenario.daemons:
@@ -418,8 +420,8 @@ def short(passed: Sequence[tuple[str, str]], tally: Tally, cover: int) -> list[s
     return [f"{row}, {side}: {count} kills" for side, row, count in kills if 0 < count < cover]
 
 
-def never_reached(tally: Tally) -> list[str]:
-    return [f"{name}: never reached" for name in FAILPOINTS if not tally.of_failpoint(name)]
+def never_reached(tally: Tally, channel: str) -> list[str]:
+    return [f"{name}: never reached" for name in failpoints_of(channel) if not tally.of_failpoint(name)]
 
 
 def table_of(facts: Mapping[str, Any]) -> Table:
@@ -504,6 +506,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--most", type=int, default=10, help="end after so many violations")
     parser.add_argument("--json", type=Path, default=None, help="write the results to this file")
+    parser.add_argument(
+        "--channel", default="", help="s3, or s3://BUCKET of the environment's server; else a directory"
+    )
     parser.add_argument("--root", type=Path, default=None, help="where the worlds lie")
     return parser.parse_args(arguments)
 
@@ -518,11 +523,12 @@ def run_here(arguments: argparse.Namespace, seed: int, console: Console) -> dict
     tally = Tally(root / "kills" if arguments.tally is None else arguments.tally)
     known = DISTURBED if arguments.errors else SCENARIOS
     names = [name for name in arguments.scenario or known if name in known]
-    campaign = Campaign(root, seed, names, arguments.row, arguments.cover, tally, errors=arguments.errors)
+    options = {"errors": arguments.errors, "channel": arguments.channel}
+    campaign = Campaign(root, seed, names, arguments.row, arguments.cover, tally, **options)
     try:
         missing = run_campaign(arguments, campaign, console)
         if arguments.cover and not (arguments.part or arguments.scenario or arguments.row):
-            missing += never_reached(tally)
+            missing += never_reached(tally, arguments.channel)
         return {**campaign.facts(), "missing": missing, "short": campaign.short()}
     finally:
         campaign.close()
@@ -554,7 +560,7 @@ def run_parts(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     merged["rows"] = _summed(Row(**row) for row in merged["rows"])
     passed = sorted({(side, row) for side, row in merged["passed"]})
     cover = arguments.cover
-    missing = [*uncovered(passed, tally, cover), *never_reached(tally)] if cover else []
+    missing = [*uncovered(passed, tally, cover), *never_reached(tally, arguments.channel)] if cover else []
     return {
         **merged,
         "passed": passed,
@@ -585,7 +591,7 @@ def _part(
     for option in ("minutes", "cover", "most", "patience"):
         command += [f"--{option}", str(getattr(arguments, option))]
     command += ["--kills", str(-(-arguments.kills // 3))]
-    command += ["--errors"] * arguments.errors
+    command += ["--channel", arguments.channel] + ["--errors"] * arguments.errors
     return command + [word for name in names for word in ("--scenario", name)]
 
 
@@ -597,7 +603,9 @@ def main() -> int:
     began = time.monotonic()
     whole = not (arguments.scenario or arguments.row or arguments.strikes)
     parts = whole and arguments.jobs > 1
-    facts = run_parts(arguments, seed) if parts else run_here(arguments, seed, console)
+    with tempfile.TemporaryDirectory() as directory, bucket_at(arguments.channel, Path(directory)) as channel:
+        arguments.channel = channel
+        facts = run_parts(arguments, seed) if parts else run_here(arguments, seed, console)
     facts["seconds"] = time.monotonic() - began
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(facts, indent=1))

@@ -323,13 +323,14 @@ def lose_power_of_host(run: Run) -> None:
 
 
 def lose_power_of_publisher(run: Run) -> None:
-    """The publisher's machine goes down at work, and with it the disk that holds the channel. No host has
-    seen what is lost."""
+    """The publisher's machine goes down at work, and with it the disk that holds the channel, unless
+    that is in a bucket. No host has seen what is lost."""
     world = run.world
     _end(_running(world, "host"))
     _end(_running(world, "publisher"))
     record = world.root / "syncs"
-    durable = Durable.of(world.pub, world.channel)
+    kept = [world.pub, *([] if world.in_bucket else [world.channel])]
+    durable = Durable.of(*kept)
     victim = world.start_publisher(run.trap, record)
     world.hand_over()
     ended = run.strike(victim, world.published)
@@ -338,8 +339,8 @@ def lose_power_of_publisher(run: Run) -> None:
         _end(victim)
     durable.learn(record)
     loss = Loss(durable, run.rng, run.rng.random() < 0.4)
-    loss.strike(world.pub)
-    loss.strike(world.channel)
+    for each in kept:
+        loss.strike(each)
     durable.close()
     shutil.rmtree(record)
     another_boot(world.pub)
@@ -555,7 +556,7 @@ def ranks(run: Run, who: int, place: Place) -> None:
 
 def _ready_for_ranks(world: World, who: int, place: Place) -> int:
     """The next step to publish; the rank's local checkpoint is there and one version behind, or is not."""
-    if not world.channel.exists():
+    if not (world.channel / "channel.json").exists():
         world.make_channel()
     locals_ = (world.pub, _rank1_local(world))
     if place == "new":
@@ -596,7 +597,7 @@ def _rank(
 
     def role() -> None:
         with Publisher.open(
-            world.channel,
+            world.address,
             local=local,
             base=world.base,
             rank=number,

@@ -35,6 +35,7 @@ from crash_power import record_syncs
 from crash_processes import CRASHED, Child, NotReached, Order, fork, wait_for
 from opening import open_publisher
 from ports import free_port
+from s3_copy import BucketCopy
 
 from weightcast.publisher import init_channel
 from weightcast.publisher.daemon.daemon import run_publisher
@@ -80,8 +81,13 @@ class Shape:
 
 
 class World:
-    def __init__(self, root: Path, seed: int, shape: Shape) -> None:
+    """`bucket`: the URL of the one that the channel is in; empty: it is in a directory."""
+
+    def __init__(self, root: Path, seed: int, shape: Shape, bucket: str = "") -> None:
         self.root, self.shape = root, shape
+        place = root / "channel"
+        self.address = f"{bucket}/{root.parent.name}/{root.name}/channel" if bucket else str(place)
+        self._copy = BucketCopy.of(self.address, place) if bucket else None
         self._random = np.random.default_rng(seed)
         self.models: list[Model] = [every_dtype(self._random)]
         self.truth = Truth([bytes_of(self.models[0])])
@@ -97,7 +103,7 @@ class World:
         self.behind: int | None = None
         """where a host starts that may take an anchor, if that is fewer bytes than the deltas from there"""
         self._seeds_seen = 0
-        root.mkdir(parents=True)
+        root.mkdir(parents=True, exist_ok=True)
         write_checkpoint(self.base, self.models[0], files=shape.shards)
         self.watch.mkdir()
         self._engines, self.options = self._start_engines()
@@ -108,7 +114,12 @@ class World:
 
     @property
     def channel(self) -> Path:
-        return self.root / "channel"
+        """Of one in a bucket: a copy as of now."""
+        return self.root / "channel" if self._copy is None else self._copy.refresh()
+
+    @property
+    def in_bucket(self) -> bool:
+        return self._copy is not None
 
     @property
     def watch(self) -> Path:
@@ -145,6 +156,8 @@ class World:
             child.signal(signal.SIGCONT)
             child.kill()
         self._engines.close()
+        if self._copy is not None:
+            self._copy.close()
 
     def rest(self) -> None:
         """Nobody polls while other worlds are at work."""
@@ -184,7 +197,7 @@ class World:
     def start_publisher(self, order: Order | None = None, record: Path | None = None) -> Child:
         """`record`: where its syncs are written down."""
         settings = PublisherSettings(
-            channel=self.channel,
+            channel=self.address,  # type: ignore[arg-type]
             base=self.base,
             local=self.pub,
             watch=self.watch,
@@ -239,11 +252,12 @@ class World:
 
     def _host_settings(self, local: Path, name: str, **more: Any) -> SubscriberSettings:
         values: dict[str, Any] = {
-            "channel": self.channel,
+            "channel": self.address,
             "base": self.base,
             "local": local,
             "threads": 1,
-            "pre_read": self.shape.hook,
+            # needs a directory
+            "pre_read": None if self.in_bucket else self.shape.hook,
             "port": 0,
             "port_file": self.root / f"{name}.port",
             "poll_seconds": POLL_SECONDS,
@@ -257,11 +271,12 @@ class World:
     def publish_once(self, local: Path, step: int, **options: Any) -> None:
         """Another publisher, in process, for a step that was trained."""
         given = write_checkpoint(self.root / f"given-{local.name}", self.models[step], files=2)
-        with open_publisher(self.channel, local=local, base=self.base, **options) as publisher:
+        with open_publisher(self.address, local=local, base=self.base, **options) as publisher:
             publisher.publish_checkpoint(given, step=step)
 
     def make_channel(self) -> None:
-        init_channel(self.channel, self.base)
+        made = fork(lambda: init_channel(self.address, self.base), self.root / "init.log")
+        wait_for(lambda: made.exit_code == 0, "made")
 
     # looks
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crash_failpoints import FAILPOINTS
+from crash_failpoints import failpoints_of
 from crash_processes import Order
 from crash_run import Plan, Tally, never_reached, short, uncovered
 from crash_scenarios import Run
@@ -109,12 +109,13 @@ def test_parts_count_the_kills_of_one_another(tally: Tally) -> None:
     assert short([("rank 1", "file.begun a")], tally, 3) == ["file.begun a, rank 1: 1 kills"]
 
 
-def test_a_failpoint_without_a_kill_is_named(tally: Tally) -> None:
-    for name in FAILPOINTS:
-        if name != "prune.deleted":
-            tally.add("publisher", name)
+@pytest.mark.parametrize(("channel", "name"), [("", "prune.deleted"), ("s3://bucket", "object.begun")])
+def test_a_failpoint_without_a_kill_is_named(tally: Tally, channel: str, name: str) -> None:
+    for each in failpoints_of(channel):
+        if each != name:
+            tally.add("publisher", each)
     tally.look()
-    assert never_reached(tally) == ["prune.deleted: never reached"]
+    assert never_reached(tally, channel) == [f"{name}: never reached"]
 
 
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(tally: Tally) -> None:
