@@ -335,9 +335,11 @@ def _point(claim: Claim, version: int) -> None:
         claim.check()
         failpoint("pointer.allowed", claim.store.place(version_name(version)))
 
-    write_pointer(claim.store, version, allowed)
-    # no rename compares: who lost the channel in between says so, and the new owner puts the pointer right
-    claim.check()
+    try:
+        write_pointer(claim.store, version, allowed)
+    finally:
+        # no rename compares: who lost the channel in between says so; the new owner puts the pointer right
+        claim.check()
     claim.saw(version)
 
 

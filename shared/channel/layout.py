@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.index import INDEX_NAME
-from weightcast.shared.channel.store import Store, joined, read_if_there
+from weightcast.shared.channel.store import AlreadyExists, Changed, Store, joined, read_if_there
 from weightcast.shared.files.paths import file_name
 
 LATEST, CHANNEL_JSON, BASE_JSON = "latest", "channel.json", "base.json"
@@ -137,5 +137,16 @@ def _is_name(text: str) -> bool:
 def write_pointer(store: Store, version: int, allowed: Callable[[], None] | None = None) -> None:
     """Announces a version to all hosts: durable, at once; `allowed` is called last, and may raise. Raises
     Changed where another writer moved it meanwhile, in a store that compares."""
+    data = digits(version).encode()
     before = None if store.renames else read_if_there(store, LATEST, POINTER_LIMIT)
-    store.replace(LATEST, digits(version).encode(), expected=before, allowed=allowed)
+    if store.renames or before is not None:
+        store.replace(LATEST, data, expected=before, allowed=allowed)
+        return
+    if allowed is not None:
+        allowed()
+    try:
+        store.create(LATEST, data)
+    except AlreadyExists as error:
+        # of our own put the answer may be lost
+        if read_if_there(store, LATEST, POINTER_LIMIT) != data:
+            raise Changed.at(store.place(LATEST)) from error

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from core_cases import Model, Tensor, bytes_of, every_dtype, read_checkpoint, write_checkpoint
+from memory_store import MemoryStore
 from opening import open_publisher
 
 from weightcast.publisher import init_channel
 from weightcast.publisher.api import Publisher
+from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.directory_store import DirectoryStore, open_store
+from weightcast.shared.channel.object_store import open_object_store
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 
@@ -95,6 +100,38 @@ def make_place(root: Path, model: Model | None = None, *, config: str = "{}", **
     write_checkpoint(place.base, place.model, config=config)
     init_channel(place.channel, place.base, run_id="run-under-test", **options)
     return place
+
+
+STORES: dict[str, Callable[[Path, pytest.FixtureRequest], Store]] = {
+    "directory": lambda root, _: DirectoryStore(root / "channel"),
+    "memory": lambda *_: MemoryStore(),
+    "s3": lambda _, request: open_object_store(request.getfixturevalue("bucket")),
+}
+
+
+STORE_PARAMS = ["directory", "memory", pytest.param("s3", marks=pytest.mark.s3)]
+
+
+@dataclass(frozen=True)
+class StorePlace(Place):
+    store: Store
+
+    @classmethod
+    def made(cls, root: Path, model: Model, store: Store) -> StorePlace:
+        place = cls(root, model, store)
+        write_checkpoint(place.base, model)
+        init_channel(store, place.base, run_id="run-under-test")
+        return place
+
+    @property
+    def channel(self) -> Store:  # type: ignore[override]
+        return self.store
+
+    def check(self) -> None:
+        """Everything in the channel is whole, and nothing else is there."""
+        assert verify(Channel.open(self.store)) == []
+        left = [name for name in self.store.names() if name.endswith(".parts")]
+        assert left == [] and self.store.names(".trash") == []
 
 
 def as_numpy(one: Tensor) -> np.ndarray[Any, Any]:
