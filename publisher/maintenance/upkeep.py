@@ -31,6 +31,7 @@ from weightcast.publisher.publish.anchors import Full, write_anchor
 from weightcast.publisher.publish.commit import Signer, drop_unfinished
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import versions_in
 from weightcast.shared.channel.channel import Channel, look
 from weightcast.shared.channel.claims import Claim
@@ -40,6 +41,7 @@ from weightcast.shared.channel.layout import (
     Pointer,
     anchor_key,
     base_of,
+    index_key,
     multi_step_key,
     version_name,
 )
@@ -324,15 +326,21 @@ class Upkeep:
         if not self._options.retention.bounded:
             return ""
         verdict = what_to_prune(channel, pointer, self._active, self._options.retention)
+        # what fails half way is swept up by the next step
+        self._swept = not verdict.removals
         prune(channel, verdict, self._claim, self._local)
+        self._swept = True
         return f"{counted(len(verdict.removals), 'version')} pruned" if verdict.removals else ""
 
     def _sweep(self, channel: Channel) -> None:
-        """What a kill left unfinished beside versions."""
+        """What a kill left unfinished beside versions, and in an object store of versions that it pruned."""
         if self._swept:
             return
         for version in versions_in(channel.store):
             files = channel.store.within(version_name(version))
+            if self._is_half_pruned(channel, version):
+                drop_unfinished(self._claim, version_name(version))
+                continue
             for entry in list(files.list()):
                 name, _, epoch = entry.name.partition(".")
                 beside = entry.kind == "directory" and (name == ANCHOR or base_of(name) is not None)
@@ -340,6 +348,12 @@ class Upkeep:
                 if beside and not ours and (epoch or files.stat(f"{name}/{INDEX_NAME}") is None):
                     drop_unfinished(self._claim, f"{version_name(version)}/{entry.name}")
         self._swept = True
+
+    def _is_half_pruned(self, channel: Channel, version: int) -> bool:
+        store, horizon = channel.store, channel.require_ours()[0].horizon
+        if store.renames or version >= horizon or store.stat(index_key(version)) is not None:
+            return False
+        return version not in {*pins.kept(store), *pins.tags(store).values()}
 
     def _make_skip(self, channel: Channel, pointer: Pointer, log: ReplayLog) -> str:
         positions = log.positions()

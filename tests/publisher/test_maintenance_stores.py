@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from core_cases import Model, bytes_of, every_dtype, read_checkpoint, some_changed, write_checkpoint
+from disk_errors import watched
 from faulty_store import Fault, FaultyStore
 from memory_store import MemoryStore
 from opening import open_publisher
@@ -261,6 +263,33 @@ def test_pruning_that_failed_is_finished_by_the_next(world: World, verb: str, ke
         pass
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_a_killed_pruning_left_of_a_version_is_deleted(world: World, restarted: bool) -> None:
+    left: list[str] = []
+
+    def kill(at: str, where: Path | None) -> None:
+        if at == "index.deleted" and where is not None and where.name.startswith("weight_v") and not left:
+            left.append(where.name)
+            raise OSError(errno.EIO, "the disk failed")
+
+    with world.publisher(KEEP) as publisher:
+        world.grow(publisher, 4)
+        publisher.write_anchor()
+        world.grow(publisher, 2)
+        pins.keep(world.store, 1)
+        with watched(kill), suppress(OSError):
+            publisher.make_due()
+        assert bool(left) is not world.store.renames and "weight_v000001" not in left
+        assert bool([key for key in objects(world.store) if left and key.startswith(left[0])]) is bool(left)
+        if not restarted:
+            publisher.make_due()
+    with world.publisher(KEEP) as publisher:
+        publisher.make_due()
+    there = {key[:14] for key in objects(world.store) if key.startswith("weight_v")}
+    assert there == {f"weight_v{version:06d}" for version in (1, 4, 5, 6)}
+    assert verify(Channel.open(world.store)) == []
+
+
 def test_a_listing_without_its_newest_half_costs_no_tagged_version(world: World) -> None:
     with world.publisher() as publisher:
         world.grow(publisher, 2)
@@ -434,6 +463,8 @@ def test_a_repair_that_failed_makes_nothing_worse(world: World, verb: str, key: 
     world.damage(f"weight_v000002/{INDEX}", None)
     world.damage("latest", None)
     world.damage("channel.json", half)
+    if (verb, key) == ("replace", "latest") and not world.store.renames:
+        verb = "create"  # it is gone
     world.store.fail(verb, shard if key == "SHARD" else key, fault)
     for _ in range(3):
         try:
