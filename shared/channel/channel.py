@@ -367,9 +367,13 @@ def may_lie_before(name: str) -> bool:
 def require_named(store: Store) -> None:
     """Raises Refused for a directory with files of anything else, and NoChannel where a channel may still be
     made or mounted. A channel of another tool has only the pointer."""
-    if not store.present() or any(store.stat(key) for key in (CHANNEL_JSON, BASE_JSON, LATEST)):
+    files = (CHANNEL_JSON, BASE_JSON, LATEST)
+    if not store.present() or any(store.stat(key) for key in files):
         return
-    for name in store.names():
+    names = store.names()
+    if any(name in files for name in names):
+        return  # made meanwhile
+    for name in names:
         if not may_lie_before(name) and version_of(name) is None:
             raise Refused(
                 f"{store.place()} is not a channel: it has neither channel.json nor latest",

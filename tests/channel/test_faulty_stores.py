@@ -11,7 +11,7 @@ from memory_store import MemoryStore
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.channel.chain import check_files
-from weightcast.shared.channel.channel import Channel, NoChannel
+from weightcast.shared.channel.channel import Channel, NoChannel, require_named
 from weightcast.shared.channel.claims import Claimant, claim, current_epoch
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord
@@ -53,6 +53,17 @@ def test_late_visibility_of_an_index_is_not_damage() -> None:
     assert channel.index(Pointer(1), 1, TensorTable(())) is None
     with pytest.raises(DamagedFile):
         channel.index(Pointer(1), 1, TensorTable(()))
+    assert not store.unused
+
+
+def test_a_channel_that_is_made_just_now_is_not_something_else() -> None:
+    store = _faulty()
+    with pytest.raises(NoChannel):
+        require_named(store)
+    _channel(store)
+    for key in ("channel.json", "base.json"):
+        store.fail("stat", key, "late")
+    require_named(store)
     assert not store.unused
 
 
@@ -169,11 +180,19 @@ def test_a_claim_whose_answer_was_lost_is_its_own_when_it_is_repeated() -> None:
 
 def test_a_pointer_whose_answer_was_lost_may_be_written_again() -> None:
     store = _faulty()
-    store.fail("replace", "latest", "lost")
-    with pytest.raises(Unavailable):
-        write_pointer(store, 1)
-    write_pointer(store, 1)
-    assert read_pointer(store) == Pointer(1)
+    for version, verb in ((1, "create"), (2, "replace")):
+        store.fail(verb, "latest", "lost")
+        with pytest.raises(Unavailable):
+            write_pointer(store, version)
+        write_pointer(store, version)
+        assert read_pointer(store) == Pointer(version)
+
+
+def test_a_first_pointer_moves_no_other_back() -> None:
+    store = _faulty()
+    with pytest.raises(Changed):
+        write_pointer(store, 1, lambda: write_pointer(store, 2))
+    assert read_pointer(store) == Pointer(2)
 
 
 def test_a_commit_whose_answer_was_lost_may_be_repeated() -> None:
