@@ -85,6 +85,17 @@ def test_a_commit_whose_answer_was_lost_is_a_commit(store: ObjectStore, proxy: H
         store.commit("weight_v000001/2-cd", "weight_v000001", "index.json", b"{ }")
 
 
+@pytest.mark.parametrize("status", [409, 412])
+def test_an_object_that_is_said_to_exist_and_does_not_is_put_later(
+    store: ObjectStore, proxy: HttpFaults, status: int
+) -> None:
+    proxy.faults = [Fault("status", "PUT", "index.json", status=status)]
+    with pytest.raises(Unavailable, match="refused to create"):
+        store.commit("weight_v000001/1-ab", "weight_v000001", "index.json", b"{}")
+    store.commit("weight_v000001/1-ab", "weight_v000001", "index.json", b"{}")
+    assert store.read("weight_v000001/index.json", 10) == b"{}" and proxy.faults[0].hits == 1
+
+
 def test_a_server_that_is_gone_is_named(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with http_faults("http://127.0.0.1:9") as gone:
         monkeypatch.setenv("AWS_ENDPOINT_URL", gone.endpoint)

@@ -33,13 +33,17 @@ import httpx  # noqa: E402
 import numpy as np  # noqa: E402
 from core_cases import Model, bytes_of, place_of, read_checkpoint, rot, tensor, write_checkpoint  # noqa: E402
 from crash_engines import Copying  # noqa: E402
-from crash_observe import digest_of  # noqa: E402
+from crash_model import ChannelSeen, channel_violations  # noqa: E402
+from crash_observe import digest_of, see_channel, see_pointer  # noqa: E402
 from crash_processes import Child, fork, preload  # noqa: E402
 from doubles import Answer, Call, Drop, serve  # noqa: E402
 from field_channel import Encoding, FieldChannel  # noqa: E402
 from hosts import Weights  # noqa: E402
+from http_faults import Fault, http_faults  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from s3_copy import BucketCopy  # noqa: E402
+from s3_gateway import bucket_at  # noqa: E402
 
 from weightcast.shared.cli.main import run as run_command  # noqa: E402
 
@@ -99,6 +103,57 @@ def run_engine(wire: Connection) -> None:
             wire.send((engine.held, engine.paused))
 
 
+def run_proxy(upstream: str, wire: Connection) -> None:
+    """Sends the proxy's address, then takes lists of faults, each instead of the last, and answers with how
+    many of the last were hit."""
+    with http_faults(upstream) as proxy:
+        wire.send(proxy.endpoint)
+        while (faults := wire.recv()) is not None:
+            wire.send(sum(fault.hits for fault in proxy.faults))
+            proxy.faults = faults
+
+
+@dataclass
+class Bucket:
+    """A channel in an object store. Daemons reach it through a proxy that injects faults, this process
+    without it."""
+
+    address: str
+    copy: BucketCopy
+    proxy: Child
+    wire: Connection
+    seen: ChannelSeen | None = None
+    hits: int = 0
+
+    @classmethod
+    def behind_proxy(cls, address: str, root: Path) -> Bucket:
+        copy = BucketCopy.of(address, root / "channel")
+        wire, theirs = multiprocessing.Pipe()
+        proxy = fork(lambda: run_proxy(copy.gateway.endpoint, theirs), root / "proxy.log")
+        theirs.close()
+        os.environ["AWS_ENDPOINT_URL"] = wire.recv()
+        return cls(address, copy, proxy, wire)
+
+    def inject(self, faults: list[Fault]) -> None:
+        self.wire.send(faults)
+        self.hits += self.wire.recv()
+
+    def latest(self) -> int:
+        return self.copy.read_number("latest")
+
+    def look(self) -> None:
+        """Raises LostError for what a reader could see and must not."""
+        before, self.seen = self.seen, see_channel(self.copy.refresh())
+        if found := channel_violations(self.seen, before):
+            raise LostError(f"in the channel: {found}")
+
+    def close(self) -> None:
+        self.copy.close()
+        self.proxy.kill()
+        self.proxy.wire.close()
+        self.wire.close()
+
+
 @dataclass(frozen=True)
 class Sample:
     version: int
@@ -140,7 +195,8 @@ class Soak:
     patience = 1.0
     """what every wait is multiplied by"""
 
-    def __init__(self, root: Path, seed: int) -> None:
+    def __init__(self, root: Path, seed: int, channel: str = "") -> None:
+        """`channel`: URL of a bucket; empty: a directory."""
         self.root, self.random = root, random.Random(seed)
         self.numbers = np.random.default_rng(seed)
         self.model: Model = {
@@ -156,6 +212,7 @@ class Soak:
         write_checkpoint(self.base, self.model)
         self.inbox.mkdir()
         (root / "hook.py").write_text(HOOK)
+        self.bucket = Bucket.behind_proxy(f"{channel}/{root.parent.name}/channel", root) if channel else None
         self.field = FieldChannel(root / "field", self._weights())
         self._wire, theirs = multiprocessing.Pipe()
         self._engine = fork(lambda: run_engine(theirs), root / "engine.log")
@@ -171,6 +228,10 @@ class Soak:
     @property
     def channel(self) -> Path:
         return self.root / "channel"
+
+    @property
+    def address(self) -> str:
+        return str(self.channel) if self.bucket is None else self.bucket.address
 
     @property
     def inbox(self) -> Path:
@@ -191,7 +252,7 @@ class Soak:
     def _publisher(self) -> Daemon:
         return self._daemon(
             "publisher",
-            *("publisher", "run", "--channel", self.channel, "--base", self.base, "--local"),
+            *("publisher", "run", "--channel", self.address, "--base", self.base, "--local"),
             *(self.root / "publisher", "--watch", self.inbox, "--marker", "complete", "--every"),
             *("--existing", "--consume", "--keep-versions", "16", "--anchor-every", "25"),
             *("--post-write", self._hook("post")),
@@ -200,8 +261,10 @@ class Soak:
     def _host(self, url: str) -> Daemon:
         return self._daemon(
             "host",
-            *("subscriber", "run", "--channel", self.channel, "--base", self.base, "--local", self.local),
-            *("--engine", f"sglang={url}", "--visible-deadline", "2", "--pre-read", self._hook("pre")),
+            *("subscriber", "run", "--channel", self.address, "--base", self.base, "--local", self.local),
+            *("--engine", f"sglang={url}", "--visible-deadline", "2"),
+            # needs a directory
+            *(("--pre-read", self._hook("pre")) if self.bucket is None else ()),
         )
 
     def _follower(self) -> Daemon:
@@ -227,18 +290,26 @@ class Soak:
             child.kill()
             child.wire.close()
         self._wire.close()
+        if self.bucket is not None:
+            self.bucket.close()
 
     # one version
 
     def step(self) -> None:
         """The next version, with or without faults. Raises LostError."""
-        fault = self.random.choice(list(FAULTS)) if self.random.random() < 0.6 else ""
-        with FAULTS[fault](self) if fault else contextlib.nullcontext():
+        known = FAULTS if self.bucket is None else FAULTS_OF_A_BUCKET
+        share = 0.6 if self.bucket is None else 0.3
+        fault = self.random.choice(list(known)) if self.random.random() < share else ""
+        if self.bucket is not None and self.random.random() < 0.5:
+            fault = "requests fail"
+        with known[fault](self) if fault else contextlib.nullcontext():
             self.faults[fault or "none"] += 1
             self._hand_over()
             # the fault meets what is under way
             time.sleep(self.random.uniform(0.0, 0.1))
         self._settle(fault)
+        if self.bucket is not None:
+            self.bucket.look()
 
     def _hand_over(self) -> None:
         self.version += 1
@@ -299,8 +370,7 @@ class Soak:
         return wanted == digest_of(read_checkpoint(self.followed))
 
     def latest(self) -> int:
-        pointer = self.channel / "latest"
-        return int(pointer.read_text()) if pointer.exists() else 0
+        return see_pointer(self.channel) if self.bucket is None else self.bucket.latest()
 
     def tell(self, order: str) -> tuple[str, bool]:
         self._wire.send(order)
@@ -426,6 +496,34 @@ FAULTS: Mapping[str, Callable[[Soak], contextlib.AbstractContextManager[None]]] 
 }
 
 
+@contextlib.contextmanager
+def _requests(soak: Soak) -> Iterator[None]:
+    """Some of the requests that follow fail, each kind in its way."""
+    assert soak.bucket is not None
+    soak.bucket.inject([_drawn(soak.random) for _ in range(soak.random.randint(1, 4))])
+    yield
+
+
+def _drawn(rng: random.Random) -> Fault:
+    times, skip = rng.randint(1, 3), rng.choice((0, 0, 1, 3, 8))
+    place = rng.choice((".*", "latest", "index.json", "safetensors", "publishers/", "hosts/", "base.json"))
+    kind = rng.choice(("delay", "cut", "repeat", "lose", "refuse", "stale", "412", "429", "500", "503"))
+    if kind == "stale":
+        return Fault("stale", "GET", "latest", times, skip)
+    if kind == "412":
+        return Fault("status", "PUT", place, times, skip, 412)
+    if kind.isdigit():
+        return Fault("status", ".*", place, times, skip, int(kind))
+    return Fault(kind, ".*", place, times, skip, seconds=rng.uniform(0.05, 1.0))  # type: ignore[arg-type]
+
+
+OF_A_DIRECTORY = ("late version", "torn pointer", "damaged shard")
+FAULTS_OF_A_BUCKET = {
+    **{name: fault for name, fault in FAULTS.items() if name not in OF_A_DIRECTORY},
+    "requests fail": _requests,
+}
+
+
 # the figures
 
 
@@ -463,11 +561,13 @@ def judge(soak: Soak, console: Console) -> bool:
         )
     console.print(table)
     console.print(", ".join(f"{count} {what}" for what, count in sorted(soak.faults.items())))
+    if soak.bucket is not None:
+        console.print(f"{soak.bucket.hits} requests disturbed")
     return flat
 
 
-def soak(root: Path, versions: int, seconds: float, seed: int, console: Console) -> bool:
-    made = Soak(root, seed)
+def soak(root: Path, versions: int, seconds: float, seed: int, console: Console, channel: str = "") -> bool:
+    made = Soak(root, seed, channel)
     deadline = time.monotonic() + seconds
     try:
         made._settle("")
@@ -490,12 +590,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--patience", type=float, default=1.0, help="multiplies every wait")
+    parser.add_argument(
+        "--channel", default="", help="s3, or s3://BUCKET of the environment's server; else a directory"
+    )
     options = parser.parse_args()
     Soak.patience = options.patience
     preload()
     root = Path(tempfile.mkdtemp(prefix="weightcast-soak-"))
     try:
-        flat = soak(root / "run", options.versions, options.seconds, options.seed, Console(width=110))
+        with bucket_at(options.channel, root / "s3") as channel:
+            limits = (options.versions, options.seconds, options.seed)
+            flat = soak(root / "run", *limits, Console(width=110), channel)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     sys.exit(not flat)
