@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from disk_errors import watched
 from doubles import Act, Answer, Drop, Hang
 from hosts import QUICK, Host, Mapping_, Run, SGLang, Site, on_disk
 
@@ -67,6 +69,25 @@ def test_a_blocked_version_survives_a_restart_and_is_tried_again_later(site: Sit
     assert host.retry().local_version == 1, "the second wait is longer"
     host.clock.at += 240
     assert host.step().local_version == 2
+    assert host.at(run, 2) and engine.held == run.digest(2) and host.state.blocked == ()
+
+
+def test_a_version_that_is_taken_after_all_is_not_blocked_any_more(site: Site) -> None:
+    """The host dies when it has blocked the version, before it goes back."""
+    engine = SGLang()
+    run, host = following(site, engine)
+    engine.script(UPDATE, REFUSAL)
+
+    def die(name: str, where: Path | None) -> None:
+        if name == "refused.blocked":
+            raise ZeroDivisionError
+
+    with watched(die), pytest.raises(ZeroDivisionError):
+        host.step()
+    assert [b.version for b in host.state.blocked] == [2]
+    host.restart()
+    outcome = host.step()
+    assert outcome.ready and outcome.degraded == () and outcome.blocked == ()
     assert host.at(run, 2) and engine.held == run.digest(2) and host.state.blocked == ()
 
 
