@@ -104,7 +104,8 @@ test-slurm: install
 test-s3: install
 	$(BIN)/python -m pytest -q -m s3 tests
 
-# Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`.
+# Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`; `--channel s3`:
+# with channels in S3, which takes three times as long.
 crash: install
 	$(BIN)/python tests/crash/crash_run.py --kills 500 --cover 3 --minutes 15 $(CRASH_ARGS)
 
@@ -121,7 +122,8 @@ fuzz: install
 				"-artifact_prefix=tests/fuzz/corpus/{}/" -max_total_time=$(FUZZ_SECONDS) -timeout=20'; \
 	else echo "atheris does not install here: no guided fuzzing"; fi
 
-# Thousands of versions under faults, with memory and descriptors fitted: twenty minutes.
+# Thousands of versions under faults, with memory and descriptors fitted: twenty minutes. SOAK_ARGS="--channel s3": requests
+# of an S3 server fail too.
 soak: install
 	$(BIN)/python tests/faults/soak_run.py --versions 3000 $(SOAK_ARGS)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import secrets
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,10 @@ from examples.waiting import POLL_SECONDS, write_whole
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MARKER = ".weightcast-demo"
+DIRECTORY, OWN_SERVER = "channel", "s3"
+"""channels in the run's directory, and in an S3 server of the demo's own"""
+BUCKET = "s3://weightcast"
+"""of that server"""
 HOSTS = ("a", "b")
 ENDING = ("prepare", "trainer")
 START_SECONDS = 180.0
@@ -64,13 +70,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Paths:
-    """Everything lies in one directory; of these only the channel would be shared in a real fleet."""
+    """Everything lies in one directory, the channel perhaps in a bucket; in a real fleet only that is
+    shared."""
 
     run: Path
-
-    @property
-    def channel(self) -> Path:
-        return self.run / "channel"
+    channel: str
 
     @property
     def trainer(self) -> Path:
@@ -102,20 +106,54 @@ class Paths:
         return self.run / f"engine-{host}.events"
 
 
+NO_SERVER = (
+    "radosgw is not installed: apt-get install radosgw ceph-mon ceph-osd ceph-mgr ceph-common, or give "
+    "--channel s3://BUCKET and AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION"
+)
+
+
 class RefusedDirectory(RuntimeError):
     pass
 
 
-def claim_directory(run: Path) -> Paths:
+@contextmanager
+def serving(run: Path, console: Console) -> Iterator[None]:
+    """An S3 server, the one of the tests, whose address and credentials are in the environment. It ends after
+    all that writes to it. Raises ProcessDied and TimeoutError."""
+    children = Children(run / "logs", REPOSITORY)
+    environment, deadline = run / "s3" / "environment", time.monotonic() + START_SECONDS
+    try:
+        children.start("s3", [sys.executable, "tests/s3_gateway.py", environment.parent])
+        while not environment.exists():
+            children.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"an S3 server: not within {START_SECONDS:.0f} s")
+            time.sleep(POLL_SECONDS)
+        lines = environment.read_text().splitlines()
+        os.environ.update(line.removeprefix("export ").split("=", 1) for line in lines)
+        yield
+    except (ProcessDied, TimeoutError):
+        console.print(children.tails(), markup=False, highlight=False)
+        raise
+    finally:
+        children.stop()
+
+
+def claim_directory(run: Path, channel: str = DIRECTORY) -> Paths:
     """Wipes only what an earlier demo left behind. Raises RefusedDirectory for anything else in there."""
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         if not (run / MARKER).is_file():
             raise RefusedDirectory(f"{run} was not made by the demo: name another --run-dir")
         shutil.rmtree(run)
-    for directory in ("logs", "ports", "exports", "trainer", "channel"):
+    for directory in ("logs", "ports", "exports", "trainer", DIRECTORY):
         (run / directory).mkdir(parents=True, exist_ok=True)
     (run / MARKER).write_text("")
-    return Paths(run.resolve())
+    run = run.resolve()
+    bucket = BUCKET if channel == OWN_SERVER else channel
+    # a bucket keeps what earlier demos published
+    return Paths(
+        run, str(run / DIRECTORY) if channel == DIRECTORY else f"{bucket}/demo-{secrets.token_hex(4)}"
+    )
 
 
 def vllm_command(paths: Paths, host: str, seed: int, python: Path) -> list[str | Path]:
@@ -162,7 +200,7 @@ def prepare_command(paths: Paths, seed: int) -> list[str | Path]:
 def trainer_command(paths: Paths, engine_urls: Sequence[str], options: Options) -> list[str | Path]:
     return [
         *(sys.executable, "-m", "examples.trainer", "run", "--dir", paths.trainer),
-        *("--watch", paths.watch, "--pointer", paths.channel / "latest"),
+        *("--watch", paths.watch, "--channel", paths.channel),
         *("--steps", str(options.steps), "--seed", str(options.seed), "--dialect", options.kind),
         *(word for url in engine_urls for word in ("--engine", url)),
         *(["--freeze"] if options.freeze else []),
@@ -176,6 +214,7 @@ class Demo:
 
     def __init__(self, paths: Paths, children: Children, screen: Screen, options: Options) -> None:
         self._paths = paths
+        self._channel = observe.open_channel(paths.channel)
         self._children = children
         self._screen = screen
         self._options = options
@@ -247,7 +286,7 @@ class Demo:
         self._wait(self._is_settled, "the last version served", END_SECONDS * self._options.patience)
 
     def _is_settled(self) -> bool:
-        newest = observe.pointer(self._paths.channel)
+        newest = observe.pointer(self._channel)
         wanted = (str(newest),) if newest else ("0", "default")
         labels = [observe.label_of(engine) for engine in self._engines.values()]
         return not any(self._paths.watch.glob("step_*")) and all(label in wanted for label in labels)
@@ -257,7 +296,7 @@ class Demo:
         wanted = checkpoint.file_checksums(paths.last)
         files = {f"local checkpoint {host}": checkpoint.file_checksums(paths.local(host)) for host in HOSTS}
         return Facts(
-            versions=observe.read_versions(paths.channel, observe.pointer(paths.channel)),
+            versions=observe.read_versions(self._channel, observe.pointer(self._channel)),
             engines={host: self._events(host) for host in HOSTS},
             steps=observe.read_steps(paths.metrics),
             full_bytes=sum(file.stat().st_size for file in checkpoint.weight_files(paths.base)),
@@ -306,7 +345,7 @@ class Demo:
             phase=self._phase,
             seconds=time.monotonic() - self._began,
             processes=self._children.states(),
-            publisher=observe.publisher_view(self._publisher, paths.channel),
+            publisher=observe.publisher_view(self._publisher, self._channel),
             hosts=[observe.host_view(host, self._subscribers[host], self._engines[host]) for host in HOSTS],
             steps=observe.read_steps(paths.metrics),
             wanted_steps=self._options.steps,
@@ -345,10 +384,18 @@ def main() -> int:
     )
     parser.add_argument("--keep", action="store_true", help="keep the run directory after success too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="receives the summary")
+    parser.add_argument(
+        "--channel",
+        default=DIRECTORY,
+        help="s3: in an S3 server that the demo starts; s3://BUCKET: with the environment's address and "
+        "credentials (AWS_*); without it, a directory",
+    )
     given = parser.parse_args()
     console = Console()
     try:
-        paths = claim_directory(given.run_dir)
+        if given.channel == OWN_SERVER and shutil.which("radosgw") is None:
+            raise RefusedDirectory(NO_SERVER)
+        paths = claim_directory(given.run_dir, given.channel)
     except RefusedDirectory as error:
         console.print(f"error: {error}", style="red")
         return 2
@@ -358,7 +405,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options = Options(given.steps, given.seed, given.freeze, given.engine_python)
     try:
-        summary = run_demo(paths, options, console)
+        with serving(paths.run, console) if given.channel == OWN_SERVER else nullcontext():
+            summary = run_demo(paths, options, console)
     except (ProcessDied, TimeoutError, httpx.HTTPError) as error:
         return _finish(None, {"died": str(error)}, paths, given, console)
     except KeyboardInterrupt:

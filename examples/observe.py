@@ -1,6 +1,6 @@
 """What the demo sees of weightcast and its neighbours: status pages, the channel's files, witnesses' logs.
 
-Everything here is read as an outsider reads it: HTTP and files, no Python code of weightcast.
+Everything here is read as an outsider reads it: HTTP, files and objects, no Python code of weightcast.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import obstore
+from obstore.store import LocalStore, ObjectStore, from_url
 
 from examples.summary import EngineEvent, TrainerStep, Version
 
@@ -65,7 +67,14 @@ class HostView:
     facts: str
 
 
-def publisher_view(publisher: Daemon, channel: Path) -> PublisherView:
+def open_channel(address: str) -> ObjectStore:
+    """A directory, or an s3:// URL whose server and credentials the environment names."""
+    if "://" not in address:
+        return LocalStore(address)
+    return from_url(address, client_options={"allow_http": True})
+
+
+def publisher_view(publisher: Daemon, channel: ObjectStore) -> PublisherView:
     status = publisher.get("/v1/status") or {}
     newest = next(iter(status.get("publications", ())), None)
     if newest is None:
@@ -101,21 +110,24 @@ def _host_facts(status: dict[str, Any]) -> str:
     return f"{state}, last pause {1000 * pauses[-1]:.0f} ms" if pauses else state
 
 
-def pointer(channel: Path) -> int:
+def pointer(channel: ObjectStore) -> int:
     """The newest published version, 0 before the first."""
-    try:
-        text = (channel / "latest").read_text()
-    except FileNotFoundError:
-        return 0
+    text = _read(channel, "latest")
     return int(text) if text.isdigit() else 0
 
 
-def read_versions(channel: Path, newest: int) -> list[Version]:
-    return [
-        _version(channel / f"weight_v{number:06}")
-        for number in range(1, newest + 1)
-        if (channel / f"weight_v{number:06}" / INDEX).exists()
-    ]
+def read_versions(channel: ObjectStore, newest: int) -> list[Version]:
+    names = [f"weight_v{number:06}" for number in range(1, newest + 1)]
+    found = ((name, _read(channel, f"{name}/{INDEX}")) for name in names)
+    return [_version(channel, name, index) for name, index in found if index]
+
+
+def _read(channel: ObjectStore, key: str) -> bytes:
+    """Empty where it is not there."""
+    try:
+        return bytes(obstore.get(channel, key).bytes())
+    except FileNotFoundError:
+        return b""
 
 
 def read_events(log: Path) -> list[EngineEvent]:
@@ -138,16 +150,15 @@ def live_checksums(engine: Daemon) -> dict[str, str]:
     return dict(ranks[0]["checksums"])
 
 
-def _version(directory: Path) -> Version:
-    facts = json.loads((directory / INDEX).read_text())["weightcast"]
+def _version(channel: ObjectStore, name: str, index: bytes) -> Version:
+    facts = json.loads(index)["weightcast"]
     changed, elements, *_ = facts["totals"]
-    files = [entry for entry in directory.iterdir() if entry.is_file()]
     return Version(
         number=facts["version"],
         created=facts["created"],
         changed=changed,
         elements=elements,
-        delta_bytes=sum(file.stat().st_size for file in files),
+        delta_bytes=sum(each["size"] for each in obstore.list_with_delimiter(channel, name)["objects"]),
     )
 
 

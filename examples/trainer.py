@@ -20,11 +20,13 @@ from typing import Any
 
 import httpx
 import torch
+from obstore.store import ObjectStore
 from safetensors.torch import load_file, save_file
 
 from examples import checkpoint
 from examples.checkpoint import Config
 from examples.model import CausalLM
+from examples.observe import open_channel, pointer
 from examples.waiting import wait_until
 
 DIGITS = 6
@@ -202,9 +204,9 @@ class Trainer:
 class Outbox:
     """The watched directory. `None` as directory: nothing leaves the trainer."""
 
-    def __init__(self, directory: Path | None, pointer: Path | None) -> None:
+    def __init__(self, directory: Path | None, channel: ObjectStore | None) -> None:
         self._directory = directory
-        self._pointer = pointer
+        self._channel = channel
 
     def put(self, step: int, config: Config, weights: dict[str, torch.Tensor]) -> None:
         if self._directory is not None:
@@ -213,8 +215,7 @@ class Outbox:
     def newest_version(self) -> int:
         """The version that the newest export has or is going to have."""
         waiting = 0 if self._directory is None else len(list(self._directory.glob("step_*")))
-        published = self._pointer.read_text() if self._pointer is not None and self._pointer.exists() else ""
-        return waiting + (int(published) if published.isdigit() else 0)
+        return waiting + (0 if self._channel is None else pointer(self._channel))
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,8 @@ def run(options: argparse.Namespace) -> None:
     model = CausalLM(checkpoint.load_config(options.dir / "base"))
     model.load_state_dict(load_file(options.dir / MASTERS))
     fleet = _fleet(options)
-    outbox = Outbox(None if options.freeze else options.watch, options.pointer)
+    channel = None if options.channel is None else open_channel(options.channel)
+    outbox = Outbox(None if options.freeze else options.watch, channel)
     try:
         weights = train(plan, Trainer(model, plan.rate), fleet, outbox, options.dir / "metrics.jsonl")
     finally:
@@ -313,7 +315,7 @@ def main() -> None:
     second.add_argument(
         "--watch", type=Path, required=True, help="directory that receives a checkpoint per step"
     )
-    second.add_argument("--pointer", type=Path, help="file with the number of the newest published version")
+    second.add_argument("--channel", help="whose pointer names the newest published version")
     second.add_argument("--steps", type=int, default=32)
     second.add_argument("--questions", type=int, default=24, help="per step")
     second.add_argument("--group", type=int, default=16, help="answers per question")

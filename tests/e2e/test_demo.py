@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,11 +16,10 @@ from waiting import wait_until
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def start_demo(*arguments: str | Path) -> subprocess.Popen[str]:
+def start_demo(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "examples.demo", *map(str, arguments)]
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, **environment}, **streams)
 
 
 def run_demo(directory: Path, *arguments: str) -> tuple[subprocess.Popen[str], str, dict[str, Any]]:
@@ -94,3 +94,11 @@ def test_leaves_foreign_directories_alone(tmp_path: Path) -> None:
     output, _ = demo.communicate(timeout=60)
     assert demo.returncode == 2, output
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_missing_s3_server_is_named_with_its_packages(tmp_path: Path) -> None:
+    demo = start_demo("--run-dir", tmp_path / "run", "--channel", "s3", PATH=str(tmp_path))
+    output, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 2, output
+    assert "apt-get install radosgw" in output and "s3://BUCKET" in output
+    assert not (tmp_path / "run").exists()

@@ -27,6 +27,7 @@ from examples.checkpoint import Config
 from examples.demo import RefusedDirectory, claim_directory
 from examples.engine import Engine, EventLog, create_app
 from examples.model import CausalLM
+from examples.observe import open_channel
 from examples.processes import Children, ProcessDied
 from examples.summary import EngineEvent, Facts, TrainerStep, Version
 
@@ -502,7 +503,7 @@ class TestTrainer:
         self, client: httpx.Client, tmp_path: Path
     ) -> None:
         fleet = trainer.Fleet([str(client.base_url), str(client.base_url)])
-        outbox = trainer.Outbox(tmp_path / "watch", tmp_path / "latest")
+        outbox = trainer.Outbox(tmp_path / "watch", open_channel(str(tmp_path)))
         plan = trainer.Plan(steps=3, seed=0, questions=4, group=2, rate=1e-3, max_lead=3)
         try:
             last = trainer.train(
@@ -523,7 +524,7 @@ class TestTrainer:
 
     def test_does_not_run_ahead_of_the_engines(self, client: httpx.Client, tmp_path: Path) -> None:
         fleet = trainer.Fleet([str(client.base_url)])
-        outbox = trainer.Outbox(tmp_path / "watch", tmp_path / "latest")
+        outbox = trainer.Outbox(tmp_path / "watch", open_channel(str(tmp_path)))
         plan = trainer.Plan(3, seed=0, questions=2, group=2, rate=1e-3, max_lead=1, lead_seconds=0.1)
         learner = trainer.Trainer(tiny_model(1), 1e-3)
         with pytest.raises(TimeoutError, match="engines within 1 versions"):
@@ -535,7 +536,7 @@ class TestTrainer:
         self, client: httpx.Client, tmp_path: Path, background: ThreadPoolExecutor
     ) -> None:
         fleet = trainer.Fleet([str(client.base_url)])
-        outbox = trainer.Outbox(tmp_path / "watch", tmp_path / "latest")
+        outbox = trainer.Outbox(tmp_path / "watch", open_channel(str(tmp_path)))
         plan = trainer.Plan(3, seed=0, questions=2, group=2, rate=1e-3, max_lead=1)
         learner = trainer.Trainer(tiny_model(1), 1e-3)
         training = background.submit(trainer.train, plan, learner, fleet, outbox, tmp_path / "metrics")
@@ -547,7 +548,7 @@ class TestTrainer:
         assert observe.read_steps(tmp_path / "metrics")[-1].step == 3
 
     def test_frozen_exports_nothing(self, tmp_path: Path) -> None:
-        outbox = trainer.Outbox(None, tmp_path / "latest")
+        outbox = trainer.Outbox(None, open_channel(str(tmp_path)))
         outbox.put(1, TINY, tiny_model(1).state_dict())
         assert outbox.newest_version() == 0
         assert list(tmp_path.iterdir()) == []

@@ -22,6 +22,7 @@ from ports import free_ports
 from s3_gateway import Gateway
 from waiting import wait_until
 
+from examples import observe
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.doctor.sizing import (
     HOST_POLL,
@@ -128,6 +129,11 @@ def test_commands_take_a_url(bucket: str, tmp_path: Path) -> None:
     weightcast("sync", "--channel", channel, "--local", tmp_path / "one", "--target", "best")
     assert json.loads((tmp_path / "one" / "config.json").read_text()) == {}
     assert json.loads(weightcast("fleet", "--channel", channel, "--json"))["run_id"]
+    seen = observe.open_channel(channel)
+    assert observe.pointer(seen) == 2
+    versions = observe.read_versions(seen, 2)
+    assert [(one.number, one.elements) for one in versions] == [(1, 65536), (2, 65536)]
+    assert all(0 < one.changed < one.delta_bytes for one in versions)
 
 
 _DEPLOY = Path(__file__).parents[2] / "deploy" / "s3"
