@@ -28,7 +28,7 @@ from weightcast.publisher.maintenance.prune import (
 from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
 from weightcast.publisher.maintenance.retention import Retention, cheapest
 from weightcast.publisher.publish.anchors import Full, write_anchor
-from weightcast.publisher.publish.commit import Signer, drop_unfinished
+from weightcast.publisher.publish.commit import Signer, drop_strays, drop_unfinished
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel import pins
@@ -341,7 +341,9 @@ class Upkeep:
             if self._is_half_pruned(channel, version):
                 drop_unfinished(self._claim, version_name(version))
                 continue
-            for entry in list(files.list()):
+            entries = list(files.list())
+            drop_strays(self._claim, version_name(version), (entry.name for entry in entries))
+            for entry in entries:
                 name, _, epoch = entry.name.partition(".")
                 beside = entry.kind == "directory" and (name == ANCHOR or base_of(name) is not None)
                 ours = epoch.startswith(f"{self._claim.epoch}-")

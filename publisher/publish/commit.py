@@ -214,13 +214,29 @@ def drop_unfinished(claim: Claim, key: str) -> None:
         claim.store.discard(key)
 
 
+def drop_strays(claim: Claim, key: str, names: Iterable[str]) -> None:
+    """Of `names` below `key`, in an object store, deletes files of former owners' attempts that the index
+    does not name."""
+    old = [name for name in names if 0 <= _epoch_of(name) < claim.epoch]
+    files = claim.store.within(key)
+    index = read_if_there(files, INDEX_NAME, INDEX_LIMIT) if old and not claim.store.renames else None
+    for name in old:
+        if index is not None and name.encode() not in index:
+            files.delete(name)
+
+
 def _directories(store: Store, prefix: str) -> list[str]:
     return sorted(entry.name for entry in store.list(prefix) if entry.kind == "directory")
 
 
 def _is_newer(attempt: str, epoch: int) -> bool:
+    return _epoch_of(attempt) > epoch
+
+
+def _epoch_of(attempt: str) -> int:
+    """-1 for a name that is none of an attempt."""
     number = attempt.partition("-")[0]
-    return number.isascii() and number.isdigit() and int(number[:15]) > epoch
+    return int(number[:15]) if number.isascii() and number.isdigit() else -1
 
 
 def move_shards(store: Store, attempt: str, sources: Mapping[str, str]) -> str:

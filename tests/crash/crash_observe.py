@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from crash_model import Bytes, ChannelSeen, EngineSeen, LocalSeen, Truth, Versio
 
 INDEX = "model.safetensors.index.json"
 _LOOKS = 20
+OF_AN_ATTEMPT = re.compile(r"\d+-[0-9a-f]{8}\.")
+"""how a name of an object store begins that one attempt at a version writes"""
 
 
 def digest_of(tensors: Bytes) -> str:
@@ -67,10 +70,12 @@ def _see_version(directory: Path) -> VersionSeen:
     data = (directory / INDEX).read_bytes()
     facts = json.loads(data)["weightcast"]
     whole = all(_is(directory / name, size, digest) for name, size, digest in facts["files"])
-    content = hashlib.sha256(data)
+    content, named = hashlib.sha256(data), {name for name, *_ in facts["files"]}
     for path in sorted(directory.iterdir()):
-        # a kill leaves temporary files, which nobody reads; what is pruned just now is no file, and raises
-        if not path.is_dir() and not path.name.startswith("."):
+        # a kill leaves temporary files, and attempts of others files of their own, which nobody reads; what is
+        # pruned just now is no file, and raises
+        stray = OF_AN_ATTEMPT.match(path.name) and path.name not in named
+        if not path.is_dir() and not path.name.startswith(".") and not stray:
             content.update(path.name.encode() + path.read_bytes())
     return VersionSeen(
         digest=blake3(data).hexdigest(),
