@@ -72,7 +72,7 @@ def _see_version(directory: Path) -> VersionSeen:
     whole = all(_is(directory / name, size, digest) for name, size, digest in facts["files"])
     content, named = hashlib.sha256(data), {name for name, *_ in facts["files"]}
     for path in sorted(directory.iterdir()):
-        # a kill leaves temporary files, and attempts of others files of their own, which nobody reads; what is
+        # a kill leaves temporary files, and other attempts leave theirs, which nobody reads; what is
         # pruned just now is no file, and raises
         stray = OF_AN_ATTEMPT.match(path.name) and path.name not in named
         if not path.is_dir() and not path.name.startswith(".") and not stray:
