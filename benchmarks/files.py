@@ -370,16 +370,21 @@ class Weightcast(Contender):
 
     def sync(self, version: int) -> Done:
         daemon = self._running
-        before = daemon.get("/v1/status")["local_version"]
         with _Watched(daemon.process.pid) as watched:
             daemon.post("/v1/wake", None)
             status = daemon.wait(lambda: self._at(version), _ROUND_SECONDS)
-        # several where the host folds less than all
+        phases = dict(status["updates"][-1]["seconds"])
+        return Done(phases.pop("total"), phases, watched.cpu, watched.anon_bytes)
+
+    def caught_up(self, version: int) -> Done:
+        """What a host did since its start, in as many updates as it took."""
+        daemon = self._running
+        status = daemon.wait(lambda: self._at(version), _ROUND_SECONDS)
         phases = Counter[str]()
         for update in status["updates"]:
-            if update["version"] > before:
-                phases.update(update["seconds"])
-        return Done(phases.pop("total"), dict(phases), watched.cpu, watched.anon_bytes)
+            phases.update(update["seconds"])
+        pid = daemon.process.pid
+        return Done(phases.pop("total"), dict(phases), cpu_seconds(pid), anon_bytes(pid))
 
     def ended(self, version: int) -> float:
         """Unix time at which the host, which follows, had the version."""

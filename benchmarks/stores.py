@@ -42,8 +42,6 @@ _FOLLOWERS = 7
 _VERSIONS = 8
 """per round of joins: half of them while a host joins"""
 _PIECE = 8 << 20
-_HELD = ("--poll-seconds", 3600)
-"""hosts look when they are woken"""
 _Figures = dict[str, float]
 
 
@@ -55,14 +53,22 @@ class _Side:
         places = Places(root / f"{name}-publisher", base)
         # without deltas over many versions, which may or may not be there in time
         self.publisher = Weightcast("fast", places, cores(), self.url, ("--skip-span", 0))
-        self.host = Weightcast("fast", Places(root / f"{name}-host", base), cores(), self.url, _HELD)
+        self.host = Weightcast("fast", Places(root / f"{name}-host", base), cores(), self.url)
         self.published: list[Done] = []
         self.synced: list[Done] = []
 
     def __enter__(self) -> _Side:
         self.publisher.start_publisher()
-        self.host.start_host()
+        self.sync(0)
         return self
+
+    def sync(self, version: int) -> Done:
+        """By a host that starts: one that runs would follow."""
+        self.host.start_host()
+        try:
+            return self.host.caught_up(version)
+        finally:
+            self.host.stop()
 
     def __exit__(self, *error: object) -> None:
         self.host.stop()
@@ -90,7 +96,7 @@ def _turns(model: Model, root: Path, sides: Sequence[_Side], rounds: int) -> Non
             for one in sides:
                 one.publisher.settle()
             os.sync()
-            side.synced.append(side.host.sync(version))
+            side.synced.append(side.sync(version))
             print(f"round {version // _BEHIND}: sync {side.url} {side.synced[-1].seconds:.2f} s", flush=True)
 
 
@@ -119,7 +125,7 @@ def deltas(root: Path, base: Path, model: Model, url: str, rounds: int) -> _Figu
         figures[f"{name}: growth of the publisher, MiB"] = (
             max(done.anon_bytes for done in side.published) / 2**20
         )
-        figures[f"{name}: growth of the host, MiB"] = max(done.anon_bytes for done in side.synced) / 2**20
+        figures[f"{name}: memory of the host, MiB"] = max(done.anon_bytes for done in side.synced) / 2**20
     figures["publish: store / directory"] = _ratio(figures, "publish, to the pointer, s")
     figures["sync: store / directory"] = _ratio(figures, f"sync of {_BEHIND} versions, s")
     return figures

@@ -22,6 +22,8 @@ AWAY = 600.0
 THREADS = 16
 MODELS = {"8 B": 8.03e9, "70 B": 70.6e9, "671 B": 671e9}
 """parameters, bf16"""
+FLEETS = (10, 100, 1_000, 10_000)
+MIRRORS = 4
 TENSOR_WORDS = 24e6
 NAME_BYTES = 42
 
@@ -105,8 +107,36 @@ def by_model() -> str:
     return table(head, (row(name, density) for name in MODELS for density in DENSITIES))
 
 
+def by_fleet() -> str:
+    """Requests and bytes of an hour, counted for each reader of a store."""
+    one = weights(MODELS["8 B"])
+
+    def load(readers: float) -> tuple[str, str, str]:
+        found = sizing(one, Workload(DENSITIES[0], INTERVAL, hosts=math.ceil(readers)))
+        requests = sum(each.gets + each.puts for each in found.requests.values()) / 3600
+        nbytes = found.per_version.delta_bytes * 3600 / INTERVAL * readers
+        return f"{requests:,.0f}", size_text(nbytes), f"${found.dollars:,.2f}"
+
+    def row(hosts: int) -> list[str]:
+        alone, shared, region = load(hosts), load(MIRRORS), load(hosts / MIRRORS)
+        return [f"{hosts:,}", *alone, *shared[:2], *region[:2], f"{hosts * 3600 / INTERVAL:,.0f}"]
+
+    head = [
+        "hosts",
+        "one bucket: requests/s",
+        "bytes/h",
+        "price/h",
+        f"{MIRRORS} mirrors or caches: requests/s at the publisher's bucket",
+        "bytes/h",
+        "requests/s at each mirror's bucket",
+        "bytes/h",
+        "versions applied/h",
+    ]
+    return table(head, map(row, FLEETS))
+
+
 def tables() -> str:
-    return "\n".join((by_density(), by_role(), by_model()))
+    return "\n".join((by_density(), by_role(), by_model(), by_fleet()))
 
 
 if __name__ == "__main__":

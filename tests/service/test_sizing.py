@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from core_cases import pack
+from http_faults import http_faults
 from hypothesis import given
 from hypothesis import strategies as st
+from s3_gateway import Gateway
 
 from benchmarks.chunks import Masters
 from weightcast.publisher.api import Publisher, PublisherOptions
@@ -23,9 +26,12 @@ from weightcast.publisher.trainer.handover import HandOver
 from weightcast.publisher.weights.given import RawTensor
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.layout import version_name
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.cli.main import run
 from weightcast.shared.doctor.sizing import (
+    HOST_POLL,
+    HOST_VERSION,
     RoleBytes,
     Weights,
     Workload,
@@ -39,6 +45,8 @@ from weightcast.shared.doctor.sizing import (
     skip_share,
 )
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
+from weightcast.subscriber.sync.options import SyncOptions
+from weightcast.subscriber.sync.sync import Sync
 
 ROOT = Path(__file__).parents[2]
 LAYERS, ROWS, COLUMNS = 6, 512, 1024
@@ -267,3 +275,45 @@ def test_more_changes_are_more_bytes(density: float) -> None:
 def test_entropy_of_positions() -> None:
     assert position_bits(0.5) == 2.0 and position_bits(0.0) == position_bits(1.0) == 0.0
     assert position_bits(0.0143) == pytest.approx(7.561, abs=0.003)
+
+
+HOSTS, VERSIONS, POLLS = 10, 3, 4
+
+
+@pytest.mark.s3
+def test_each_host_of_a_fleet_costs_what_one_does(
+    bucket: str, s3: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, seeds = f"{bucket}/run", [Masters(ROWS * COLUMNS, seed) for seed in range(LAYERS)]
+    base, written = tmp_path / "base", 0
+    write(base, tensors(seeds))
+    init_channel(channel, base)
+    with ExitStack() as stack:
+        publisher = stack.enter_context(
+            ServicePublisher.open(channel, local=tmp_path / "publisher", base=base)
+        )
+        proxy = stack.enter_context(http_faults(s3.endpoint))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        hosts = [
+            Sync(SyncOptions(channel=channel, local=tmp_path / f"host{n}", base=base)) for n in range(HOSTS)
+        ]
+        for host in hosts:
+            stack.callback(host.close)
+            host.sync_once()
+        read, counts = hosts[0].status.bytes_read, []
+        for _ in range(VERSIONS):
+            for layer in seeds:
+                layer.step(DENSITIES[0])
+            version = publisher.publish(tensors(seeds)).version
+            listed = open_store(channel).list(version_name(version))
+            written += sum(one.stat.size for one in listed if one.stat and one.name.endswith(".safetensors"))
+            for host in hosts:
+                before = len(proxy.requests)
+                host.sync_once()
+                counts.append(len(proxy.requests) - before)
+        assert set(counts) == {counts[0]} and counts[0] <= HOST_VERSION.gets + HOST_VERSION.puts
+        assert {host.status.bytes_read - read for host in hosts} == {written}
+        before = len(proxy.requests)
+        for host in hosts * POLLS:
+            host.sync_once()
+        assert len(proxy.requests) - before <= HOSTS * POLLS * (HOST_POLL.gets + HOST_POLL.puts)
