@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -371,20 +370,15 @@ class Weightcast(Contender):
     def sync(self, version: int) -> Done:
         daemon = self._running
         with _Watched(daemon.process.pid) as watched:
+            daemon.process.send_signal(signal.SIGCONT)
             daemon.post("/v1/wake", None)
             status = daemon.wait(lambda: self._at(version), _ROUND_SECONDS)
         phases = dict(status["updates"][-1]["seconds"])
         return Done(phases.pop("total"), phases, watched.cpu, watched.anon_bytes)
 
-    def caught_up(self, version: int) -> Done:
-        """What a host did since its start, in as many updates as it took."""
-        daemon = self._running
-        status = daemon.wait(lambda: self._at(version), _ROUND_SECONDS)
-        phases = Counter[str]()
-        for update in status["updates"]:
-            phases.update(update["seconds"])
-        pid = daemon.process.pid
-        return Done(phases.pop("total"), dict(phases), cpu_seconds(pid), anon_bytes(pid))
+    def suspend(self) -> None:
+        """Until the next `sync`: a host that runs would follow."""
+        self._running.process.send_signal(signal.SIGSTOP)
 
     def ended(self, version: int) -> float:
         """Unix time at which the host, which follows, had the version."""
@@ -536,6 +530,7 @@ class _Daemon:
 
     def stop(self) -> None:
         self._client.close()
+        self.process.send_signal(signal.SIGCONT)
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(60)

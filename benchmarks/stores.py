@@ -59,16 +59,8 @@ class _Side:
 
     def __enter__(self) -> _Side:
         self.publisher.start_publisher()
-        self.sync(0)
-        return self
-
-    def sync(self, version: int) -> Done:
-        """By a host that starts: one that runs would follow."""
         self.host.start_host()
-        try:
-            return self.host.caught_up(version)
-        finally:
-            self.host.stop()
+        return self
 
     def __exit__(self, *error: object) -> None:
         self.host.stop()
@@ -82,6 +74,8 @@ class _Side:
 def _turns(model: Model, root: Path, sides: Sequence[_Side], rounds: int) -> None:
     version = 0
     for _ in range(rounds):
+        for side in sides:
+            side.host.suspend()
         for _ in range(_BEHIND):
             version += 1
             model.step(DEFAULT)
@@ -96,7 +90,7 @@ def _turns(model: Model, root: Path, sides: Sequence[_Side], rounds: int) -> Non
             for one in sides:
                 one.publisher.settle()
             os.sync()
-            side.synced.append(side.sync(version))
+            side.synced.append(side.host.sync(version))
             print(f"round {version // _BEHIND}: sync {side.url} {side.synced[-1].seconds:.2f} s", flush=True)
 
 
@@ -125,7 +119,7 @@ def deltas(root: Path, base: Path, model: Model, url: str, rounds: int) -> _Figu
         figures[f"{name}: growth of the publisher, MiB"] = (
             max(done.anon_bytes for done in side.published) / 2**20
         )
-        figures[f"{name}: memory of the host, MiB"] = max(done.anon_bytes for done in side.synced) / 2**20
+        figures[f"{name}: growth of the host, MiB"] = max(done.anon_bytes for done in side.synced) / 2**20
     figures["publish: store / directory"] = _ratio(figures, "publish, to the pointer, s")
     figures["sync: store / directory"] = _ratio(figures, f"sync of {_BEHIND} versions, s")
     return figures

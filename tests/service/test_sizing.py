@@ -289,9 +289,7 @@ def test_each_host_of_a_fleet_costs_what_one_does(
     write(base, tensors(seeds))
     init_channel(channel, base)
     with ExitStack() as stack:
-        publisher = stack.enter_context(
-            ServicePublisher.open(channel, local=tmp_path / "publisher", base=base)
-        )
+        publisher = stack.enter_context(Publisher.open(channel, local=tmp_path / "publisher", base=base))
         proxy = stack.enter_context(http_faults(s3.endpoint))
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         hosts = [
