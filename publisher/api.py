@@ -82,7 +82,7 @@ class PublisherOptions:
     """full weights beside every Nth version; 0: none"""
     post_write: PostWrite | None = None
     """called as `post_write(version, directory, phase)`, with the phase `version` when the files are there
-    and `pointer` when `latest` names them"""
+    and `pointer` when `latest` names them; `directory` of a bucket is its URL, as text"""
     non_finite: NonFinite = "allow"
     """`refuse`: a delta in which elements become NaN or infinite is not published"""
     until: Until = "patched"

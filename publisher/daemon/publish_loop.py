@@ -157,7 +157,7 @@ def _hook(settings: PublisherSettings) -> PostWrite | None:
     if command is None:
         return None
 
-    def post_write(version: int, directory: Path, phase: str) -> None:
+    def post_write(version: int, directory: ChannelAddress, phase: str) -> None:
         run_hook(command, version=version, directory=directory, phase=phase, deadline_seconds=deadline)
 
     return post_write

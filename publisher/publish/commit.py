@@ -64,9 +64,10 @@ from weightcast.shared.channel.store import (
 from weightcast.shared.checkpoint.state.side_files import SideFiles
 from weightcast.shared.checkpoint.verify.hashing import proven
 from weightcast.shared.files import durable
+from weightcast.shared.files.paths import ChannelAddress, channel_address
 
-PostWrite = Callable[[int, Path, str], None]
-"""Called with version, its directory and the phase `version` (files are there) or `pointer`."""
+PostWrite = Callable[[int, ChannelAddress, str], None]
+"""Called with version, its directory or URL, and the phase `version` (files are there) or `pointer`."""
 
 PRUNED = ".pruned"
 """what versions in the trash end in that readers may still have open"""
@@ -364,7 +365,7 @@ def _hook(post_write: PostWrite | None, version: int, place: str, phase: str) ->
         return
     for left in reversed(range(_HOOK_TRIES)):
         try:
-            return post_write(version, Path(place), phase)
+            return post_write(version, channel_address(place), phase)
         except RetryLater:
             if not left:
                 raise

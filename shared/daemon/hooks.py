@@ -31,7 +31,7 @@ def run_hook(
     command: str,
     *,
     version: int,
-    directory: Path,
+    directory: Path | str,
     phase: str,
     deadline_seconds: float,
     more: Mapping[str, str] | None = None,

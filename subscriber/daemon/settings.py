@@ -162,6 +162,12 @@ class SubscriberSettings(ServiceSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_pre_read(self) -> Self:
+        if self.pre_read is not None and isinstance(self.channel, str):
+            raise ValueError(f"pre_read: {self.channel} is not a directory; leave the hook out")
+        return self
+
+    @model_validator(mode="after")
     def _check_report_to(self) -> Self:
         if self.report_to is None:
             return self

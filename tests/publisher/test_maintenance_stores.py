@@ -598,6 +598,14 @@ def test_an_anchor_is_made_where_an_attempt_ended(world: World, left: str, tmp_p
         pass
 
 
+def test_hooks_get_paths_of_directories_and_urls_of_other_stores(world: World) -> None:
+    told: list[Path | str] = []
+    with world.publisher(post_write=lambda version, directory, phase: told.append(directory)) as publisher:
+        world.grow(publisher, 1)
+    kind = Path if world.store.renames else str
+    assert len(told) == 2 and told[0] == kind(world.store.place("weight_v000001"))
+
+
 def test_tags_and_pins(world: World) -> None:
     pins.set_tag(world.store, "best", 2)
     pins.set_tag(world.store, "best", 1)

@@ -157,3 +157,10 @@ def test_a_port_that_kubernetes_sets_is_told_as_such(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WEIGHTCAST_PORT", "tcp://10.0.0.7:8340")
     with pytest.raises(BadSettings, match=r"port: set by Kubernetes .* `enableServiceLinks: false`"):
         load_settings(SubscriberSettings, {"channel": tmp_path, "local": tmp_path / "local"})
+
+
+def test_a_hook_before_reads_needs_a_directory() -> None:
+    flags = {"pre_read": "true", "channel": "s3://weights/run7"}
+    with pytest.raises(BadSettings, match="pre_read: s3://weights/run7 is not a directory"):
+        load_settings(SubscriberSettings, flags)
+    assert load_settings(SubscriberSettings, {**flags, "channel": "/mnt/run7"}).pre_read == "true"
