@@ -7,6 +7,8 @@ from pathlib import Path
 from weightcast.publisher.daemon.record import PublisherMetrics
 from weightcast.publisher.fleet.metrics import FleetMetrics
 from weightcast.publisher.fleet.view import ChannelPage
+from weightcast.publisher.mirror.daemon import MirrorMetrics
+from weightcast.publisher.mirror.mirror import MirrorStatus
 from weightcast.shared.daemon.fleet import Fleet
 from weightcast.shared.daemon.metrics import DiskMetrics, Labels, MetricDoc, Metrics, watch_loop
 from weightcast.shared.daemon.status import LoopStatus, Snapshot
@@ -17,7 +19,7 @@ from weightcast.subscriber.gate.traffic import Traffic
 HEAD = """\
 # Metrics
 
-What `/metrics` of both daemons shows, in Prometheus' text format; made from the code by
+What `/metrics` of the daemons shows, in Prometheus' text format; made from the code by
 `python docs/make_metrics.py`. Units are part of the names: `_seconds`, `_bytes`, `_ratio` (1 is all),
 `_timestamp_seconds` (unix time), `_total` (counts since the daemon's start). A histogram has `_bucket`,
 `_sum` and `_count`.
@@ -43,7 +45,10 @@ def document() -> str:
             "## The publisher\n",
             _table([doc for doc in publisher if doc not in both]),
             "## The subscriber\n",
-            _table([doc for doc in subscriber if doc not in both]).rstrip("\n"),
+            _table([doc for doc in subscriber if doc not in both]),
+            "## The mirror\n",
+            "Its loop and process as above, and\n",
+            _table(_mirror()).rstrip("\n"),
         )
     )
 
@@ -65,6 +70,12 @@ def _subscriber() -> list[MetricDoc]:
     traffic = Traffic((), policy="pass", drain_seconds=0, hold_seconds=0, most=1)
     registry.watch(Gate({}, traffic, token=None, run_id=str, wake=lambda: None))
     return _with_furniture(registry)
+
+
+def _mirror() -> list[MetricDoc]:
+    registry = Metrics()
+    registry.watch(MirrorMetrics(lambda: MirrorStatus(channel="", local="")))
+    return registry.docs
 
 
 def _with_furniture(registry: Metrics) -> list[MetricDoc]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.shared.daemon.settings import ServiceSettings, SettingDoc, describe_settings
+from weightcast.publisher.mirror.settings import MirrorSettings
+from weightcast.shared.daemon.settings import DaemonSettings, SettingDoc, describe_settings
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 TOP = """\
@@ -24,7 +25,7 @@ known name.
 HEAD = "| flag | environment | default | |\n|---|---|---|---|\n"
 
 
-def table(cls: type[ServiceSettings], *, leave_out: frozenset[str] = frozenset()) -> str:
+def table(cls: type[DaemonSettings], *, leave_out: frozenset[str] = frozenset()) -> str:
     return HEAD + "".join(_row(doc) for doc in describe_settings(cls) if doc.name not in leave_out)
 
 
@@ -35,20 +36,24 @@ def _row(doc: SettingDoc) -> str:
 
 
 def document() -> str:
-    """The page: settings of both daemons, then those of one."""
+    """The page: settings of publisher and subscriber, then those of one daemon."""
     publisher = {doc.name: doc for doc in describe_settings(PublisherSettings)}
     subscriber = {doc.name: doc for doc in describe_settings(SubscriberSettings)}
     shared = frozenset(name for name, doc in publisher.items() if subscriber.get(name) == doc)
     own = frozenset(set(subscriber) - shared)
+    of_all = frozenset(DaemonSettings.model_fields) - {"port"}
     return "\n".join(
         (
             TOP,
-            "## Both daemons\n",
+            "## Publisher and subscriber\n",
             table(SubscriberSettings, leave_out=own),
             "## weightcast publisher run\n",
             table(PublisherSettings, leave_out=shared),
             "## weightcast subscriber run\n",
             table(SubscriberSettings, leave_out=shared),
+            "## weightcast mirror run\n",
+            f"And, as above, {', '.join(f'`{name}`' for name in sorted(of_all))}.\n",
+            table(MirrorSettings, leave_out=of_all),
         )
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +46,7 @@ from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, Unt
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.claims import Claim, claim, this_process
+from weightcast.shared.channel.claims import Claim, Heart, claim, this_process
 from weightcast.shared.channel.directory_store import directory_of, mounted, open_store
 from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding, Index
 from weightcast.shared.channel.pins import Rollback
@@ -62,8 +61,6 @@ from weightcast.shared.files.probes import CHANNEL_NEEDS, COMMIT_NEEDS, require
 
 if TYPE_CHECKING:
     from weightcast.shared.daemon.fleet import FleetReader
-
-_BEAT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +137,7 @@ class Publisher:
         self._lone = None if claimed is None else OwnerRank(updater, claimed, Rank(0, 1), setup)
         """what rank 0 publishes without the other ranks"""
         self._member = MemberRank(updater, rank, setup)
-        self._heart = None if claimed is None else _Heart(claimed)
+        self._heart = None if claimed is None else Heart(claimed)
         self._closed = False
         self.baselines: Baselines | None = None
         """None: slime's encodings need all new words on the host, whatever changed"""
@@ -651,23 +648,3 @@ class Publisher:
         with contextlib.suppress(WeightcastError):
             return root_of(channel, version)
         return ""
-
-
-class _Heart:
-    """Shows in the claim that this process lives, also while a trainer does not publish."""
-
-    def __init__(self, claimed: Claim) -> None:
-        self._claim = claimed
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weightcast-claim", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(_BEAT_SECONDS):
-            # the channel may be away for a while; the next beat tells
-            with contextlib.suppress(OSError):
-                self._claim.beat()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()

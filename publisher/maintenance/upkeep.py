@@ -175,6 +175,31 @@ def due_anchor(
     return at if few is not None and at - chain.anchor >= few else None
 
 
+def sweep(channel: Channel, claim: Claim) -> None:
+    """Deletes what a kill left unfinished beside versions, and in an object store of versions that were
+    pruned."""
+    for version in versions_in(channel.store):
+        files = channel.store.within(version_name(version))
+        if _is_half_pruned(channel, version):
+            drop_unfinished(claim, version_name(version))
+            continue
+        entries = list(files.list())
+        drop_strays(claim, version_name(version), (entry.name for entry in entries))
+        for entry in entries:
+            name, _, epoch = entry.name.partition(".")
+            beside = entry.kind == "directory" and (name == ANCHOR or base_of(name) is not None)
+            ours = epoch.startswith(f"{claim.epoch}-")
+            if beside and not ours and (epoch or files.stat(f"{name}/{INDEX_NAME}") is None):
+                drop_unfinished(claim, f"{version_name(version)}/{entry.name}")
+
+
+def _is_half_pruned(channel: Channel, version: int) -> bool:
+    store, horizon = channel.store, channel.require_ours()[0].horizon
+    if store.renames or version >= horizon or store.stat(index_key(version)) is not None:
+        return False
+    return version not in {*pins.kept(store), *pins.tags(store).values()}
+
+
 class Upkeep:
     """`step` is for one thread: the caller's, or after `start` one of its own, which gives way to
     publishing."""
@@ -307,7 +332,9 @@ class Upkeep:
         pointer = channel.pointer()
         if pointer is None:
             return ""
-        self._sweep(channel)
+        if not self._swept:
+            sweep(channel, self._claim)
+            self._swept = True
         try:
             made = self._make(channel, pointer)
         except OSError:
@@ -331,31 +358,6 @@ class Upkeep:
         prune(channel, verdict, self._claim, self._local)
         self._swept = True
         return f"{counted(len(verdict.removals), 'version')} pruned" if verdict.removals else ""
-
-    def _sweep(self, channel: Channel) -> None:
-        """What a kill left unfinished beside versions, and in an object store of versions that it pruned."""
-        if self._swept:
-            return
-        for version in versions_in(channel.store):
-            files = channel.store.within(version_name(version))
-            if self._is_half_pruned(channel, version):
-                drop_unfinished(self._claim, version_name(version))
-                continue
-            entries = list(files.list())
-            drop_strays(self._claim, version_name(version), (entry.name for entry in entries))
-            for entry in entries:
-                name, _, epoch = entry.name.partition(".")
-                beside = entry.kind == "directory" and (name == ANCHOR or base_of(name) is not None)
-                ours = epoch.startswith(f"{self._claim.epoch}-")
-                if beside and not ours and (epoch or files.stat(f"{name}/{INDEX_NAME}") is None):
-                    drop_unfinished(self._claim, f"{version_name(version)}/{entry.name}")
-        self._swept = True
-
-    def _is_half_pruned(self, channel: Channel, version: int) -> bool:
-        store, horizon = channel.store, channel.require_ours()[0].horizon
-        if store.renames or version >= horizon or store.stat(index_key(version)) is not None:
-            return False
-        return version not in {*pins.kept(store), *pins.tags(store).values()}
 
     def _make_skip(self, channel: Channel, pointer: Pointer, log: ReplayLog) -> str:
         positions = log.positions()

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +30,7 @@ from weightcast.shared.files.system import BOOT_ID, system_text
 _log = logging.getLogger("weightcast.claims")
 PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 1.0
+_BEAT_SECONDS = 10.0
 CLAIM_LIMIT = 64 << 10
 _NAME = re.compile(r"([1-9]\d{0,14})\.json", re.ASCII)
 _Text = Annotated[str, MaxLen(256)]
@@ -261,3 +263,23 @@ def is_dead(old: Claimant, observer: Claimant) -> bool:
     except PermissionError:
         return False  # another user's process, of which /proc may show nothing
     return old.process_start != "" and _process_start(old.pid) != old.process_start
+
+
+class Heart:
+    """Shows in the claim that this process lives, also while nothing is published."""
+
+    def __init__(self, claimed: Claim) -> None:
+        self._claim = claimed
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weightcast-claim", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_BEAT_SECONDS):
+            # the channel may be away for a while; the next beat tells
+            with contextlib.suppress(OSError):
+                self._claim.beat()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()

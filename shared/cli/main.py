@@ -27,7 +27,7 @@ from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import exists, printable
 
 _PUBLISHER, _SUBSCRIBER = "weightcast.publisher.commands", "weightcast.subscriber.commands"
-_CLI = "weightcast.shared.cli"
+_MIRROR, _CLI = "weightcast.publisher.mirror.commands", "weightcast.shared.cli"
 COMMANDS: dict[str, tuple[str, str]] = {
     "publish": (f"{_PUBLISHER}_publish:publish", "Publish one checkpoint as the channel's next version."),
     "sync": (f"{_SUBSCRIBER}_sync:sync", "Bring a local checkpoint (and engines) to the target once."),
@@ -35,6 +35,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "publisher run": (f"{_PUBLISHER}:run", "Publish what the trainer writes, until stopped."),
     "subscriber": ("", "The rollout hosts' side."),
     "subscriber run": (f"{_SUBSCRIBER}:run", "Follow a channel and reload the engines, until stopped."),
+    "mirror": ("", "Channels copied into other regions."),
+    "mirror run": (f"{_MIRROR}:run", "Follow a channel and copy it into another one, until stopped."),
+    "mirror sync": (f"{_MIRROR}:sync", "Copy what a channel has and another one lacks, once."),
     "run-engine": (f"{_SUBSCRIBER}:start_engine", "Start an engine while no version is patched in."),
     "status": (f"{_CLI}.status:status", "Show whether a daemon is ready, its version, and what is wrong."),
     "wake": (f"{_CLI}.status:wake", "Make a daemon poll now."),
@@ -60,6 +63,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("", "Settings of the daemons."),
     "config show": ("", "Effective settings and their source."),
     "config show publisher": (f"{_PUBLISHER}:show_settings", "Of `weightcast publisher run`."),
+    "config show mirror": (f"{_MIRROR}:show_settings", "Of `weightcast mirror run`."),
     "config show subscriber": (f"{_SUBSCRIBER}:show_settings", "Of `weightcast subscriber run`."),
 }
 """By name: where it is, and a line for the help of its group; a group is nowhere, and comes before what is in

@@ -13,7 +13,7 @@ from rich.table import Table
 from weightcast.shared.cli.options import json_option, path
 from weightcast.shared.cli.output import Output
 from weightcast.shared.daemon.settings import (
-    ServiceSettings,
+    DaemonSettings,
     describe_settings,
     effective_settings,
     exact_size,
@@ -24,7 +24,7 @@ from weightcast.shared.daemon.settings import (
 )
 from weightcast.shared.files.paths import printable
 
-S = TypeVar("S", bound=ServiceSettings)
+S = TypeVar("S", bound=DaemonSettings)
 
 
 def settings_command(cls: type[S], help: str) -> Callable[[Callable[[S], None]], click.Command]:
@@ -42,7 +42,7 @@ def settings_command(cls: type[S], help: str) -> Callable[[Callable[[S], None]],
     return command_of
 
 
-def show_settings_command(side: str, cls: type[ServiceSettings]) -> click.Command:
+def show_settings_command(side: str, cls: type[DaemonSettings]) -> click.Command:
     """The command `config show SIDE`: takes the options of the daemon and prints its effective settings."""
 
     @json_option
@@ -57,7 +57,7 @@ def show_settings_command(side: str, cls: type[ServiceSettings]) -> click.Comman
     return command
 
 
-def _options(cls: type[ServiceSettings]) -> Iterator[click.Option]:
+def _options(cls: type[DaemonSettings]) -> Iterator[click.Option]:
     yield click.Option(["--config"], type=path, metavar="FILE", help="TOML file with settings.")
     for doc in describe_settings(cls):
         text = f"{doc.help} [{doc.env}]" + (f" [default: {doc.default}]" if doc.default else "")

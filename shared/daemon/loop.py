@@ -34,7 +34,7 @@ from weightcast.shared.daemon.hooks import end_hooks
 from weightcast.shared.daemon.http import HEADER_LIMIT, Connection, backlog, most_connections, prepare
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.metrics import error_kind
-from weightcast.shared.daemon.settings import ServiceSettings
+from weightcast.shared.daemon.settings import DaemonSettings
 from weightcast.shared.daemon.status import Failure, LoopStatus, Snapshot
 from weightcast.shared.daemon.timing import Backoff, jittered
 from weightcast.shared.files import durable
@@ -224,7 +224,7 @@ def run_daemon(
     app: FastAPI,
     step: LoopStep,
     wakeup: Wakeup,
-    settings: ServiceSettings,
+    settings: DaemonSettings,
     on_start: Callable[[], None] = lambda: None,
     on_stop: Callable[[], None] = lambda: None,
     loop: Snapshot[LoopStatus] | None = None,

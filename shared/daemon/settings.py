@@ -40,6 +40,7 @@ from weightcast.shared.files.paths import at_home
 
 PUBLISHER_PORT = 8340
 SUBSCRIBER_PORT = 8341
+MIRROR_PORT = 8342
 CONFIG_LIMIT = 1 << 20
 
 
@@ -66,8 +67,8 @@ HostName = Annotated[str, AfterValidator(_listenable)]
 Size = Annotated[ByteSize, WithJsonSchema({"type": "size"})]
 
 
-class ServiceSettings(BaseModel):
-    """What both daemons have: see `load_settings`."""
+class DaemonSettings(BaseModel):
+    """What all daemons have: see `load_settings`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -86,18 +87,10 @@ class ServiceSettings(BaseModel):
     """Log format on stderr."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum log level."""
-    memory_budget: Size = Field(ByteSize(MEMORY_BUDGET), ge=16 << 20)
-    """Memory for working buffers, e.g. 512MiB."""
-    threads: PositiveInt | None = None
-    """Worker threads (capped by --memory-budget); unset: all usable cores."""
-    verify_rate: Size = Field(ByteSize(32 << 20), ge=0)
-    """Rate limit of the background check of the local checkpoint, bytes per second; 0: off."""
     poll_seconds: float = Field(1.0, gt=0, le=3600)
     """Maximum pause between two polls of the channel."""
     stop_seconds: float = Field(60.0, gt=0, le=3600)
     """Grace period for the current step after SIGTERM."""
-    hook_seconds: float = Field(300.0, gt=0, le=86400)
-    """Timeout of a hook; it is then killed."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -129,6 +122,19 @@ class ServiceSettings(BaseModel):
         return [problem for problem in found if problem]
 
 
+class ServiceSettings(DaemonSettings):
+    """What publisher and subscriber have."""
+
+    memory_budget: Size = Field(ByteSize(MEMORY_BUDGET), ge=16 << 20)
+    """Memory for working buffers, e.g. 512MiB."""
+    threads: PositiveInt | None = None
+    """Worker threads (capped by --memory-budget); unset: all usable cores."""
+    verify_rate: Size = Field(ByteSize(32 << 20), ge=0)
+    """Rate limit of the background check of the local checkpoint, bytes per second; 0: off."""
+    hook_seconds: float = Field(300.0, gt=0, le=86400)
+    """Timeout of a hook; it is then killed."""
+
+
 def _complete(value: object) -> object:
     """A path may begin with ~/. Every path is shown in JSON, and some are passed to engines."""
     if not isinstance(value, Path):
@@ -151,7 +157,7 @@ def problem_of(read: Callable[[], object]) -> str:
     return ""
 
 
-S = TypeVar("S", bound=ServiceSettings)
+S = TypeVar("S", bound=DaemonSettings)
 
 
 def load_settings(cls: type[S], flags: Mapping[str, object], config: Path | None = None) -> S:
@@ -187,7 +193,7 @@ def trace_settings(
     return settings, origins
 
 
-def effective_settings(settings: ServiceSettings, origins: Mapping[str, str]) -> list[dict[str, Any]]:
+def effective_settings(settings: DaemonSettings, origins: Mapping[str, str]) -> list[dict[str, Any]]:
     """Every setting in the order of its definition. `value` as in JSON, a secret masked, addresses without
     their query; `source`: flag, environment, file or default; `place`: the flag, the variable or the file."""
     found = []
@@ -209,7 +215,7 @@ def _place(name: str, origin: str) -> str:
     return places.get(origin, origin)
 
 
-def require_files(settings: ServiceSettings) -> None:
+def require_files(settings: DaemonSettings) -> None:
     """Raises BadSettings with every file named by the settings that a daemon cannot start with."""
     problems = settings.missing()
     if problems:
@@ -238,7 +244,7 @@ class SettingDoc:
     help: str
 
 
-def describe_settings(cls: type[ServiceSettings]) -> list[SettingDoc]:
+def describe_settings(cls: type[DaemonSettings]) -> list[SettingDoc]:
     """Every setting of `cls` in the order of its definition."""
     schema = cls.model_json_schema()
     return [_describe(name, one, name in schema["required"]) for name, one in schema["properties"].items()]
@@ -284,7 +290,7 @@ def exact_size(nbytes: int) -> str:
     return f"{nbytes}B"
 
 
-def _read_environment(cls: type[ServiceSettings]) -> dict[str, str]:
+def _read_environment(cls: type[DaemonSettings]) -> dict[str, str]:
     """Names in any case; what is empty is unset."""
     upper = {variable.upper(): value for variable, value in os.environ.items() if value}
     names = {PREFIX + name.upper(): name for name in cls.model_fields}
@@ -319,7 +325,7 @@ _OF_KUBERNETES = (
 )
 
 
-def _problem(cls: type[ServiceSettings], error: ErrorDetails, origins: Mapping[str, str]) -> str:
+def _problem(cls: type[DaemonSettings], error: ErrorDetails, origins: Mapping[str, str]) -> str:
     if not error["loc"]:
         # of several settings together, which the message names
         return error["msg"].removeprefix("Value error, ")

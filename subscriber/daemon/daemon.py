@@ -21,6 +21,7 @@ from weightcast.shared.base.errors import (
 from weightcast.shared.channel.channel import NoChannel, require_named
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import report_key
+from weightcast.shared.channel.reports import Report
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter
 from weightcast.shared.checkpoint.state.state import Phase
 from weightcast.shared.checkpoint.update.sources import open_base
@@ -34,7 +35,7 @@ from weightcast.shared.files.disk_errors import DiskError
 from weightcast.shared.files.paths import exists, require_directory
 from weightcast.subscriber.daemon.announce import Announcer, FailedEngines
 from weightcast.subscriber.daemon.metrics import SubscriberMetrics
-from weightcast.subscriber.daemon.report import open_reporter
+from weightcast.subscriber.daemon.report import describe, open_reporter
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.daemon.wiring import open_engines, open_gate, open_lead, options_of
 from weightcast.subscriber.engines.live import EngineVerify
@@ -137,13 +138,13 @@ class Subscriber:
             # another version may have come meanwhile
             self.wakeup.set()
 
-    def _reported(self) -> HostStatus | None:
+    def _reported(self) -> Report | None:
         """A report is a local checkpoint's: that of its writer. A start that is refused leaves none."""
         status = self.sync.status.but(loop=self.loop.get())
         unknown = self.refused is not None or isinstance(self.sync.host.error, HasWriter)
         # others hear of this host once its settings have led somewhere
         is_known = status.loop.steps > 0 or status.state not in _EARLY
-        return None if unknown or not is_known else status
+        return None if unknown or not is_known else describe(status)
 
     def on_start(self) -> None:
         self.loop.set(begun(self.loop.get(), time.time()))  # a channel may hang here already

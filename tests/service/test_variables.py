@@ -11,6 +11,7 @@ from command_tree import commands_of
 from forked import run_weightcast
 
 from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.publisher.mirror.settings import MirrorSettings
 from weightcast.shared.daemon.environment import SETTINGS, unknown_variables
 from weightcast.shared.daemon.settings import describe_settings
 from weightcast.shared.kernels.loader import CACHE_VARIABLE
@@ -18,7 +19,7 @@ from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 
 def test_all_settings_are_known() -> None:
-    sides = (PublisherSettings, SubscriberSettings)
+    sides = (PublisherSettings, SubscriberSettings, MirrorSettings)
     assert {setting.env for side in sides for setting in describe_settings(side)} == SETTINGS
 
 

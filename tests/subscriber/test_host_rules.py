@@ -19,8 +19,7 @@ from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import Update, pack_report, parse_report, read_reports
 from weightcast.shared.checkpoint.state.state import Blocked, EngineState, Mark
 from weightcast.shared.daemon.fleet import REPORTS_PATH
-from weightcast.shared.daemon.status import LoopStatus
-from weightcast.subscriber.daemon.report import (
+from weightcast.shared.daemon.reporter import (
     CHANGE_SECONDS,
     EVERY_SECONDS,
     PHASE_SECONDS,
@@ -29,8 +28,9 @@ from weightcast.subscriber.daemon.report import (
     ToPublisher,
     Undelivered,
     ahead_by,
-    describe,
 )
+from weightcast.shared.daemon.status import LoopStatus
+from weightcast.subscriber.daemon.report import describe
 from weightcast.subscriber.engines.base import EngineFacts, HeldWeights
 from weightcast.subscriber.engines.rules import (
     MOST_BLOCKED,
@@ -196,35 +196,35 @@ def in_channel(directory: Path, clock: Callable[[], float] = lambda: 0.0) -> Rep
 def test_reports_are_written_on_change_and_when_time_is_up(tmp_path: Path) -> None:
     now = [0.0]
     reporter = in_channel(channel(tmp_path), lambda: now[0])
-    reporter.report(STATUS)
+    reporter.report(describe(STATUS))
     [first] = read_reports(open_store(tmp_path))
     changed = STATUS.but(local_version=4)
-    reporter.report(changed)
+    reporter.report(describe(changed))
     assert read_reports(open_store(tmp_path)) == [first], "not more often than once a second"
     now[0] += CHANGE_SECONDS
-    reporter.report(STATUS)
+    reporter.report(describe(STATUS))
     assert read_reports(open_store(tmp_path)) == [first], "nothing changed"
-    reporter.report(changed)
+    reporter.report(describe(changed))
     [second] = read_reports(open_store(tmp_path))
     assert (second.local_version, second.counter) == (4, first.counter + 1)
     assert (first.clock_offset, second.clock_offset) == (None, 0.0)
     now[0] += CHANGE_SECONDS
     fetching = changed.but(state="fetching", ready=True)
     ready = changed.but(ready=True)
-    reporter.report(ready)
+    reporter.report(describe(ready))
     now[0] += CHANGE_SECONDS
-    reporter.report(fetching)
+    reporter.report(describe(fetching))
     [third] = read_reports(open_store(tmp_path))
     assert (third.state, third.phase) == ("ready", "starting"), "a phase that may pass in a moment"
     now[0] += PHASE_SECONDS
-    reporter.report(fetching)
+    reporter.report(describe(fetching))
     [fourth] = read_reports(open_store(tmp_path))
     assert (fourth.state, fourth.phase) == ("ready", "fetching")
     now[0] += 2 * EVERY_SECONDS
-    reporter.report(fetching)
+    reporter.report(describe(fetching))
     [fifth] = read_reports(open_store(tmp_path))
     assert fifth == replace(fourth, counter=fourth.counter + 1)
-    reporter.last(fetching)
+    reporter.last(describe(fetching))
     assert read_reports(open_store(tmp_path))[0].counter == fifth.counter + 1
 
 
@@ -232,13 +232,13 @@ def test_a_report_that_cannot_be_written_is_told_and_tried_again_less_and_less_o
     now = [0.0]
     Layout(channel(tmp_path)).hosts_dir.write_text("in the way")
     reporter = in_channel(tmp_path, lambda: now[0])
-    reporter.report(STATUS)
+    reporter.report(describe(STATUS))
     assert "no report of this host can be written" in reporter.error and "--report-to" in reporter.error
     Layout(tmp_path).hosts_dir.unlink()
-    reporter.report(STATUS)
+    reporter.report(describe(STATUS))
     assert reporter.error != ""
     now[0] += 2 * CHANGE_SECONDS
-    reporter.report(STATUS)
+    reporter.report(describe(STATUS))
     assert reporter.error == "" and len(read_reports(open_store(tmp_path))) == 1
 
 
@@ -255,10 +255,10 @@ def test_a_publisher_whose_answer_never_ends_is_given_up(act: Trickle) -> None:
 
 
 def test_a_host_that_is_not_seeded_is_heard_of_and_nothing_is_made_without_a_channel(tmp_path: Path) -> None:
-    in_channel(tmp_path / "gone").report(STATUS)
-    in_channel(tmp_path).report(STATUS)
+    in_channel(tmp_path / "gone").report(describe(STATUS))
+    in_channel(tmp_path).report(describe(STATUS))
     assert list(tmp_path.iterdir()) == [], "where nothing is mounted"
-    in_channel(channel(tmp_path)).report(STATUS.but(run_id=None))
+    in_channel(channel(tmp_path)).report(describe(STATUS.but(run_id=None)))
     [found] = read_reports(open_store(tmp_path))
     assert found.run_id == ""
 

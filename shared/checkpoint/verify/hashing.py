@@ -143,7 +143,7 @@ def _differ(found: LanesArray, expected: bytes) -> NDArray[np.bool_]:
 
 
 def proven(
-    record: FileRecord | None, pieces: Iterable[bytes], place: Path | None = None, remedy: str = ""
+    record: FileRecord | None, pieces: Iterable[bytes], place: Path | str = "", remedy: str = ""
 ) -> Iterator[bytes]:
     """The pieces of the file `place`; raises DamagedFile after the last one where they are not the record's
     bytes. None: any bytes."""

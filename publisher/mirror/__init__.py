@@ -1,0 +1,1 @@
+"""A mirror: a channel copied, verified, into another one. docs/adr/0023."""

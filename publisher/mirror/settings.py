@@ -1,0 +1,59 @@
+"""Settings of the mirror."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from pydantic import BeforeValidator, ByteSize, Field, NonNegativeInt, PositiveInt, create_model
+
+from weightcast.publisher.maintenance.retention import Retention
+from weightcast.shared.daemon.settings import MIRROR_PORT, DaemonSettings, Size
+from weightcast.shared.files.paths import ChannelAddress, channel_address
+
+_Address = Annotated[ChannelAddress, BeforeValidator(channel_address)]
+
+
+class MirrorPlaces(DaemonSettings):
+    """`MirrorSettings` without `from`, which Python keeps for itself. A text below a setting is its
+    description."""
+
+    port: int = Field(MIRROR_PORT, ge=0, le=65535)
+    """Its port; 0 takes a free one."""
+    to: _Address
+    """The channel that it is copied into: a directory, or a URL (s3://, gs://)."""
+    take_over: bool = False
+    """Take --to over from a mirror that seems alive."""
+    fetch_rate: Size = Field(ByteSize(0), ge=0)
+    """Bytes per second that are read from --from, e.g. 50MB; 0: no limit."""
+    look_seconds: float = Field(30.0, gt=0, le=3600)
+    """Pause between two looks for anchors, multi-step deltas and tags."""
+    keep_versions: PositiveInt | None = None
+    """Versions that --to keeps. Without this and --keep-hours everything that --from has is copied."""
+    keep_hours: float | None = Field(None, gt=0)
+    """--to keeps versions younger than this."""
+    host_versions: NonNegativeInt = 64
+    """Maximum number of additional versions kept for hosts that are behind."""
+    report: bool = True
+    """Write a report of this mirror to --from, for `weightcast fleet`."""
+    report_seconds: float = Field(30.0, ge=0.5, le=3600)
+    """Between two reports while nothing changes."""
+
+    @property
+    def source(self) -> ChannelAddress:
+        return cast(ChannelAddress, getattr(self, "from"))
+
+    @property
+    def retention(self) -> Retention:
+        return Retention(self.keep_versions, self.keep_hours, self.host_versions)
+
+
+MirrorSettings = create_model(
+    "MirrorSettings",
+    __base__=MirrorPlaces,
+    **{
+        "from": (
+            _Address,
+            Field(description="The channel that is copied: a directory, or a URL (s3://, gs://)."),
+        )
+    },  # type: ignore[call-overload]
+)

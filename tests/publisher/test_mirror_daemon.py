@@ -1,0 +1,181 @@
+"""`weightcast mirror run` as processes: hosts behind them, kills, what status, metrics and fleet show."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from core_cases import bytes_of, read_checkpoint, write_checkpoint
+from forked import Forked, weightcast
+from in_process import Command
+from mirrors import Run, require_equal
+from waiting import wait_until
+
+from weightcast.publisher import init_channel
+from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.claims import claim, this_process
+from weightcast.shared.channel.directory_store import DirectoryStore, open_store
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
+
+HOSTS = 20
+
+
+@dataclass
+class Daemon:
+    process: Forked
+    log: Path
+    port: int = 0
+
+    @classmethod
+    @contextmanager
+    def of(cls, root: Path, source: object, to: object, *flags: object, token: str = "") -> Iterator[Daemon]:
+        root.mkdir(exist_ok=True)
+        (root / "port").unlink(missing_ok=True)
+        words = ("--port", 0, "--port-file", root / "port", "--poll-seconds", 0.1, "--report-seconds", 0.5)
+        with (root / "log").open("ab") as log:
+            process = weightcast(
+                *("mirror", "run", "--from", source, "--to", to, *words, *flags),
+                stderr=log,
+                env={**os.environ, "WEIGHTCAST_TOKEN": token},
+            )
+        try:
+            yield cls(process, root / "log")
+        finally:
+            process.kill()
+            process.wait(30)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        if not self.port:
+            file = self.log.parent / "port"
+            wait_until(lambda: file.exists() or self.process.poll() is not None)
+            assert self.process.poll() is None, self.log.read_text()
+            self.port = int(file.read_text())
+        return httpx.get(f"http://127.0.0.1:{self.port}{path}", timeout=20, headers=headers)
+
+    def ready(self) -> Daemon:
+        wait_until(lambda: self.get("/readyz").is_success, what=f"{self.log}")
+        return self
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.get("/v1/status").json()
+        return found
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.begin(tmp_path, DirectoryStore(tmp_path / "a"))
+
+
+def test_hosts_behind_two_mirrors_follow_while_one_is_killed(
+    run: Run, tmp_path: Path, weightcast: Command
+) -> None:
+    places, arrived = [tmp_path / "b", tmp_path / "c"], threading.Event()
+    versions = [0] * HOSTS
+
+    def fleet() -> Any:
+        return weightcast("fleet", "--channel", run.store.place(), "--json").json
+
+    def follow(number: int) -> None:
+        channel = places[number % 2]
+        options = UpdaterOptions(visible_seconds=0.2)
+        with closing(
+            LocalUpdater(open_store(channel), tmp_path / f"host{number}", run.base, options)
+        ) as host:
+            while not arrived.wait(0.05):
+                if not (channel / "channel.json").exists():
+                    continue  # not a channel yet: without it, it looks like another tool's
+                try:
+                    host.update_to(Channel.open(open_store(channel)))
+                except (WeightcastError, OSError):
+                    continue  # tried again
+                assert host.local is not None
+                versions[number] = host.local.state.position.version
+
+    hosts = [threading.Thread(target=follow, args=(number,)) for number in range(HOSTS)]
+    with Daemon.of(tmp_path / "two", run.store.place(), places[1]) as steady:
+        with Daemon.of(tmp_path / "one", run.store.place(), places[0]) as killed:
+            for host in hosts:
+                host.start()
+            try:
+                run.grow(3, anchor_every=2)
+                wait_until(lambda: versions[0] > 0)
+                killed.process.kill()
+                run.grow(3, anchor_every=2)
+                wait_until(lambda: set(versions[1::2]) == {6}, what=f"{versions}")
+                with Daemon.of(tmp_path / "one", run.store.place(), places[0]) as again:
+                    again.ready()
+                    run.grow(2, anchor_every=2)
+                    wait_until(lambda: set(versions) == {8}, what=f"{versions}")
+                    steady.ready()
+                    wait_until(lambda: fleet()["counts"]["ready"] == 2)
+                    rows = {host["local"]: host for host in fleet()["hosts"]}
+                    assert rows.keys() == set(map(str, places))
+                    assert [(row["lag"], row["engines"][0]["kind"]) for row in rows.values()] == [
+                        (0, "mirror")
+                    ] * 2
+                    assert again.stop() == 0
+            finally:
+                arrived.set()
+                for host in hosts:
+                    host.join()
+        assert steady.stop() == 0
+    for number in range(HOSTS):
+        assert read_checkpoint(tmp_path / f"host{number}") == bytes_of(run.models[8])
+    for place in places:
+        run.copy(open_store(place))
+        require_equal(run.store, open_store(place))
+
+
+def test_status_metrics_and_a_token(run: Run, tmp_path: Path, weightcast: Command) -> None:
+    run.grow(2)
+    with Daemon.of(tmp_path / "one", run.store.place(), tmp_path / "b", token="secret") as mirror:
+        token = {"Authorization": "Bearer secret"}
+        assert mirror.get("/v1/status").status_code == 401
+        wait_until(lambda: mirror.get("/readyz", **token).is_success)
+        status = mirror.get("/v1/status", **token).json()
+        assert (status["served_version"], status["lag_versions"], status["versions"]) == (2, 0, 2)
+        assert "weightcast_lag_versions 0.0" in mirror.get("/metrics", **token).text
+        said = weightcast("status", mirror.port, "--token", "secret")
+        assert said.code == 0 and "is ready: serves version 2" in said.out
+        assert mirror.stop() == 0
+    [reported] = weightcast("fleet", "--channel", run.store.place(), "--json").json["hosts"]
+    assert reported["standing"] == "stopped"
+
+
+def test_it_waits_for_its_source_and_says_what_is_wrong_with_it(run: Run, tmp_path: Path) -> None:
+    with Daemon.of(tmp_path / "one", tmp_path / "later", tmp_path / "b") as mirror:
+        assert "later" in mirror.get("/readyz").json()["reasons"][0]
+        init_channel(tmp_path / "later", run.base, run_id="later")
+        mirror.ready()
+        (tmp_path / "later/latest").write_text("000007")
+        wait_until(lambda: mirror.get("/readyz").status_code == 503)
+        assert "no way from version 0 to 7" in mirror.status()["last_error"]["message"]
+        (tmp_path / "later/latest").unlink()
+        mirror.ready()
+
+
+def test_a_wrong_destination_and_another_owner_end_it(run: Run, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    init_channel(other, write_checkpoint(tmp_path / "base2", run.models[0]), run_id="other")
+    with Daemon.of(tmp_path / "one", run.store.place(), other) as mirror:
+        assert mirror.process.wait(60) == 3
+        assert "the source of run run" in mirror.log.read_text()
+    with Daemon.of(tmp_path / "two", run.store.place(), tmp_path / "b") as mirror:
+        mirror.ready()
+        claim(open_store(tmp_path / "b"), this_process(), take_over=True)
+        run.grow(1)
+        assert mirror.process.wait(60) == 3
+        assert "now belongs to" in mirror.log.read_text()
