@@ -15,16 +15,18 @@ import secrets
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 import uvicorn
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import Message, Receive, Scope, Send
+from yarl import URL
 
 from weightcast.shared.daemon.environment import port_of
 from weightcast.shared.daemon.logs import get_log
@@ -86,7 +88,7 @@ class Gate(Collector):
         self.traffic = traffic
         self._upstreams, self._run_id, self._wake = upstreams, run_id, wake
         self._expected = None if token is None else f"Bearer {token}".encode()
-        self._transports: dict[str, httpx.AsyncHTTPTransport] = {}
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self.outcomes = dict.fromkeys(OUTCOMES, 0)
         self._server: uvicorn.Server | None = None
@@ -128,18 +130,21 @@ class Gate(Collector):
         await receive()
         watchers = [asyncio.create_task(self._watch(name)) for name in self._upstreams]
         for name, engine in self._upstreams.items():
-            self._transports[name] = httpx.AsyncHTTPTransport(
-                verify=engine.trust,
-                trust_env=False,
-                # servers drop what is idle after five seconds
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=3),
+            # servers drop what is idle after five seconds
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3, ssl=engine.trust)
+            self._sessions[name] = aiohttp.ClientSession(
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
+                auto_decompress=False,
+                skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
             )
         await send({"type": "lifespan.startup.complete"})
         await receive()
         for watcher in watchers:
             watcher.cancel()
-        for transport in self._transports.values():
-            await transport.aclose()
+        for session in self._sessions.values():
+            await session.close()
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _watch(self, name: str) -> None:
@@ -231,9 +236,9 @@ class Gate(Collector):
         answer, outcome = _Answer(call, send), "left"
         gone = asyncio.create_task(_disconnect(receive, task))
         try:
-            async with self._sent(scope, headers, body, call, rid) as response:
+            async with await self._send_on(scope, headers, body, call, rid) as response:
                 if not await self.traffic.is_same(call):
-                    raise httpx.ReadError("another process answers there now")
+                    raise aiohttp.ClientError("another process answers there now")
                 await answer.pass_back(response)
             outcome = "partial" if call.ended_by else "answered"
         except asyncio.CancelledError:
@@ -242,7 +247,7 @@ class Gate(Collector):
             task.uncancel()
             outcome = "partial"
             await answer.end_partial()
-        except httpx.HTTPError as error:
+        except (aiohttp.ClientError, OSError) as error:
             outcome = "engine_failed"
             await answer.fail(f"engine {call.engine} does not answer: {error or type(error).__name__}")
         finally:
@@ -260,56 +265,54 @@ class Gate(Collector):
         task.get_loop().call_later(_ABORT_SECONDS, task.cancel)
 
     async def _abort_request(self, name: str, rid: str) -> None:
-        body = json.dumps({"rid": rid}).encode()
-        headers = {"content-type": "application/json", **self._key_of(name)}
-        with contextlib.suppress(httpx.HTTPError, TimeoutError):
-            async with asyncio.timeout(_ABORT_SECONDS):
-                response = await self._order(name, "POST", "/abort_request", headers, body)
-                await response.aclose()
-
-    async def _order(
-        self, name: str, method: str, target: str, headers: Mapping[str, str], body: bytes
-    ) -> httpx.Response:
-        """By the transport alone: a client would look into redirects and cookies."""
-        url = self._upstreams[name].url + target
-        timeout = {"timeout": {"connect": 5.0}}
-        request = httpx.Request(method, url, headers=headers, content=body, extensions=timeout)
-        return await self._transports[name].handle_async_request(request)
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            async with (
+                asyncio.timeout(_ABORT_SECONDS),
+                self._sessions[name].post(
+                    self._upstreams[name].url + "/abort_request",
+                    json={"rid": rid},
+                    headers=self._key_of(name),
+                ),
+            ):
+                pass
 
     def _key_of(self, name: str) -> dict[str, str]:
         key = self._upstreams[name].key
         return {"authorization": f"Bearer {key}"} if key else {}
 
-    @contextlib.asynccontextmanager
-    async def _sent(
+    async def _send_on(
         self, scope: Scope, headers: Mapping[str, str], body: bytes, call: Call, rid: str
-    ) -> AsyncIterator[httpx.Response]:
-        path = scope["raw_path"].decode("ascii")
+    ) -> aiohttp.ClientResponse:
+        engine, query = self._upstreams[call.engine], scope["query_string"].decode("ascii")
         salts = {}
         if scope["method"] == "POST":
             salt = f"{self._run_id()}.{call.low}"
-            salts = {"cache_salt": salt}
-            if self._upstreams[call.engine].kind == "sglang":
-                salts = {"extra_key": salt, "rid": rid}
+            salts = {"extra_key": salt, "rid": rid} if engine.kind == "sglang" else {"cache_salt": salt}
         _, body = split_body(body, salts)
-        own = {
-            "authorization",
-            *_HOP_BY_HOP,
-            *headers.get("connection", "").lower().replace(",", " ").split(),
-        }
+        listed = headers.get("connection", "").lower().replace(",", " ").split()
+        own = {"authorization", *_HOP_BY_HOP, *listed}
         passed = {
             name: value
             for name, value in headers.items()
             if name not in own and not name.startswith("weightcast-")
         }
         passed |= {"accept-encoding": "identity", **self._key_of(call.engine)}
-        query = scope["query_string"].decode("ascii")
-        target = f"{path}?{query}" if query else path
-        response = await self._order(call.engine, scope["method"], target, passed, body)
+        target = scope["raw_path"].decode("ascii") + (f"?{query}" if query else "")
+        ask = partial(
+            self._sessions[call.engine].request,
+            scope["method"],
+            URL(engine.url + target, encoded=True),
+            headers=passed,
+            data=body or None,
+            allow_redirects=False,
+        )
         try:
-            yield response
-        finally:
-            await response.aclose()
+            return await ask()
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            # an idle connection may be dropped by the engine at this moment
+            if not await self.traffic.is_same(call):
+                raise
+        return await ask()
 
 
 class _Answer:
@@ -320,29 +323,29 @@ class _Answer:
         self._begun = self._is_stream = False
         self._last = b""
 
-    async def pass_back(self, response: httpx.Response) -> None:
+    async def pass_back(self, response: aiohttp.ClientResponse) -> None:
         kind = response.headers.get("content-type", "")
         self._is_stream = kind.startswith("text/event-stream")
         if kind.startswith("application/json"):
             await self._pass_whole(response)
             return
         await self._begin(response)
-        async for piece in response.aiter_raw():
+        async for piece in response.content.iter_any():
             self._last = (self._last + piece)[-_TAIL:]
             await self._piece(piece)
         if self._is_stream:
             await self._piece(self._comment())
         await self._piece(b"", more=False)
 
-    async def _pass_whole(self, response: httpx.Response) -> None:
+    async def _pass_whole(self, response: aiohttp.ClientResponse) -> None:
         """With its label in the body."""
         received = bytearray()
-        async for piece in response.aiter_raw():
+        async for piece in response.content.iter_any():
             received += piece
             if len(received) > REPLY_LIMIT:
-                raise httpx.ReadError("the answer is too long")
+                raise aiohttp.ClientError("the answer is too long")
         text = bytes(received)
-        if response.status_code == 200 and text[-1:] == b"}" and text.lstrip()[:1] == b"{":
+        if response.status == 200 and text[-1:] == b"}" and text.lstrip()[:1] == b"{":
             label = json.dumps(self._label()).encode()
             comma = b"" if text[:-1].rstrip()[-1:] == b"{" else b","
             text = text[:-1].rstrip() + comma + b'"weightcast":' + label + b"}"
@@ -374,11 +377,11 @@ class _Answer:
             label["tokens"] = _tokens(self._last)
         return b": weightcast " + json.dumps(label).encode() + b"\n\n"
 
-    async def _begin(self, response: httpx.Response, length: int | None = None) -> None:
+    async def _begin(self, response: aiohttp.ClientResponse, length: int | None = None) -> None:
         self._begun = True
         headers = [
             (name, value)
-            for name, value in response.headers.raw
+            for name, value in response.raw_headers
             if name.lower().decode("latin-1") not in _HOP_BY_HOP
         ]
         headers.append((b"weightcast-version", str(self._call.low).encode()))
@@ -387,7 +390,7 @@ class _Answer:
             headers.append((b"content-length", str(length).encode()))
         elif not self._is_stream and "content-length" in response.headers:
             headers.append((b"content-length", response.headers["content-length"].encode()))
-        await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
 
     async def _piece(self, piece: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
