@@ -139,18 +139,28 @@ def test_commands_take_a_url(bucket: str, tmp_path: Path) -> None:
 _DEPLOY = Path(__file__).parents[2] / "deploy" / "s3"
 
 
+def _statements(role: str, bucket: str, user: str, without: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    text = (_DEPLOY / f"{role}.json").read_text().replace("BUCKET", bucket).replace("PREFIX", "runs/seven")
+    statements: list[dict[str, Any]] = json.loads(text)["Statement"]
+    for one in statements:
+        one["Principal"] = {"AWS": [f"arn:aws:iam:::user/{user}"]}
+        one["Action"] = [action for action in one["Action"] if action not in without]
+    return [one for one in statements if one["Action"]]
+
+
+@contextmanager
+def _with_keys(keys: Gateway) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in keys.environment().items():
+            patch.setenv(variable, value)
+        yield
+
+
 @contextmanager
 def _as_role(role: str, s3: Gateway, bucket: str, *without: str) -> Iterator[None]:
     """In the environment: keys of a user with the rights of deploy/s3, less some."""
-    text = (_DEPLOY / f"{role}.json").read_text().replace("BUCKET", bucket).replace("PREFIX", "runs/seven")
-    with s3.user() as (name, keys), pytest.MonkeyPatch.context() as patch:
-        statements = json.loads(text)["Statement"]
-        for one in statements:
-            one["Principal"] = {"AWS": [f"arn:aws:iam:::user/{name}"]}
-            one["Action"] = [action for action in one["Action"] if action not in without]
-        s3.allow(bucket, [one for one in statements if one["Action"]])
-        for variable, value in keys.environment().items():
-            patch.setenv(variable, value)
+    with s3.user() as (name, keys), _with_keys(keys):
+        s3.allow(bucket, _statements(role, bucket, name, without))
         yield
 
 
@@ -271,3 +281,23 @@ def test_daemons_make_no_more_requests_than_the_plan_says(
         bound = [poll.times(count), version.times(4), reports]
         assert puts <= sum(each.puts for each in bound), requests
         assert len(requests) - puts <= sum(each.gets for each in bound), requests
+
+
+def test_a_mirror_has_a_host_s_rights_to_its_source_and_a_publisher_s_to_its_copy(
+    bucket: str, s3: Gateway, tmp_path: Path, weightcast: Command
+) -> None:
+    channel, copy = f"{bucket}/runs/seven", s3.make_bucket()
+    base = write_checkpoint(tmp_path / "base", _model(0))
+    assert weightcast("channel", "init", "--channel", channel, "--base", base).code == 0
+    assert _published(tmp_path, channel, weightcast, "--anchor").code == 0
+    words = ["mirror", "sync", "--from", channel, "--to", f"s3://{copy}/runs/seven"]
+    with s3.user() as (name, keys), _with_keys(keys):
+        s3.allow(copy, _statements("publisher", copy, name))
+        source = bucket.removeprefix("s3://")
+        s3.allow(source, _statements("host", source, name, ("s3:GetObject",)))
+        done = weightcast(*words)
+        assert done.code == 3 and "was denied (GET)" in done.err
+        s3.allow(source, _statements("host", source, name))
+        done = weightcast(*words)
+        assert done.code == 0, done.err
+        assert weightcast("channel", "verify", "--channel", f"s3://{copy}/runs/seven").code == 0
