@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-nginx test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
 
 install: $(STAMP) .typing/weightcast/subscriber
 
@@ -103,6 +103,10 @@ test-slurm: install
 # Channels on a real S3 server, Ceph's object gateway (apt-get install radosgw ceph-mon ceph-osd ceph-mgr ceph-common), as root.
 test-s3: install
 	$(BIN)/python -m pytest -q -m s3 tests
+
+# Channels over HTTP behind nginx with the files of deploy/nginx (apt-get install nginx-light).
+test-nginx: install
+	$(BIN)/python -m pytest -q -m nginx tests/publisher/test_channel_over_http.py
 
 # Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`; `--channel s3`:
 # with channels in S3, which takes three times as long.

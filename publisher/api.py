@@ -46,7 +46,7 @@ from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, Unt
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.claims import Claim, Heart, claim, this_process
+from weightcast.shared.channel.claims import Claim, Heart, claim, require_fences, this_process
 from weightcast.shared.channel.directory_store import directory_of, mounted, open_store
 from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding, Index
 from weightcast.shared.channel.pins import Rollback
@@ -73,6 +73,8 @@ class PublisherOptions:
     """ranks wait for each other this long"""
     take_over: bool = False
     """take the channel from an owner that seems alive"""
+    unfenced: bool = False
+    """publish also to a store that ignores conditions of writes: nothing keeps a second publisher out"""
     take_over_seconds: float = 60.0
     """an owner that was silent for this long counts as gone"""
     anchor_every: int = 0
@@ -219,6 +221,7 @@ class Publisher:
             first = not exists(updater.paths.state)
             if directory is not None:
                 require("--channel", directory, CHANNEL_NEEDS if first else COMMIT_NEEDS)
+            require_fences(store, unfenced=options.unfenced)
             updater.own()
             claimed = claim(
                 store,

@@ -67,6 +67,11 @@ if TYPE_CHECKING:
     help="Maximum span of multi-step deltas, in versions; 0: none.",
 )
 @option("--anchor", is_flag=True, help="Also write full weights for new hosts.")
+@option(
+    "--unfenced",
+    is_flag=True,
+    help="Publish also to a store that ignores conditions of writes: nothing keeps a second publisher out.",
+)
 @option("--publish-rate", type=size, help="Bytes per second to write, e.g. 50MB; 0: no limit.")
 @option(
     "--non-finite",
@@ -93,6 +98,7 @@ def publish(
     step: int | None,
     threads: int | None,
     take_over: bool,
+    unfenced: bool,
     sign_key: Path | None,
     trusted_key: tuple[str, ...],
     skip_span: int,
@@ -118,6 +124,7 @@ def publish(
             options=PublisherOptions(
                 threads=working_threads(threads),
                 take_over=take_over,
+                unfenced=unfenced,
                 sign_key=sign_key,
                 trusted_keys=trusted_key,
                 publish_rate=NO_RATE if publish_rate is None else Rate(publish_rate),

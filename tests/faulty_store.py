@@ -112,6 +112,10 @@ class FaultyStore:
     def renames(self) -> bool:
         return self._inner.renames
 
+    @property
+    def is_static(self) -> bool:
+        return self._inner.is_static
+
     def place(self, key: str = "") -> str:
         return self._inner.place(key)
 
@@ -210,6 +214,9 @@ class FaultyStore:
     def delete(self, key: str) -> bool:
         fault = self._fault("delete", key)
         return self._done(fault, key, self._inner.delete(key))
+
+    def ignored(self) -> str:
+        return self._inner.ignored()
 
     def now(self, prefix: str = "") -> float:
         self._fault("now", prefix)

@@ -46,14 +46,15 @@ class Fault:
 
 
 class HttpFaults:
-    """`requests`: all of them, as (method, path); `sent`: with their headers, lower case names. Of `faults`
-    the first that matches a request counts."""
+    """`requests`: all of them, as (method, path); `sent`: with their headers, lower case names; `answers`:
+    statuses of those that were answered. Of `faults` the first that matches a request counts."""
 
     def __init__(self, upstream: str) -> None:
         self.upstream = upstream
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
         self.sent: list[tuple[str, str, dict[str, str]]] = []
+        self.answers: list[int] = []
         self.port = 0
         self._first: dict[str, tuple[int, list[tuple[bytes, bytes]], bytes]] = {}
         self._client = httpx.AsyncClient(timeout=60, trust_env=False)
@@ -112,6 +113,7 @@ class HttpFaults:
             self._first.setdefault(path, (status, headers, data))
         if kind == "lose":
             return False
+        self.answers.append(status)
         writer.write(connection.send(h11.Response(status_code=status, headers=headers)) or b"")
         if kind == "cut":
             writer.write(connection.send(h11.Data(data=data[: len(data) // 2])) or b"")

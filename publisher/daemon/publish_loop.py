@@ -137,6 +137,7 @@ def open_publisher(settings: PublisherSettings, stop: Stop) -> Publisher:
         options=PublisherOptions(
             threads=settings.worker_threads,
             take_over=settings.take_over,
+            unfenced=settings.unfenced,
             post_write=_hook(settings),
             upkeep=settings.upkeep,
             upkeep_thread=False,

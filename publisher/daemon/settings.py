@@ -150,6 +150,8 @@ class PublisherSettings(ServiceSettings):
     """Command to run after a version is written and again after the pointer moves."""
     take_over: bool = False
     """Take the channel over from a publisher that seems alive."""
+    unfenced: bool = False
+    """Publish also to a store that ignores conditions of writes: nothing keeps a second publisher out."""
     sign_key: Path | None = Field(None, validate_default=True)
     """File with the key that signs every version (make one: `weightcast keygen`)."""
     publish_rate: Size = Field(ByteSize(0), ge=0)

@@ -21,7 +21,7 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter, begin_shard, open_delta
 from weightcast.shared.channel.index import Index, parse_index, write_index
-from weightcast.shared.channel.layout import multi_step_key
+from weightcast.shared.channel.layout import multi_step_bases, multi_step_key
 from weightcast.shared.channel.run_files import TensorRecords
 from weightcast.shared.channel.signing import PrivateKey
 from weightcast.shared.channel.store import AlreadyExists, Store
@@ -36,12 +36,11 @@ _SHARD = "model-00000-of-00001.safetensors"
 def multi_step_deltas(at: int, oldest: int, most_span: int) -> list[tuple[int, int]]:
     """Those that there should be, as (version, base version), the widest first, then the newest: from v - 2^k
     where 2^k divides v, as far as versions from `oldest` to `at` can be read."""
-    found = []
-    span = 2
-    while span <= most_span:
-        first = -(-(oldest + span) // span) * span
-        found += [(version, version - span) for version in range(first, at + 1, span)]
-        span *= 2
+    found = [
+        (version, base_version)
+        for version in range(oldest, at + 1)
+        for base_version in multi_step_bases(version, max(oldest, version - most_span))
+    ]
     return sorted(found, key=lambda skip: (skip[1] - skip[0], -skip[0]))
 
 

@@ -80,7 +80,11 @@ def entries(channel: Channel, pointer: Pointer | None) -> Iterator[ChainEntry]:
     """The versions up to the pointer that are there, in order. Beyond it nothing was announced."""
     if pointer is None:
         return
-    found = {version for version in versions_in(channel.store, pointer.prefix) if version <= pointer.version}
+    if channel.store.is_static:
+        there = [v for v in channel.numbers(pointer) if channel.version(pointer, v).stat(INDEX_NAME)]
+    else:
+        there = versions_in(channel.store, pointer.prefix)
+    found = {version for version in there if version <= pointer.version}
     if channel.version(pointer, pointer.version).stat(INDEX_NAME) is not None:
         # a listing may lack it
         found.add(pointer.version)
@@ -225,6 +229,8 @@ def _of(name: str, found: Iterable[Flaw]) -> Iterator[Flaw]:
 
 def unlisted(files: Store, index: Index) -> list[str]:
     """Names of weights in a version's directory that its index does not name."""
+    if files.is_static:
+        return []
     named = {record.name for record in index.all_files}
     return sorted(name for name in files.names() if name.endswith(".safetensors") and name not in named)
 
@@ -237,7 +243,10 @@ def _skips(
     if channel.base is None or main is None:
         return
     try:
-        shown = look(entry.files)
+        if channel.store.is_static:
+            shown = channel.probe(Pointer(entry.version), entry.version, 0)
+        else:
+            shown = look(entry.files)
     except OSError as error:
         yield Problem(entry.version, flaw(error).message, unread=True)
         return
@@ -323,11 +332,13 @@ def faults(store: Store, advance: Advance | None = None, trust: Trust | None = N
 
 def of_channel(channel: Channel, advance: Advance | None = None) -> list[Problem]:
     found = verify(channel, advance)
-    if not channel.foreign:
+    # what nobody names cannot be found where nothing is listed
+    whole = not (channel.foreign or channel.store.is_static)
+    if whole:
         found += _lost_pointer(channel)
     anchors = sound_anchors(channel, found)
     found = [replace(problem, meaning=_meaning(problem, anchors)) for problem in found]
-    if channel.foreign:
+    if not whole:
         return found
     return [*found, *_claims(channel.store), *_reports(channel.store), *strays(channel)]
 

@@ -40,6 +40,7 @@ from weightcast.shared.channel.layout import (
     anchor_key,
     base_of,
     index_key,
+    multi_step_bases,
     multi_step_key,
     read_pointer,
     version_of,
@@ -160,9 +161,10 @@ class Channel:
     trust: Trust | None = None
 
     @classmethod
-    def open(cls, store: Store, trust: Trust | None = None) -> Channel:
+    def open(cls, store: Store, trust: Trust | None = None, known: Channel | None = None) -> Channel:
         """Raises NoChannel for a directory that does not exist (yet), Refused when it is not a channel,
-        Untrusted when `trust` is given and its base is not signed."""
+        Untrusted when `trust` is given and its base is not signed. `known`: as it was opened before with this
+        `trust`; the base of a run never changes, and is not read again."""
         if not store.present():
             raise NoChannel(
                 f"{store.place()} is not a directory",
@@ -176,6 +178,8 @@ class Channel:
             return foreign
         with _read_from(store, CHANNEL_JSON, _MEND_CHANNEL_FILE):
             parsed = parse_channel_file(file)
+        if known is not None and known.base is not None and known.base.run_id == parsed.run_id:
+            return replace(known, file=parsed)
         data, place = read_if_there(store, BASE_JSON, BASE_LIMIT), store.place(BASE_JSON)
         if data is None:
             raise DamagedFile(f"{place} is missing", remedy="restore it; nothing can be checked without")
@@ -337,6 +341,8 @@ class Channel:
         """What the directories of the versions in (above, up_to] show, up to the pointer."""
         last = pointer.version if up_to is None else min(up_to, pointer.version)
         found: dict[int, Shown] = {}
+        if self.store.is_static:
+            return self._probed(pointer, above, last)
         for entry in self.store.list(pointer.prefix):
             version = version_of(entry.name) if entry.kind == "directory" else None
             if version is not None and above < version <= last:
@@ -345,10 +351,52 @@ class Channel:
                     found[version] = seen
         return found
 
+    def _probed(self, pointer: Pointer, above: int, last: int) -> dict[int, Shown]:
+        """As `shown`, by asking for every index that may be there, from the newest version back to the first
+        anchor: no way begins before it that is not planned for by reading more indexes."""
+        found: dict[int, Shown] = {}
+        for version in range(last, above, -1):
+            seen = self.probe(pointer, version, above)
+            if seen is not None:
+                found[version] = seen
+                if seen.anchor is not None:
+                    break
+        return found
+
+    def probe(self, pointer: Pointer, version: int, oldest: int) -> Shown | None:
+        """What there is of a version in a store that lists nothing, by its indexes; without their own bytes,
+        and deltas from before `oldest`. A damaged index counts as missing: there are other sources."""
+        table = TensorTable(()) if self.base is None else self.base.table
+        main: Index | ForeignIndex | FullVersion | None = None
+        with contextlib.suppress(Refused):
+            main = self.index(pointer, version, table)
+        if not isinstance(main, Index):
+            return None
+        skips: dict[int, int] = {}
+        for base_version in multi_step_bases(version, oldest):
+            with contextlib.suppress(Refused):
+                skip = self.skip(version, base_version, table)
+                if skip is not None:
+                    skips[base_version] = _nbytes(skip)
+        anchor = main if main.kind == "anchor" else None
+        with contextlib.suppress(Refused):
+            anchor = anchor or self.anchor(version, table)
+        return Shown(_nbytes(main), skips, None if anchor is None else _nbytes(anchor))
+
+    def numbers(self, pointer: Pointer) -> range:
+        """Of the versions that may be there, up to the pointer."""
+        return range(1 if self.file is None else max(1, self.file.horizon), pointer.version + 1)
+
     def anchored(self, pointer: Pointer) -> frozenset[int]:
         """Versions up to the pointer that are deltas and have an anchor."""
+        if self.store.is_static:
+            return frozenset(v for v in self.numbers(pointer) if self.anchor_files(v).stat(INDEX_NAME))
         found = self.shown(pointer)
         return frozenset(version for version, seen in found.items() if seen.anchor is not None)
+
+
+def _nbytes(index: Index) -> int:
+    return sum(file.size for file in index.all_files)
 
 
 def _stated(trust: Trust | None, files: Store, key: str, data: bytes) -> Statement | None:
@@ -370,7 +418,7 @@ def require_named(store: Store) -> None:
     files = (CHANNEL_JSON, BASE_JSON, LATEST)
     if not store.present() or any(store.stat(key) for key in files):
         return
-    names = store.names()
+    names = [] if store.is_static else store.names()
     if any(name in files for name in names):
         return  # made meanwhile
     for name in names:

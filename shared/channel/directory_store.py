@@ -71,7 +71,11 @@ def open_store(channel: ChannelAddress | Store, rates: Rates = NO_RATES, *, stit
         from weightcast.shared.channel.hf_store import open_hf_store
 
         return open_hf_store(address, rates)
-    # its client takes a tenth of a second to import
+    # their clients take a tenth of a second to import
+    if address.startswith(("http://", "https://")):
+        from weightcast.shared.channel.http_store import open_http_store
+
+        return open_http_store(address, rates)
     from weightcast.shared.channel.object_store import open_object_store
 
     return open_object_store(address, rates, stitch=stitch)
@@ -122,7 +126,7 @@ class DirectoryStore:
     def __hash__(self) -> int:
         return hash(self.directory)
 
-    renames = True
+    renames, is_static = True, False
 
     def place(self, key: str = "") -> str:
         return str(self.directory / key)
@@ -308,6 +312,9 @@ class DirectoryStore:
                 return False
             durable.sync_directory(path.parent)
             return True
+
+    def ignored(self) -> str:
+        return ""  # a file system is tried before anything is made on it
 
     def now(self, prefix: str = "") -> float:
         path = self._path(prefix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +64,15 @@ def anchor_key(version: int) -> str:
 def multi_step_key(version: int, base_version: int) -> str:
     """Of the directory of the delta from a version older than the one before it."""
     return f"{version_name(version)}/{from_name(base_version)}"
+
+
+def multi_step_bases(version: int, oldest: int) -> Iterator[int]:
+    """From where there may be multi-step deltas to `version`, not before `oldest`: v - 2^k where 2^k divides
+    v."""
+    span = 2
+    while version % span == 0 and version - span >= oldest:
+        yield version - span
+        span *= 2
 
 
 def attempts_key(version: int) -> str:

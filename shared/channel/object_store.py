@@ -35,6 +35,7 @@ from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.rate import NO_RATES, Rates
 from weightcast.shared.channel.store import (
+    POLLED_BYTES,
     AlreadyExists,
     Changed,
     Entry,
@@ -42,12 +43,14 @@ from weightcast.shared.channel.store import (
     Stat,
     StoreError,
     Unavailable,
+    bad_certificate,
     check_key,
     joined,
 )
 from weightcast.shared.files import durable
 
 if TYPE_CHECKING:
+    from obstore import GetOptions
     from obstore.store import ClientConfig, RetryConfig
 
 _Keys: TypeAlias = list[str]
@@ -64,7 +67,8 @@ _RETRY: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=20)}
 """of a request; the callers of a store try again as their own deadlines say"""
 _SCHEMES = ("s3", "gs")
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
-_CLOCK = ".weightcast-tmp-clock"
+_CLOCK, _PROBE = ".weightcast-tmp-clock", ".weightcast-tmp-probe"
+_PROBE_BYTES = 100
 _SHA256 = "stitch-sha256"
 """metadata by which Stitch checks what it uploaded"""
 _REQUEST = re.compile(r"performing (list request|[A-Z]+)")
@@ -111,6 +115,8 @@ class ObjectStore:
     ) -> None:
         self._client, self._url, self._prefix, self.rates = client, url, prefix, rates
         self._stitch = stitch
+        self._polled: dict[str, tuple[bytes, str]] = {}
+        """content and tag"""
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.place()!r})"
@@ -121,7 +127,7 @@ class ObjectStore:
     def __hash__(self) -> int:
         return hash(self.place())
 
-    renames = False
+    renames = is_static = False
 
     def place(self, key: str = "") -> str:
         return joined(self._url, joined(self._prefix, key) if key else self._prefix)
@@ -156,14 +162,24 @@ class ObjectStore:
         return self._read(key, limit)[0]
 
     def _read(self, key: str, limit: int) -> tuple[bytes, str]:
-        """Content and tag."""
+        """Content and tag. What is as small as a pointer is polled: it is asked for by its last tag."""
+        known = self._polled.get(key)
+        known = None if known is None or len(known[0]) > limit else known
         with self._named(key) as full:
-            found = obstore.get(self._client, full)
+            try:
+                found = obstore.get(self._client, full, options=_unless(known))
+            except exceptions.NotModifiedError:
+                if known is None:
+                    raise
+                return known
             if found.meta["size"] > limit:
                 raise DamagedFile(
                     f"{self.place(key)} exceeds the {limit}-byte limit", remedy="restore it, or remove it"
                 )
-            return bytes(found.bytes()), found.meta["e_tag"] or ""
+            content = bytes(found.bytes()), found.meta["e_tag"] or ""
+        if len(content[0]) <= POLLED_BYTES and content[1]:
+            self._polled[key] = content
+        return content
 
     def read_range(self, key: str, offset: int, length: int) -> bytes:
         if length <= 0:
@@ -356,6 +372,25 @@ class ObjectStore:
             obstore.delete(self._client, full)
         return True
 
+    def ignored(self) -> str:
+        key = f"{_PROBE}-{secrets.token_hex(4)}"
+        try:
+            for data in (b"first", b"second"):
+                with contextlib.suppress(AlreadyExists):
+                    self.create(key, data)
+            there, tag = self._read(key, _PROBE_BYTES)
+            if there != b"first":
+                return "if-none-match"
+            self._put(key, b"third")
+            with contextlib.suppress(Changed):
+                self._put_if_match(key, b"fourth", tag)
+            if self.read(key, _PROBE_BYTES) != b"third":
+                return "if-match"
+            self.replace(key, b"fifth", expected=b"third")
+            return ""
+        finally:
+            self.delete(key)
+
     def now(self, prefix: str = "") -> float:
         with self._named(joined(prefix, f"{_CLOCK}-{secrets.token_hex(4)}")) as key:
             obstore.put(self._client, key, b"", use_multipart=False)
@@ -388,6 +423,8 @@ class ObjectStore:
         except exceptions.BaseError as error:
             text = str(error)
             found = _STATUS.search(text)
+            if "InvalidCertificate" in text:
+                raise bad_certificate(place, "") from error
             if _is_denied(error):
                 request = _REQUEST.search(text)
                 raise Unavailable(
@@ -421,6 +458,10 @@ def _check_bucket(place: str, error: Exception) -> None:
 def _stat(meta: Any) -> Stat:
     # in whole seconds: a listing has fractions that other answers lack
     return Stat(meta["size"], int(meta["last_modified"].timestamp()) * 10**9, meta["e_tag"] or "")
+
+
+def _unless(known: tuple[bytes, str] | None) -> GetOptions:
+    return {} if known is None else {"if_none_match": known[1]}
 
 
 class _Body(AbstractContextManager["_Body"]):

@@ -28,6 +28,8 @@ from weightcast.shared.files.paths import file_name
 
 TRASH = ".trash"
 """below it is what nobody sees any more"""
+POLLED_BYTES = 64
+"""of an object that is remembered, and asked for by its tag: a pointer or a tag"""
 _BLOCK = 1 << 20
 _DEPTH = 16
 """directories within directories"""
@@ -91,6 +93,16 @@ def unavailable(error: OSError, place: str) -> Unavailable:
     return kept
 
 
+def bad_certificate(place: str, reason: str) -> Unavailable:
+    return Unavailable(
+        f"{place}: the server's certificate is not valid{reason}",
+        errno.EACCES,
+        place,
+        remedy="set SSL_CERT_FILE to the CA's certificates; use a name that the certificate has",
+        lasting=True,
+    )
+
+
 @dataclass(frozen=True)
 class Stat:
     """`size` in bytes; `written_ns`: unix time in nanoseconds by the store's clock; `tag` changes with the
@@ -145,6 +157,11 @@ class Store(Protocol):
     def renames(self) -> bool:
         """Whether `commit` renames what is below a draft. Otherwise the files of a version are written where
         they stay, under names that no other attempt has, and become visible with their index."""
+
+    @property
+    def is_static(self) -> bool:
+        """Whether only objects of known names can be read, as over plain HTTP: listing and writing raise
+        Refused."""
 
     def place(self, key: str = "") -> str:
         """Where the object is, for messages: a path or a URL."""
@@ -230,6 +247,10 @@ class Store(Protocol):
 
     def delete(self, key: str) -> bool:
         """Deletes an object, durable, or a directory that is empty. False where there is none."""
+
+    def ignored(self) -> str:
+        """Which condition of a write this store ignores, tried with an object that is removed again; empty:
+        none. Two publishers are not kept apart there."""
 
     def now(self, prefix: str = "") -> float:
         """Unix time by the clock that dates objects. Raises StoreError where no clock can be read."""

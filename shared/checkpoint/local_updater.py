@@ -18,7 +18,6 @@ from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import BASE_JSON, CHANNEL_JSON, Pointer
-from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, own
 from weightcast.shared.checkpoint.state.locks import FileLock
@@ -94,7 +93,6 @@ class LocalUpdater:
         self._fetcher = Fetcher(self.paths, self.options.pre_read)
         self._prefetch: Prefetch | None = None
         self.damaged_sources = DamagedSources()
-        self._trust: Trust | None = None
         self._intact: int | None = None
         """the generation whose bytes were all read and matched"""
         self._damage: Differs | None = None
@@ -290,7 +288,6 @@ class LocalUpdater:
         state = None if self.local is None else self.local.state
         if state is not None:
             self.damaged_sources.passed(state.position.version)
-        self._trust = channel.trust
         if channel.foreign and state is not None and pointer.run is not None and pointer.run != state.run_id:
             state = None
         # a checkpoint that cannot be used still remembers what engines refused
@@ -402,14 +399,13 @@ class LocalUpdater:
         finally:
             self._fetcher.drop(delta.index)
 
-    def fetch_ahead(self, after: int, most: int | None = None) -> None:
+    def fetch_ahead(self, channel: Channel, after: int, most: int | None = None) -> None:
         """Begins to fetch the version after `after` in a thread, if it is published and not above `most`."""
         self._stop_prefetch()
         if most is None or after < most:
-            self._prefetch = Prefetch(partial(self._fetch_after, after))
+            self._prefetch = Prefetch(partial(self._fetch_after, channel, after))
 
-    def _fetch_after(self, after: int, advance: Advance) -> None:
-        channel = Channel.open(self.store, self._trust)
+    def _fetch_after(self, channel: Channel, after: int, advance: Advance) -> None:
         pointer = channel.pointer()
         if pointer is None or pointer.version <= after or channel.base is None:
             return

@@ -51,7 +51,7 @@ def option(*names: str, **attributes: Any) -> Callable[[F], F]:
 _CHANNEL: dict[str, Any] = {
     "type": channel_address,
     "envvar": "WEIGHTCAST_CHANNEL",
-    "help": "The channel: a directory, or a URL (s3://, gs://).",
+    "help": "The channel: a directory, or a URL (s3://, gs://; to read it also http[s]://).",
 }
 channel_option = option("--channel", required=True, **_CHANNEL)
 any_channel_option = option("--channel", **_CHANNEL)

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.layout import CHANNEL_JSON, LATEST
+from weightcast.shared.channel.layout import CHANNEL_JSON, LATEST, report_key
 from weightcast.shared.channel.reports import Report, pack_report, write_report
 from weightcast.shared.daemon.client import Daemon, parsed
 from weightcast.shared.daemon.fleet import REPORTS_PATH
 from weightcast.shared.daemon.logs import get_log
-from weightcast.shared.daemon.timing import Backoff, jittered
+from weightcast.shared.daemon.timing import Backoff, Due, jittered
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.paths import ChannelAddress
 
@@ -33,6 +33,7 @@ _LOOK_SECONDS = 0.25
 _STOP_SECONDS = 2.0
 _LAST_PAUSE = 0.6
 _POST_SECONDS = 5.0
+_LOOK_AT_CHANNEL = 600.0
 _TICK = 0.05
 """seconds within which two clocks count as equal: file times are coarse"""
 
@@ -48,16 +49,23 @@ class InChannel:
     Undelivered."""
 
     def __init__(self, channel: ChannelAddress) -> None:
-        self._channel = channel
+        self._channel, self._store = channel, open_store(channel)
+        self._looks = Due(_LOOK_AT_CHANNEL)
 
     def deliver(self, report: Report) -> float | None:
-        """Nothing is made where no channel is mounted: then nothing is returned."""
-        store = open_store(self._channel)
+        """Nothing is made where no channel is mounted: then nothing is returned. A mount may go at any time;
+        at an object store every look is a request, and few of them tell the time."""
+        store = self._store
         try:
+            if not (store.renames or self._looks.take()):
+                store.replace(report_key(report.host, report.local), pack_report(report), sync=False)
+                return None
             if store.stat(CHANNEL_JSON) is None and store.stat(LATEST) is None:
+                self._looks.at_once()
                 return None
             return write_report(store, report)
         except OSError as error:
+            self._looks.at_once()
             raise Undelivered(
                 f"no report of this host can be written: {disk_text(error, self._channel)}; "
                 "give --report-to where the channel is read-only"

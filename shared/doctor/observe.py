@@ -26,7 +26,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import HOSTS
-from weightcast.shared.channel.store import AlreadyExists, Changed
+from weightcast.shared.channel.store import AlreadyExists, Changed, Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, is_foreign
 from weightcast.shared.checkpoint.state.state import Boot
 from weightcast.shared.checkpoint.update.buffer_reuse import spare_bytes
@@ -179,10 +179,12 @@ _END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class BucketFacts:
-    """Whether exactly one of several writers created an object, and replaced what all of them had read."""
+    """Whether exactly one of several writers created an object, and replaced what all of them had read.
+    `ignored`: a condition of writes that has no effect, empty where all have."""
 
     creates_once: bool
     replaces_once: bool
+    ignored: str
 
 
 @dataclass(frozen=True)
@@ -313,15 +315,18 @@ def _world_writable(path: Path) -> bool:
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
-def observe_bucket(channel: str) -> BucketFacts:
-    """Races writers for one object. Raises Refused, and StoreError where nothing can be written or read."""
+def observe_bucket(channel: str | Store) -> BucketFacts | None:
+    """Races writers for one object. None for a channel that nobody can write to. Raises Refused, and
+    StoreError where nothing can be written or read."""
+    if open_store(channel).is_static:
+        return None
     store, key = open_store(channel), f".weightcast-tmp-probe-{secrets.token_hex(4)}"
     names = [f"writer {number}".encode() for number in range(_RACERS)]
     try:
         created = _winners(partial(store.create, key), names, AlreadyExists)
         replace = partial(store.replace, key, expected=store.read(key, 100))
         replaced = _winners(replace, [name + b"!" for name in names], Changed)
-        return BucketFacts(created == 1, replaced == 1)
+        return BucketFacts(created == 1, replaced == 1, store.ignored())
     finally:
         store.delete(key)
 

@@ -79,14 +79,26 @@ def judge_channel(facts: PlaceFacts, run: RunFacts, role: Role | None) -> Iterat
 
 
 def judge_bucket(facts: BucketFacts | None, run: RunFacts, role: Role | None) -> Iterator[Finding]:
-    """As `judge_channel`, of an object store. `facts`: None for a host, which replaces nothing of others."""
+    """As `judge_channel`, of an object store. `facts`: None for a host, which replaces nothing of others, and
+    over HTTP."""
     if facts is not None:
         yield from _races(facts)
+    elif role != "subscriber":
+        yield Finding(
+            CHANNEL,
+            "writable",
+            "failure" if role == "publisher" else "note",
+            "the channel is read-only over HTTP",
+            "publish to its directory or bucket; hosts report to the publisher with --report-to",
+        )
     yield from _run(run, role)
 
 
 def _races(facts: BucketFacts) -> Iterator[Finding]:
-    remedy = "use another store: two publishers are not kept apart here"
+    remedy = "use another store, or one publisher with --unfenced: two are not kept apart here"
+    if facts.ignored:
+        says = f"the store ignores {facts.ignored} of a put"
+        yield Finding(CHANNEL, "conditional writes", "failure", says, remedy)
     for check, good, verb in (
         ("exclusive create", facts.creates_once, "create an object"),
         ("compare and swap", facts.replaces_once, "replace the object that all of them read"),

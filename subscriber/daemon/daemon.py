@@ -165,7 +165,7 @@ class Subscriber:
         if self.refused is not None and not self._is_seeded:
             # it may have reported that it seeds
             options = self.sync.options
-            with suppress(OSError):
+            with suppress(OSError, Refused):
                 open_store(options.channel).delete(report_key(socket.gethostname(), str(options.local)))
 
     @property

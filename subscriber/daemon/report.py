@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weightcast.shared.base.errors import FIX_ENGINE
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import UPDATES_LIMIT, Report, Update
 from weightcast.shared.daemon.reporter import InChannel, Reporter, ToPublisher
 from weightcast.subscriber.daemon.settings import SubscriberSettings
@@ -21,7 +22,9 @@ def open_reporter(settings: SubscriberSettings) -> Reporter | None:
         return Reporter(
             ToPublisher(settings.report_to, settings.secret(settings.report_token)), settings.report_seconds
         )
-    return Reporter(InChannel(settings.channel), settings.report_seconds) if settings.report else None
+    if not settings.report or open_store(settings.channel).is_static:
+        return None
+    return Reporter(InChannel(settings.channel), settings.report_seconds)
 
 
 def describe(status: HostStatus) -> Report:

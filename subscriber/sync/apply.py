@@ -8,6 +8,7 @@ from typing import Any
 
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Blocked, Phase, Position
@@ -62,7 +63,7 @@ class Apply:
                 staged = self.prepare(route, leg)
                 with self._asking_group():
                     self._lead.await_prepared()
-                self._fetch_ahead(staged, last)
+                self._fetch_ahead(route.channel, staged, last)
                 if last:
                     self._offer(staged)
                 with self._locked(local):
@@ -183,10 +184,10 @@ class Apply:
         self._host.read_for("skip", skipped, fetched=True)
         self._host.read_for("step", nbytes - skipped, fetched=True)
 
-    def _fetch_ahead(self, staged: Staged, last: bool) -> None:
+    def _fetch_ahead(self, channel: Channel, staged: Staged, last: bool) -> None:
         if self._options.fetch_ahead or not last:
             limit = self._host.status.target_version if self._options.target.exact else None
-            self._updater.fetch_ahead(staged.step.target.version, limit)
+            self._updater.fetch_ahead(channel, staged.step.target.version, limit)
 
     def _offer(self, staged: Staged) -> None:
         if self._engines.lives:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, Stopped, WeightcastError, WrongRun
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.channel import Channel, NoChannel
-from weightcast.shared.channel.layout import LATEST, Pointer
+from weightcast.shared.channel.layout import LATEST, Pointer, read_pointer
 from weightcast.shared.checkpoint.local_checkpoint import grant_read
 from weightcast.shared.checkpoint.state.state import read_state
 from weightcast.shared.checkpoint.update.plan import Patch, Refuse, Relabel, Seed, Stay
@@ -42,6 +42,11 @@ class Follow:
         self._engines, self._updater = host.engines, host.updater
         self._reads_all = False
         self._pointer_seen = False
+        self._channel: Channel | None = None
+        self._settled = False
+        """the last pass ended at the target"""
+        self._pointed: Pointer | None = None
+        """read in this pass already"""
         self.is_prepared = False
         """the ordered version is staged, is local already, or can come only when it is held"""
 
@@ -66,8 +71,11 @@ class Follow:
     def once(self, order: Order | None) -> None:
         """To the target, or as `order` says."""
         self.is_prepared = False
+        was_settled, self._settled = self._settled, False
         if order is not None and order.phase == "hold" and self._is_at(order):
             return  # the channel need not be there
+        if order is None and was_settled and self._is_settled():
+            return
         channel = self._open()
         self._drop_unwanted(order)
         if self._options.group_follower and (order is None or self._goes_back(order)):
@@ -83,6 +91,19 @@ class Follow:
             self._carry_out(channel, route)
         if order is not None and self._host.position is not None:
             self.is_prepared |= self._host.position.version == order.version
+
+    def _is_settled(self) -> bool:
+        """Whether the target is still where the last pass ended. Of a store in which every look is a request
+        nothing else is read then. Any error has the next pass read all."""
+        self._pointed, channel = None, self._channel
+        if channel is None or self._reads_all or self._updater.local is None:
+            return False
+        pointer = read_pointer(channel.store) if channel.foreign else channel.pointer()
+        here = self._host.position
+        if pointer is not None and here is not None:
+            self._settled = self._options.target.resolve(channel.store, pointer) == here.version
+        self._pointed = None if channel.foreign else pointer
+        return self._settled
 
     def _is_at(self, order: Order) -> bool:
         if self._updater.local is None:
@@ -100,8 +121,9 @@ class Follow:
         """The local checkpoint is opened also when the channel cannot be, and repaired when it can."""
         if self._updater.local is None:
             self._host.enter("loading")
+        known, self._channel = self._channel, None
         try:
-            channel = Channel.open(self._updater.store, self._options.trust)
+            channel = Channel.open(self._updater.store, self._options.trust, known)
             self._updater.require_mounted(channel)
         except (WeightcastError, OSError):
             self._load(None)
@@ -109,6 +131,8 @@ class Follow:
         self._load(channel)
         if self._updater.repairable:
             self._repair(channel)
+        if not channel.store.renames:
+            self._channel = channel
         return channel
 
     def _load(self, channel: Channel | None) -> None:
@@ -174,7 +198,7 @@ class Follow:
 
     def _pointer(self, channel: Channel) -> Pointer:
         """Before the first version the target is the base, so that a host is ready when that comes."""
-        pointer = channel.pointer()
+        pointer, self._pointed = self._pointed or channel.pointer(), None
         if pointer is not None:
             self._pointer_seen = True
             return pointer
@@ -203,6 +227,8 @@ class Follow:
             case Refuse(reason, remedy, _):
                 without = self._options.base is None and not self._updater.damaged_sources.damaged
                 raise (MissingBase if without else Refused)(reason, remedy=remedy)
+        here = self._host.position
+        self._settled = here is not None and here.version == self._host.status.target_version
 
     def _relabel(self, route: Route, plan: Relabel) -> None:
         local = self._host.local()

@@ -142,7 +142,7 @@ def test_what_was_fetched_ahead_is_not_read_again(run: Run, tmp_path: Path) -> N
     )
     try:
         step_to(updater, 1)
-        updater.fetch_ahead(1)
+        updater.fetch_ahead(Channel.open(updater.store), 1)
         updater._stop_prefetch(finish=True)
         shutil.rmtree(channel / "weight_v000003")
         shard_of_2 = channel / shard(run, 2).relative_to(run.channel)
@@ -158,7 +158,7 @@ def test_what_was_fetched_ahead_is_not_read_again(run: Run, tmp_path: Path) -> N
 def test_fetching_ahead_past_the_end_does_nothing(run: Run, tmp_path: Path, most: int | None) -> None:
     with following(run, tmp_path / "local") as updater:
         step_to(updater, 3 if most is None else 1)
-        updater.fetch_ahead(3 if most is None else 1, most)
+        updater.fetch_ahead(Channel.open(updater.store), 3 if most is None else 1, most)
         catch_up(updater)
         assert state_of(tmp_path / "local")["position"]["version"] == 3
 
@@ -172,7 +172,7 @@ def test_a_failed_fetch_ahead_is_told_by_the_step_that_needs_it(run: Run, tmp_pa
     )
     try:
         step_to(updater, 1)
-        updater.fetch_ahead(1)
+        updater.fetch_ahead(Channel.open(updater.store), 1)
         with pytest.raises(RetryLater, match="is missing"):
             step_to(updater, 2)
         assert state_of(tmp_path / "local")["position"]["version"] == 1

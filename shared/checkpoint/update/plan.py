@@ -240,7 +240,7 @@ def _replayed(reason: str) -> Refuse:
 
 
 def _patch(facts: PlanFacts, here: Position) -> Plan:
-    if facts.looked > here.version:
+    if facts.looked > here.version and not _is_next(facts, here):
         return Look(here.version)
     way = _search(facts, here)
     if isinstance(way, Need):
@@ -255,6 +255,14 @@ def _patch(facts: PlanFacts, here: Position) -> Plan:
         reason = _why_not(facts, here) or f"full weights of version {way.version} are fewer bytes"
         return Seed(way.version, then, reason)
     return then if way.source == "here" else Relabel(way.version, then)
+
+
+def _is_next(facts: PlanFacts, here: Position) -> bool:
+    """Whether the target's own delta starts from the local version: no multi-step delta is shorter."""
+    link = facts.links.get(facts.target)
+    if link is None or link.kind != "delta" or (link.version, link.base_version) in facts.avoid:
+        return False
+    return link.base_version == here.version and _starts_from(facts, here, link)
 
 
 def _seed(facts: PlanFacts, reason: str) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -286,17 +286,22 @@ def full_weights(route: Route, version: int, base: Path | None, spool: Path | No
     files = route.files(version) if is_full else route.channel.anchor_files(version)
     if spool is None or may_map(files):
         return directory_of(files)
-    return _streamed(files, spool / f"full-{version}")
+    if not is_full and route.channel.base is not None:
+        index = route.channel.anchor(version, route.channel.base.table)
+    if isinstance(index, Index):
+        names: Iterable[str] = [INDEX_NAME, *(file.name for file in index.all_files)]
+    else:
+        names = _keys(files)
+    target = spool / f"full-{version}"
+    for key in names:
+        durable.replace(durable.make_within(target, key), pieces_of(files, key), sync=False)
+    return target
 
 
-def _streamed(files: Store, target: Path, prefix: str = "") -> Path:
+def _keys(files: Store, prefix: str = "") -> Iterator[str]:
     for entry in files.list(prefix):
         key = joined(prefix, entry.name)
-        if entry.kind == "directory":
-            _streamed(files, target, key)
-        else:
-            durable.replace(durable.make_within(target, key), pieces_of(files, key), sync=False)
-    return target
+        yield from _keys(files, key) if entry.kind == "directory" else (key,)
 
 
 def _main_index(route: Route, version: int) -> AnyIndex | None:
