@@ -44,6 +44,13 @@ _SETTLED_SECONDS = 10.0
 tag counts once the object is older than that, and than what caches keep"""
 
 
+class _Client(httpx.Client):
+    """Its connections end with the last store that uses it."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def open_http_store(url: str, rates: Rates = NO_RATES) -> HttpStore:
     """Credentials come from the environment. Raises Refused for invalid URLs, and for credentials in
     them."""
@@ -66,7 +73,7 @@ def open_http_store(url: str, rates: Rates = NO_RATES) -> HttpStore:
         headers["Authorization"] = f"Bearer {token}"
     elif user := os.environ.get(USER):
         auth = httpx.BasicAuth(user, os.environ.get(PASSWORD, ""))
-    return HttpStore(httpx.Client(headers=headers, auth=auth, timeout=_TIMEOUT), bare, rates)
+    return HttpStore(_Client(headers=headers, auth=auth, timeout=_TIMEOUT), bare, rates)
 
 
 class HttpStore:
