@@ -32,7 +32,7 @@ from weightcast.publisher.maintenance.replay_log import ReplayLog
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
-from weightcast.shared.channel import pins
+from weightcast.shared.channel import chain, pins
 from weightcast.shared.channel.chain import faults, verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import claim, this_process
@@ -358,6 +358,29 @@ def test_a_newest_version_that_shows_late_is_pointed_to(world: World, says: str)
         world.store.fail("stat", f"weight_v000006/{INDEX}", "late", "late", "late")
     repair_channel(world.store, world.pub if says == "publisher" else None, patience=0.0)
     assert world.store.read("latest", LIMIT).strip() == b"000006"
+
+
+def test_a_newest_version_that_shows_after_the_repair_is_announced(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody kept its journal, and it stays invisible for as long as repair looks for it."""
+    monkeypatch.setattr(chain, "_VISIBLE_SECONDS", 0.0)
+    world.run(6)
+    for kept in (world.pub / ".weightcast" / "history").iterdir():
+        kept.unlink()
+    before = objects(world.store)
+    world.damage("latest", None)
+    hidden = FaultyStore(world.store)
+    hidden.fail("stat", f"weight_v000006/{INDEX}", *["late"] * 100)
+    hidden.fail("read", f"weight_v000006/{INDEX}", *["late"] * 100)
+    repair_channel(hidden, None, patience=0.0)
+    assert world.store.read("latest", LIMIT).strip() == b"000005"
+    with world.publisher() as publisher:
+        publisher.recover()
+        assert publisher.version == 6 and objects(world.store) == before
+        world.grow(publisher, 1)
+    with world.host(7):
+        pass
 
 
 # the publisher's copy of channel.json
