@@ -77,7 +77,7 @@ _HOOK_TRIES = 5
 _WHOLE = "whole"
 _LEFT_LIMIT = 1 << 30
 """bytes of a config file"""
-_COMMITTING = threading.Lock()
+_COMMITTING = threading.RLock()
 
 
 @dataclass(frozen=True)
