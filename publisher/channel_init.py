@@ -23,7 +23,7 @@ from weightcast.shared.channel.run_files import (
     write_channel_file,
 )
 from weightcast.shared.channel.signing import PrivateKey, signature_key, stated_by_base, write_signature
-from weightcast.shared.channel.store import AlreadyExists, Store, require_conditional
+from weightcast.shared.channel.store import AlreadyExists, Store
 from weightcast.shared.checkpoint.update.sources import open_base, remember_base
 from weightcast.shared.checkpoint.verify.seed import describe
 from weightcast.shared.files.hf_checkpoint import Checkpoint
@@ -62,7 +62,6 @@ def init_channel(
     Untrusted for a channel that is there and whose base neither that key nor one of `trusted_keys` signed.
     """
     store, base = open_store(channel), Path(base)
-    require_conditional(store)
     signer = Signer.load(sign_key, trusted_keys)
     checkpoint = open_base(base)
     _make_directory(store, base)

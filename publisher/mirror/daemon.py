@@ -75,6 +75,7 @@ class MirrorDaemon:
             settings.look_seconds,
             trust=Trust.load(settings.trusted_key),
             take_over=settings.take_over,
+            unfenced=settings.unfenced,
         )
         mirror = Mirror(
             open_store(settings.source, rates), open_store(settings.to), options, lambda _: self._wait(0.0)

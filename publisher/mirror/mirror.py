@@ -42,7 +42,7 @@ from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import committed, versions_in
 from weightcast.shared.channel.channel import Channel, NoChannel, Shown, look
-from weightcast.shared.channel.claims import claim, current_epoch, this_process
+from weightcast.shared.channel.claims import claim, current_epoch, require_fences, this_process
 from weightcast.shared.channel.directory_store import mounted
 from weightcast.shared.channel.index import (
     INDEX_LIMIT,
@@ -126,6 +126,7 @@ class MirrorOptions:
     grace_seconds: float = GRACE_SECONDS
     trust: Trust | None = None
     take_over: bool = False
+    unfenced: bool = False
     patience: float = 60.0
 
 
@@ -160,6 +161,7 @@ class Mirror:
         self._checked()
         if (directory := mounted(store)) is not None:
             directory.mkdir(parents=True, exist_ok=True)
+        require_fences(store, unfenced=options.unfenced)
         # no lower than those whose files are copied: they would look like a newer owner's
         above = current_epoch(source)
         self.claim = claim(

@@ -23,6 +23,8 @@ class MirrorPlaces(DaemonSettings):
     """The channel that it is copied into: a directory, or a URL (s3://, gs://)."""
     take_over: bool = False
     """Take --to over from a mirror that seems alive."""
+    unfenced: bool = False
+    """Write also to a store that ignores conditions of writes: nothing keeps a second mirror out."""
     fetch_rate: Size = Field(ByteSize(0), ge=0)
     """Bytes per second that are read from --from, e.g. 50MB; 0: no limit."""
     look_seconds: float = Field(30.0, gt=0, le=3600)

@@ -23,7 +23,7 @@ from annotated_types import Ge, Le, MaxLen
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.layout import PUBLISHERS, claim_key
 from weightcast.shared.channel.run_files import FORMAT, check_format
-from weightcast.shared.channel.store import AlreadyExists, NotFound, Store, read_if_there, require_conditional
+from weightcast.shared.channel.store import AlreadyExists, NotFound, Store, read_if_there
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 from weightcast.shared.files.system import BOOT_ID, system_text
 
@@ -196,7 +196,6 @@ def claim(
     owner gives way when it released the channel, when its process is known to be dead, when its file does not
     change for `patience` seconds of `clock`, or at once to `take_over`. Raises Refused, naming an owner that
     lives, and OSError."""
-    require_conditional(store)
     epoch = current_epoch(store)
     if epoch and not take_over and not _is_over(store, epoch, claimant):
         first, deadline = _read(store, epoch), clock() + patience

@@ -22,7 +22,6 @@ from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.rate import NO_RATES, Rate, Rates
 from weightcast.shared.channel.store import (
-    HUB,
     TRASH,
     AlreadyExists,
     Changed,
@@ -67,7 +66,7 @@ def open_store(channel: ChannelAddress | Store, rates: Rates = NO_RATES, *, stit
     address = channel_address(channel)
     if isinstance(address, Path):
         return DirectoryStore(address, rates=rates)
-    if address.startswith(HUB):
+    if address.startswith("hf://"):
         from weightcast.shared.channel.hf_store import open_hf_store
 
         return open_hf_store(address, rates)

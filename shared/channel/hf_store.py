@@ -60,6 +60,9 @@ class HfStore(ObjectStore):
         self._pointers: dict[str, tuple[bytes, str]] = {}
         """small objects as they were read last, with their hashes"""
 
+    def ignored(self) -> str:
+        return "if-none-match and if-match"
+
     def within(self, prefix: str) -> HfStore:
         return HfStore(self._api, self._bucket, self._key(prefix), self.rates) if prefix else self
 

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.files.disk_errors import DiskError, disk_remedy, disk_text, is_lasting
 from weightcast.shared.files.paths import file_name
 
@@ -254,18 +254,6 @@ class Store(Protocol):
 
     def now(self, prefix: str = "") -> float:
         """Unix time by the clock that dates objects. Raises StoreError where no clock can be read."""
-
-
-HUB = "hf://"
-
-
-def require_conditional(store: Store) -> None:
-    """Raises Refused for a store in which two publishers are not kept apart."""
-    if store.place().startswith(HUB):
-        raise Refused(
-            f"{store.place()}: nothing can be published there: its writes are not conditional",
-            remedy="publish to a directory or an S3 bucket, and copy that channel to the hub",
-        )
 
 
 def check_key(key: str) -> str:

@@ -73,7 +73,7 @@ class Requests:
         return Requests(self.gets * count, self.puts * count)
 
 
-HOST_POLL = Requests(4, 0)
+HOST_POLL = Requests(1, 0)
 HOST_VERSION = Requests(8, 4)
 HOST_REPORT = Requests(3, 1)
 """its reading by the publisher included"""

@@ -4,11 +4,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from core_cases import unpack
-from forked import run_weightcast
+from core_cases import bytes_of, read_checkpoint, unpack, write_checkpoint
 from local_cases import make_run
 
-from weightcast.publisher import Publisher, init_channel
+from weightcast.publisher import Publisher, PublisherOptions, init_channel
 from weightcast.shared.base.errors import Refused, WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.hf_store import HfStore, open_hf_store
@@ -52,20 +51,22 @@ def test_a_host_follows_a_copy_of_a_channel(tmp_path: Path) -> None:
         updater.close()
 
 
-def test_nothing_is_published(tmp_path: Path) -> None:
-    run = make_run(tmp_path, 1)
-    hub = Hub()
-    store = HfStore(hub, "owner/bucket")
-    with pytest.raises(Refused, match="not conditional"):
-        init_channel(store, run.base)
-    files = [path for path in run.channel.rglob("*") if path.is_file()]
-    hub.batch_bucket_files(
-        "owner/bucket", add=[(path.read_bytes(), str(path.relative_to(run.channel))) for path in files]
-    )
-    hub.batches.clear()
-    with pytest.raises(Refused, match="not conditional"):
+def test_publishing_needs_a_word(tmp_path: Path) -> None:
+    run = make_run(tmp_path, 2)
+    store = HfStore(Hub(), "owner/bucket", "run")
+    init_channel(store, run.base)
+    with pytest.raises(Refused, match="ignores if-none-match and if-match"):
         Publisher.open(store, local=tmp_path / "publisher", base=run.base)
-    assert not hub.batches
+    options = PublisherOptions(unfenced=True)
+    with Publisher.open(store, local=tmp_path / "publisher", base=run.base, options=options) as publisher:
+        write_checkpoint(tmp_path / "new", run.models[1])
+        publisher.publish_checkpoint(tmp_path / "new")
+    updater = LocalUpdater(store, tmp_path / "host", run.base, UpdaterOptions(visible_seconds=0.2))
+    try:
+        updater.update_to(Channel.open(store))
+        assert read_checkpoint(tmp_path / "host") == bytes_of(run.models[1])
+    finally:
+        updater.close()
 
 
 def test_names_become_visible_by_one_call() -> None:
@@ -106,9 +107,3 @@ def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(Refused, match="not the URL of a bucket") as told:
         open_hf_store(url)
     assert "hf_x" not in str(told.value)
-
-
-def test_commands_refuse_to_publish(tmp_path: Path) -> None:
-    base = make_run(tmp_path, 1).base
-    done = run_weightcast("channel", "init", "--channel", "hf://buckets/owner/bucket", "--base", base)
-    assert done.returncode == 3 and "not conditional" in done.stderr
