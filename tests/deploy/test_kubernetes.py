@@ -156,7 +156,7 @@ def stack(all_pods: dict[str, dict[str, Any]], tmp_path: Path) -> Iterator[Stack
         trainer(
             demo,
             "run",
-            *("--watch=/srv/weightcast/exports", "--pointer=/srv/weightcast/channel/latest"),
+            *("--watch=/srv/weightcast/exports", "--channel=/srv/weightcast/channel"),
             *("--engine=http://rollout:30000", "--steps=2"),
             after={"rollout-engine": "service_healthy"},
         ),

@@ -29,7 +29,7 @@ ENGINE = (
 )
 TRAINER = (
     "weightcast wait --version 0 --min-hosts 2 --timeout 60 && python -m examples.trainer run"
-    " --dir $RUN/trainer --watch $WEIGHTCAST_WATCH --pointer $WEIGHTCAST_CHANNEL/latest"
+    " --dir $RUN/trainer --watch $WEIGHTCAST_WATCH --channel $WEIGHTCAST_CHANNEL"
     " --questions 4 --group 4"
 )
 
