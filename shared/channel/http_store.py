@@ -10,6 +10,7 @@ import errno
 import os
 import random
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from datetime import datetime
@@ -44,11 +45,12 @@ _SETTLED_SECONDS = 10.0
 tag counts once the object is older than that, and than what caches keep"""
 
 
-class _Client(httpx.Client):
-    """Its connections end with the last store that uses it."""
+class _Client:
+    """Its connections end with the last store that has it, also where that is garbage in a cycle."""
 
-    def __del__(self) -> None:
-        self.close()
+    def __init__(self, client: httpx.Client) -> None:
+        self.http = client
+        weakref.finalize(self, client.close)
 
 
 def open_http_store(url: str, rates: Rates = NO_RATES) -> HttpStore:
@@ -73,13 +75,14 @@ def open_http_store(url: str, rates: Rates = NO_RATES) -> HttpStore:
         headers["Authorization"] = f"Bearer {token}"
     elif user := os.environ.get(USER):
         auth = httpx.BasicAuth(user, os.environ.get(PASSWORD, ""))
-    return HttpStore(_Client(headers=headers, auth=auth, timeout=_TIMEOUT), bare, rates)
+    client = httpx.Client(headers=headers, auth=auth, timeout=_TIMEOUT)
+    return HttpStore(_Client(client), bare, rates)
 
 
 class HttpStore:
     """`url`: of the channel, or of a directory within it, without a slash at its end."""
 
-    def __init__(self, client: httpx.Client, url: str, rates: Rates) -> None:
+    def __init__(self, client: _Client, url: str, rates: Rates) -> None:
         self._client, self._url, self.rates = client, url, rates
         self._polled: dict[str, tuple[bytes, str]] = {}
         """content and tag"""
@@ -181,16 +184,16 @@ class HttpStore:
                 yield answer
 
     def _sent(self, method: str, url: str, headers: dict[str, str]) -> httpx.Response:
+        client = self._client.http
+        request = client.build_request(method, url, headers=headers)
         for pause in _PAUSES:
             with contextlib.suppress(httpx.TransportError):
-                answer = self._client.send(
-                    self._client.build_request(method, url, headers=headers), stream=True
-                )
+                answer = client.send(request, stream=True)
                 if answer.status_code not in _PASSING:
                     return answer
                 answer.close()
             time.sleep(pause * random.SystemRandom().uniform(0.8, 1.2))
-        return self._client.send(self._client.build_request(method, url, headers=headers), stream=True)
+        return client.send(request, stream=True)
 
     @contextlib.contextmanager
     def errors(self, key: str) -> Iterator[None]:
