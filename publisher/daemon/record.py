@@ -178,7 +178,6 @@ class Record:
         if goes_back:
             done = done.but(notes=(*done.notes, f"goes back to the content of version {same}"))
         self.show(
-            version=done.version,
             publications=(done, *self.status.publications)[:PUBLICATIONS_SHOWN],
             totals=self.status.totals.plus(done),
         )
