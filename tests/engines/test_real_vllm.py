@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
+from ports import free_port
 from vllm_world import (
     IN_FLIGHT_TOKENS,
     KEY,
@@ -103,6 +104,43 @@ def one_version(world: World, policy: str, met: Met) -> None:
         met.sent_into += 1
     world.require(version)
     world.note_times(policy)
+
+
+@pytest.mark.parametrize("updates", ["pass", "partial"])
+@pytest.mark.parametrize("variant", UNTIED[:1])
+def test_the_gate_names_the_versions_of_every_answer(world: World, variant: str, updates: str) -> None:
+    """The long prompt is in the prefix cache of each version that answered before."""
+    port = free_port()
+    world.start_host("--gate", str(port), "--gate-updates", updates)
+    gate, met = world.server.through(f"http://127.0.0.1:{port}"), 0
+    for number in range(4):
+        version = world.run.newest
+        world.host.wait_served(version)
+        pinned = {"Weightcast-Exact-Version": str(version)} if number == 0 else {}
+        answers = list[Answer]()
+        with ThreadPoolExecutor(1) as pool:
+            publishing = pool.submit(world.run.publish)
+            while world.host.served != version + 1:
+                answers.append(gate.ask(LONG, 600, headers=pinned))
+            publishing.result()
+        answers.append(gate.ask(LONG, headers={"Weightcast-Min-Version": str(version + 1)}))
+        assert answers[-1].label["version"] == version + 1
+        for answer in answers:
+            if answer.status == 409 and pinned:
+                continue
+            assert answer.status == 200, answer.text
+            low, high, partial = (
+                answer.label["version"],
+                answer.label["last_version"],
+                "partial" in answer.label,
+            )
+            assert version <= low <= high <= version + 1
+            met += partial or low < high
+            assert low < high or world.judged(answer, low), answer.label
+            assert partial == (answer.finish != "length")
+            assert low == high or (updates == "pass" and not pinned)
+            assert not partial or (updates == "partial" and low == version)
+    assert met, "no answer was under way at an update"
 
 
 @pytest.mark.parametrize("variant", [KEYED])

@@ -6,6 +6,7 @@ questions of its users (`/v1`), and whether it is paused.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -184,6 +185,8 @@ class Answer:
     began: float
     ended: float
     text: str = ""
+    label: Mapping[str, Any] = field(default_factory=dict)
+    """of the gate"""
 
     def fits(self, judged: Judged, start: int = 0, stop: int | None = None) -> bool:
         """Whether tokens [start, stop) are what greedy decoding says under the judge's weights."""
@@ -278,7 +281,22 @@ class Server:
     def fetch(self, path: str) -> Any:
         return self._client.get(path).raise_for_status().json()
 
-    def ask(self, prompt: list[int], tokens: int = 12, *, first: threading.Event | None = None) -> Answer:
+    def through(self, url: str) -> Server:
+        """The same server, behind another address."""
+        other = copy.copy(self)
+        other._client = httpx.Client(
+            base_url=url, timeout=STEP_SECONDS, trust_env=False, limits=NO_KEEP_ALIVE
+        )
+        return other
+
+    def ask(
+        self,
+        prompt: list[int],
+        tokens: int = 12,
+        *,
+        first: threading.Event | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
         """A greedy completion. `first` is set when its first token came. Raises for no failure: the status
         tells; 0 is a broken connection."""
         request = {
@@ -293,12 +311,13 @@ class Server:
         }
         began = time.monotonic()
         found, logprobs, finish = list[int](), list[float](), ""
+        label = dict[str, Any]()
         try:
-            with self._client.stream("POST", "/v1/completions", json=request) as reply:
+            with self._client.stream("POST", "/v1/completions", json=request, headers=headers) as reply:
                 if reply.status_code != 200:
                     text = reply.read().decode(errors="replace")
                     return Answer(reply.status_code, prompt, [], [], "", began, time.monotonic(), text)
-                for choice in _choices(reply.iter_lines()):
+                for choice in _choices(reply.iter_lines(), label):
                     found += choice["token_ids"] or []
                     logprobs += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
                     finish = choice["finish_reason"] or finish
@@ -306,12 +325,14 @@ class Server:
                         first.set()
         except (httpx.HTTPError, KeyError, ValueError) as error:
             return Answer(0, prompt, found, logprobs, finish, began, time.monotonic(), repr(error))
-        return Answer(200, prompt, found, logprobs, finish, began, time.monotonic())
+        return Answer(200, prompt, found, logprobs, finish, began, time.monotonic(), label=label)
 
-    def begin(self, prompt: list[int], tokens: int) -> Future[Answer]:
+    def begin(
+        self, prompt: list[int], tokens: int, headers: Mapping[str, str] | None = None
+    ) -> Future[Answer]:
         """A completion in flight: its first token came when this returns."""
         first = threading.Event()
-        future = self._pool.submit(self.ask, prompt, tokens, first=first)
+        future = self._pool.submit(self.ask, prompt, tokens, first=first, headers=headers)
         wait_until(lambda: first.is_set() or future.done(), "the first token of a request")
         return future
 
@@ -342,8 +363,10 @@ def one_shot(*words: str | Path, code: int = 0) -> str:
     return done.stdout
 
 
-def _choices(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+def _choices(lines: Iterator[str], label: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for line in lines:
+        if line.startswith(": weightcast "):
+            label |= json.loads(line.removeprefix(": weightcast "))
         if line.startswith("data: ") and line != "data: [DONE]":
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
