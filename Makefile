@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # More workers than two cores have work for: many tests wait for time-outs.
 test: install
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal $(PYTEST_ARGS)
 
 # Real engines, in environments of their own (3.4 GB each). Full: more of its starts, and with both releases.
 ENGINES := .venv-vllm
@@ -57,10 +57,10 @@ $(SGLANG_SERVER)/.installed: constraints-sglang-server.txt
 	@touch $@
 
 test-engines: install $(ENGINES)/.installed $(SGLANG)/.installed
-	$(BIN)/python -m pytest -q -m engines tests/engines
+	$(BIN)/python -m pytest -q -m engines tests/engines $(PYTEST_ARGS)
 
 test-engines-full: install $(ENGINES)/.installed $(ENGINES_OLD)/.installed $(SGLANG)/.installed $(SGLANG_SERVER)/.installed
-	WEIGHTCAST_ENGINES_FULL=1 $(BIN)/python -m pytest -q -m engines tests/engines
+	WEIGHTCAST_ENGINES_FULL=1 $(BIN)/python -m pytest -q -m engines tests/engines $(PYTEST_ARGS)
 	WEIGHTCAST_ENGINES_FULL=1 WEIGHTCAST_ENGINE_VENV=$(ENGINES_OLD) $(BIN)/python -m pytest -q -m engines tests/engines \
 		--ignore tests/engines/test_real_sglang.py --ignore tests/engines/test_two_hosts.py
 
@@ -78,7 +78,7 @@ $(TRAINERS)/.installed: constraints-trainers.txt pyproject.toml
 	@touch $@
 
 test-trainers: $(TRAINERS)/.installed
-	$(TRAINERS)/bin/python -m pytest -q -m trainers tests/trainers
+	$(TRAINERS)/bin/python -m pytest -q -m trainers tests/trainers $(PYTEST_ARGS)
 
 # The fleet page in a real browser (Debian's chromium), built anew where npm is.
 $(VENV)/.browser: $(STAMP)
@@ -90,23 +90,23 @@ page:
 	cd publisher/page && npm ci && npm run build
 
 test-browser: $(VENV)/.browser
-	$(BIN)/python -m pytest -q -m browser tests/browser
+	$(BIN)/python -m pytest -q -m browser tests/browser $(PYTEST_ARGS)
 
 # A real Prometheus (apt-get install prometheus) and the browser against real daemons: rules, alerts, dashboard.
 test-monitoring: $(VENV)/.browser
-	$(BIN)/python -m pytest -q -m monitoring tests/monitoring
+	$(BIN)/python -m pytest -q -m monitoring tests/monitoring $(PYTEST_ARGS)
 
 # The job of deploy/slurm on a real Slurm (apt-get install slurm-wlm munge shellcheck), as root.
 test-slurm: install
-	$(BIN)/python -m pytest -q -m slurm tests/slurm
+	$(BIN)/python -m pytest -q -m slurm tests/slurm $(PYTEST_ARGS)
 
 # Channels on a real S3 server, Ceph's object gateway (apt-get install radosgw ceph-mon ceph-osd ceph-mgr ceph-common), as root.
 test-s3: install
-	$(BIN)/python -m pytest -q -m s3 tests
+	$(BIN)/python -m pytest -q -m s3 tests $(PYTEST_ARGS)
 
 # Channels over HTTP behind nginx with the files of deploy/nginx (apt-get install nginx-light).
 test-nginx: install
-	$(BIN)/python -m pytest -q -m nginx tests/publisher/test_channel_over_http.py
+	$(BIN)/python -m pytest -q -m nginx tests/publisher/test_channel_over_http.py $(PYTEST_ARGS)
 
 # Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`; `--channel s3`:
 # with channels in S3, which takes three times as long.
@@ -118,7 +118,7 @@ crash: install
 FUZZ_EXAMPLES ?= 2000
 FUZZ_SECONDS ?= 30
 fuzz: install
-	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -q -n 2 --timeout 7200 tests/fuzz
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -q -n 2 --timeout 7200 tests/fuzz $(PYTEST_ARGS)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -q atheris || true
 	@if $(BIN)/python -c 'import atheris' 2>/dev/null; then \
 		ls tests/fuzz/corpus | xargs -d '\n' -P 2 -I {} sh -c 'mkdir -p "$(VENV)/corpus/{}" && \

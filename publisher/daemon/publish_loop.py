@@ -297,6 +297,8 @@ class PublishLoop:
                 job.unchanged(known)
             else:
                 job.done(self._publish_new(job, job.begin(self._owned.version)))
+            # while it still counts as being published: whoever waits for its end sees all of it
+            self._show()
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, WeightcastError):
                 error = disk_error(error, job.name)
@@ -366,9 +368,19 @@ class PublishLoop:
         same = self.record.version_with(done.root)
         if same is None and self._watched is not None:
             same = self._watched.version_with(done.root)
-        done = self.record.published(done, same)
+        done = self.record.published(done, same, self._facts())
         self._look_due.at_once()
         return done
+
+    def _facts(self) -> dict[str, object]:
+        publisher = self._owned
+        return {
+            "run_id": publisher.run_id,
+            "version": publisher.version,
+            "epoch": publisher.epoch,
+            "left_behind": publisher.left_behind,
+            "config_changed": publisher.config_changed,
+        }
 
     def _show(self, problem: str = "") -> None:
         publisher, background = self._publisher, self._background
@@ -379,13 +391,7 @@ class PublishLoop:
             not_ready_reasons=(problem,) if problem else (),
         )
         if publisher is not None and not problem:
-            self.record.show(
-                run_id=publisher.run_id,
-                version=publisher.version,
-                epoch=publisher.epoch,
-                left_behind=publisher.left_behind,
-                config_changed=publisher.config_changed,
-            )
+            self.record.show(**self._facts())
         if background is not None:
             self.record.show(
                 upkeep=UpkeepStatus(busy=background.busy, made=background.made, problem=background.problem)

@@ -172,12 +172,14 @@ class Record:
     def version_with(self, root: str) -> int | None:
         return next((each.version for each in self.status.publications if each.root == root), None)
 
-    def published(self, done: Publication, same: int | None) -> Publication:
-        """As it is shown. `same`: an earlier version with the same content."""
+    def published(self, done: Publication, same: int | None, facts: Mapping[str, object]) -> Publication:
+        """As it is shown. `same`: an earlier version with the same content; `facts`: what it changed in the
+        status, shown at the same time."""
         goes_back = same is not None and same < done.version - 1
         if goes_back:
             done = done.but(notes=(*done.notes, f"goes back to the content of version {same}"))
         self.show(
+            **facts,
             publications=(done, *self.status.publications)[:PUBLICATIONS_SHOWN],
             totals=self.status.totals.plus(done),
         )

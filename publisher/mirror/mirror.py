@@ -272,12 +272,7 @@ class Mirror:
         if self._at is None:
             self._at = self._found(pointer)
             self.claim.saw(self._at)
-        self._show(
-            target_version=pointer.version,
-            local_version=self._at,
-            served_version=self._at,
-            lag_versions=pointer.version - self._at,
-        )
+        self._show_place(self._at, pointer.version)
         if pointer.version < self._at:
             raise Forked(
                 f"{channel.place} was rewound: latest names version {pointer.version}, the mirror has "
@@ -312,14 +307,17 @@ class Mirror:
 
     def _arrived(self, version: int) -> None:
         self._at = version
-        lag = (self.status.target_version or 0) - version
+        self._show_place(version, self.status.target_version or 0)
+        self._show(versions=self.status.versions + 1)
+        log.info("version mirrored", version=version, lag=self.status.lag_versions)
+
+    def _show_place(self, version: int, target: int) -> None:
         self._show(
+            target_version=target,
             local_version=version,
             served_version=version,
-            lag_versions=lag,
-            versions=self.status.versions + 1,
+            lag_versions=target - version,
         )
-        log.info("version mirrored", version=version, lag=lag)
 
     # ---- versions
 

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
-from weightcast.shared.channel.object_store import ObjectStore
+from weightcast.shared.channel.object_store import Keys, ObjectStore
 from weightcast.shared.channel.rate import NO_RATES, Rates
 from weightcast.shared.channel.store import (
+    POLLED_BYTES,
     AlreadyExists,
     Changed,
     Entry,
@@ -99,7 +100,7 @@ class HfStore(ObjectStore):
         if known is None or known[1] != info.xet_hash:
             with self._downloaded(key, info) as file:
                 known = file.read(), info.xet_hash
-            if info.size <= 64:
+            if info.size <= POLLED_BYTES:
                 self._pointers[key] = known
         return known
 
@@ -162,11 +163,11 @@ class HfStore(ObjectStore):
         copied = ("bucket", self._bucket, self._info(source).xet_hash, self._key(target))
         self._change(target, copy=[copied])
 
-    def discard(self, prefix: str) -> None:
-        keys = [each.path for each in self._files(prefix)]
-        indexes = [key for key in keys if key.endswith(".index.json")]
-        self._change(prefix, delete=indexes)
-        self._change(prefix, delete=[key for key in keys if key not in indexes])
+    def _below(self, prefix: str) -> Keys:
+        return [each.path for each in self._files(prefix)]
+
+    def _erase(self, prefix: str, keys: Keys) -> None:
+        self._change(prefix, delete=keys)
 
     def delete(self, key: str) -> bool:
         if self.stat(key) is None:

@@ -45,6 +45,7 @@ from weightcast.shared.channel.store import (
     Unavailable,
     bad_certificate,
     check_key,
+    fill,
     joined,
 )
 from weightcast.shared.files import durable
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from obstore import GetOptions
     from obstore.store import ClientConfig, RetryConfig
 
-_Keys: TypeAlias = list[str]
+Keys: TypeAlias = list[str]
 """the class below has a method of the name `list`"""
 _PART = 8 << 20
 """bytes per request of a large object"""
@@ -272,7 +273,7 @@ class ObjectStore:
     def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
         if self._stitch:
             # the digest of all bytes goes ahead of the first
-            return self._upload_later(key, pieces)
+            return fill(self.write(key), pieces)
         if self.stat(key) is not None:
             raise AlreadyExists.at(self.place(key))
         head, rest = bytearray(), self._paced(pieces)
@@ -284,16 +285,6 @@ class ObjectStore:
             self._send(key, head, use_multipart=False)
             return
         self._send(key, chain([memoryview(head)], rest), chunk_size=_PART, max_concurrency=_UPLOADS)
-
-    def _upload_later(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
-        writer = self.write(key)
-        try:
-            for piece in pieces:
-                writer.write(piece)
-        except BaseException:
-            writer.discard()
-            raise
-        writer.finish()
 
     def upload_file(self, key: str, file: IO[bytes], size: int) -> None:
         part = max(_PART, size // (_PARTS - 1))
@@ -356,12 +347,16 @@ class ObjectStore:
     def discard(self, prefix: str) -> None:
         keys = self._below(prefix)
         indexes = [key for key in keys if key.endswith(".index.json")]
-        with self._named(prefix):
-            obstore.delete(self._client, indexes)
-            failpoint("index.deleted", self.place(prefix))
-            obstore.delete(self._client, [key for key in keys if key not in indexes])
+        self._erase(prefix, indexes)
+        failpoint("index.deleted", self.place(prefix))
+        self._erase(prefix, [key for key in keys if key not in indexes])
 
-    def _below(self, prefix: str) -> _Keys:
+    def _erase(self, prefix: str, keys: Keys) -> None:
+        """`keys`: in the bucket."""
+        with self._named(prefix):
+            obstore.delete(self._client, keys)
+
+    def _below(self, prefix: str) -> Keys:
         with self._named(prefix) as full:
             return [meta["path"] for batch in obstore.list(self._client, full) for meta in batch]
 

@@ -210,7 +210,7 @@ class Gate(Collector):
             await _say(send, 413, {"error": f"the body has more than {BODY_LIMIT} bytes"}, _CLOSE)
             return
         try:
-            member, _ = split_body(body, {})
+            member, body = split_body(body, {})
             conditions = Conditions.of(headers, member)
         except BadCondition as error:
             await _say(send, 400, {"error": str(error)})
@@ -229,7 +229,7 @@ class Gate(Collector):
             self.outcomes[_REFUSED[error.status]] += 1
             facts: dict[str, object] = {"error": error.error, "asked": conditions.asked()}
             facts |= {"served": self.traffic.served, "target": self.traffic.target}
-            await _say(send, error.status, facts, {"retry-after": f"{error.retry:g}"})
+            await _say(send, error.status, facts, {"retry-after": "1"})
             return
         finally:
             gone.cancel()

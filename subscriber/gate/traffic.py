@@ -24,11 +24,11 @@ _ENDING_SECONDS = 5.0
 
 
 class NotAdmitted(Exception):
-    """`status`: of HTTP; `retry`: seconds until it may be otherwise."""
+    """`status`: of HTTP."""
 
-    def __init__(self, status: int, error: str, retry: float = 1.0) -> None:
+    def __init__(self, status: int, error: str) -> None:
         super().__init__(error)
-        self.status, self.error, self.retry = status, error, retry
+        self.status, self.error = status, error
 
 
 @dataclass(eq=False)

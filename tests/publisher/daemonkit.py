@@ -187,9 +187,12 @@ class Daemon:
         return found
 
     def wait_for_version(self, version: int) -> dict[str, Any]:
-        found: dict[str, Any] = wait_until(
-            lambda: status if (status := self.status())["version"] == version else None
-        )
+        def published() -> dict[str, Any] | None:
+            status = self.status()
+            # until it ends, the inbox still has the checkpoint
+            return status if status["version"] == version and status["publishing"] is None else None
+
+        found: dict[str, Any] = wait_until(published)
         return found
 
     def stop(self) -> int:

@@ -17,7 +17,7 @@ from weightcast.shared.cli.main import run as weightcast
 
 
 def arrives(daemon: Daemon, version: int) -> None:
-    wait_until(lambda: daemon.status()["version"] == version)
+    daemon.wait_for_version(version)
 
 
 class Trainer:
