@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-nginx test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-nginx test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak dist clean
 
 install: $(STAMP) .typing/weightcast/subscriber
 
@@ -138,6 +138,15 @@ demo: install
 bench: install
 	$(BIN)/python -m benchmarks --results benchmarks/results.json --docs docs/measurements $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.report
+
+# Both distributions, from what is committed; built twice from one commit they have the same bytes.
+dist: install
+	rm -rf dist && mkdir dist
+	git archive --prefix=source/ HEAD | tar -x -C dist
+	for d in source source/subscriber/engine_plugin; do SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+		$(BIN)/python -m build -q --no-isolation --outdir dist dist/$$d || exit 1; done
+	rm -r dist/source
+	@cd dist && sha256sum *
 
 lint: install
 	$(BIN)/ruff check .

@@ -145,7 +145,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(
             ROOT / side, source / side, ignore=shutil.ignore_patterns("__pycache__", "node_modules")
         )
-    shutil.copy(ROOT / "pyproject.toml", source)
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
     (source / "README.md").touch()
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(room), str(source)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
@@ -168,6 +169,12 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     }
     assert {name for name in names if name.startswith("weightcast/")} == expected
     assert not [name for name in names if name.split("/")[0] in (*SIDES, "tests", "examples")]
+
+
+def test_both_distributions_come_with_the_license(wheel: Path) -> None:
+    (held,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/licenses/LICENSE")]
+    assert zipfile.ZipFile(wheel).read(held) == (ROOT / "LICENSE").read_bytes()
+    assert (OTHER_DISTRIBUTION / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 def test_the_wheel_s_command_runs_from_an_install_of_its_own(wheel: Path, tmp_path: Path) -> None:
