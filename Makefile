@@ -139,7 +139,7 @@ bench: install
 	$(BIN)/python -m benchmarks --results benchmarks/results.json --docs docs/measurements $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.report
 
-# Both distributions, from what is committed; built twice from one commit they have the same bytes.
+# Both distributions, from what is committed. Wheels built twice from one commit have the same bytes.
 dist: install
 	rm -rf dist && mkdir dist
 	git archive --prefix=source/ HEAD | tar -x -C dist
