@@ -65,11 +65,6 @@ def save_of(name: str) -> str:
     return "/".join(parts[: numbered[-1] + 1 if numbered else 1])
 
 
-def is_nested(name: str) -> bool:
-    """Whether it is elsewhere than directly in the watched directory."""
-    return "/" in name or name == ROOT
-
-
 def parents_of(name: str) -> list[str]:
     """Innermost first, without the watched directory."""
     parts = name.split("/")

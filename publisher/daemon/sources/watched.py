@@ -23,9 +23,8 @@ from weightcast.publisher.daemon.sources.inbox import (
     InboxMemory,
     Marks,
     may_be_checkpoint,
-    without_ctime,
 )
-from weightcast.publisher.daemon.sources.layouts import ROOT, Unpublished, is_nested, parents_of, step_of
+from weightcast.publisher.daemon.sources.layouts import ROOT, Unpublished, parents_of, step_of
 from weightcast.publisher.daemon.sources.observation import OURS, all_files
 from weightcast.publisher.daemon.sources.source import LastContent, Memory, SourceJob, new_request
 from weightcast.publisher.publish.publish_job import Publication
@@ -170,7 +169,7 @@ def _require_known(at: Path, directory: Path, known: Marks) -> None:
         problem = "it is a link"
     elif not _only_files(at):
         problem = "it holds links or directories"
-    elif known not in (found := all_files(at), without_ctime(found)):
+    elif known != all_files(at):
         problem = "it was changed after it was chosen"
     else:
         return
@@ -258,8 +257,7 @@ class WatchedDirectory:
         self._place = os.path.realpath(directory)
         self._memory = Memory(LocalPaths(settings.local).room / _MEMORY, InboxMemory(), _LIMIT, _REMEDY)
         known = self._memory.value
-        self._is_first = self._memory.is_new or not known.is_of(self._place)
-        self._covers_tree = known.tree or self._is_first
+        self._is_first = known.watch != self._place
         self.inbox = Inbox(settings, known.by_name(self._place))
         self._consumer = Consumer(directory, self.inbox)
 
@@ -267,29 +265,21 @@ class WatchedDirectory:
         """Before anything else, if this directory was never watched from here: what is complete now was
         there before, also if this start comes to nothing, unless the channel has no `version` yet and it was
         completed after this process `began` (unix time)."""
-        existing = self.settings.existing
-        if existing:
+        if self.settings.existing:
             self.inbox.forget_existing()
-        if (existing if self._is_first else self._covers_tree) or not is_directory(self.directory):
+        if self.settings.existing or not self._is_first or not is_directory(self.directory):
             return
-        # For an older release the first level was all.
-        found = [each for each in self._look().unknown if self._is_first or is_nested(each.name)]
         began_ns = None if version else int((began + observation.clock_offset(self.directory)) * 1e9)
-        names = self.inbox.ignore_existing(found, began_ns)
-        self._covers_tree = True
+        names = self.inbox.ignore_existing(self._look().unknown, began_ns)
         self.store()
         self.sample_unread()
         if names:
             log.info("checkpoints left alone", checkpoints=names[:_NAMED], count=len(names), remedy=_EXISTING)
 
     def resume(self, publisher: Publisher) -> None:
-        def version(request: str, above: int) -> int | None:
-            index = publisher.made_for(request, above) if request else None
-            return None if index is None else index.version
-
         # names of an export that is renamed are not the base's
         self.inbox.compare_with(None if self.settings.rename else publisher.run[1].table)
-        for name in self.inbox.resume(version):
+        for name in self.inbox.resume(publisher.made_for):
             self.consume(name)
         self.store()
         self.sample_unread()
@@ -354,7 +344,7 @@ class WatchedDirectory:
         """Empty unless these are the files before and after."""
         try:
             before = observation.marks_of(self.directory, name)
-            if not (files <= before or files <= without_ctime(before)):
+            if not files <= before:
                 return ""
             found = observation.sample(self.directory / name)
             return found if observation.marks_of(self.directory, name) == before else ""
@@ -440,7 +430,7 @@ class WatchedDirectory:
 
     def store(self) -> None:
         entries = tuple(self.inbox.entries.values())
-        self._memory.store(InboxMemory(watch=self._place, tree=self._covers_tree, entries=entries))
+        self._memory.store(InboxMemory(watch=self._place, entries=entries))
 
 
 class WatchedJob(SourceJob):
@@ -464,10 +454,7 @@ class WatchedJob(SourceJob):
         return weights
 
     def known(self) -> LastContent:
-        content = self._watched.inbox.content_of(self._chosen)
-        if content.root or content.version is None:
-            return content
-        return content.but(root=self._publisher.root_of(content.version))
+        return self._watched.inbox.content_of(self._chosen)
 
     def has_sample(self, known: LastContent) -> bool:
         found = self._watched.sample(self.name, self._chosen.weights) if known.sample else ""
