@@ -218,8 +218,7 @@ class MemberRank:
         """Tells what this rank holds; returns when all ranks have."""
         writer = PartWriter(local, attempt, shards, self._rank.number, self._options)
         own = RankWeights.of(self._rank.number, local, given.weights, given.matched)
-        said = rendezvous.write_holds(own.holds, local.table)
-        files.replace(rendezvous.rank_file("holds", own.rank), said)
+        files.replace(rendezvous.rank_file("holds", own.rank), rendezvous.write_holds(own.holds))
         with job.phase("ranks"):
             holds = rendezvous.await_plan(files, attempt, local.table, deadline)
         return Meeting(files, writer, given, own, holds, deadline)

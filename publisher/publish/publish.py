@@ -378,7 +378,7 @@ class OwnerRank:
             parse, others = partial(rendezvous.parse_holds, table=table), range(1, attempt.world_size)
             holds = [own.holds, *rendezvous.collect(parts, attempt, others, "holds", parse, deadline)]
             meeting = Meeting(parts, writer, given, own, holds, deadline)
-            parts.replace(rendezvous.PLAN, rendezvous.write_plan(holds, table))
+            parts.replace(rendezvous.PLAN, rendezvous.write_plan(holds))
         written = [meeting.write_part(job)]
         job.source.release_tensors()
         with job.phase("ranks"):
