@@ -183,7 +183,13 @@ class MemberRank:
                 local = self._shared_local(attempt, deadline)
             else:
                 self._updater.update_to(channel)
-                local = _at_base(self._updater.local, attempt)
+                found = self._updater.local
+                if found is None or found.state.position.digest != attempt.base_digest:
+                    raise RetryLater(
+                        f"this rank's local checkpoint is not at version {attempt.version - 1}",
+                        remedy="publish again; check the channel mount of this rank if it stays",
+                    )
+                local = found
         if attempt.encoding != self._options.encoding:
             raise Refused(
                 f"rank 0 publishes with encoding {attempt.encoding}, this rank with {self._options.encoding}",
@@ -258,12 +264,3 @@ class _Last:
     file: ChannelFile
     base_digest: str
     digest: str
-
-
-def _at_base(local: LocalCheckpoint | None, attempt: Attempt) -> LocalCheckpoint:
-    if local is None or local.state.position.digest != attempt.base_digest:
-        raise RetryLater(
-            f"this rank's local checkpoint is not at version {attempt.version - 1} of the channel",
-            remedy="publish again; check the channel mount of this rank if it stays",
-        )
-    return local

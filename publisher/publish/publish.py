@@ -407,7 +407,7 @@ class OwnerRank:
                 written = write_weights(files, base.table, given.words_in, beside, advance=job.advance)
                 given.weights.finish()
             job.source.release_tensors()
-            index = anchor_index(base.run_id, version, self._claim.epoch, job.step, base, written)
+            index = anchor_index(version, self._claim.epoch, job.step, base, written)
             moved = (index.tensors.lanes != base.lanes).any(axis=1)
             refuse_moved(base.table, [tensor for tensor in sorted(given.matched.frozen) if moved[tensor]])
             job.check_root(index)

@@ -187,16 +187,13 @@ class Inbox:
 
     settings: PublisherSettings
     entries: dict[str, InboxEntry] = field(default_factory=dict)
-    _base: TensorTable | None = None
+    base: TensorTable | None = None
+    """None as long as it is not known, and where its tensors have other names than those of checkpoints"""
     _since: dict[str, tuple[Marks, float]] = field(default_factory=dict)
     """per name: what was seen, and when first, on a monotonic clock"""
 
     def __post_init__(self) -> None:
         self.layouts = Layouts(self.settings.watch_pattern)
-
-    def compare_with(self, base: TensorTable | None) -> None:
-        """`base`: None where its tensors have other names than those of checkpoints."""
-        self._base = base
 
     def is_known(self, name: str, files: Marks) -> bool:
         own, others = self.entries.get(name), self.entries.values()
@@ -301,10 +298,10 @@ class Inbox:
         self.layouts.judge({each.name: self._fit(each) for each in ready}, published)
 
     def _fit(self, candidate: Candidate) -> Fit:
-        """As long as the base is not known, all fit equally."""
-        if self._base is None or candidate.table is None:
+        """Without a base all fit equally."""
+        if self.base is None or candidate.table is None:
             return Fit(complete=True)
-        return Fit.of(candidate.table, self._base)
+        return Fit.of(candidate.table, self.base)
 
     def _quiet_seconds(self, candidates: Iterable[Candidate], now: float) -> Mapping[str, float]:
         """How long nothing has changed, by name: in a save of several checkpoints in any of them."""
@@ -443,9 +440,6 @@ class Inbox:
                     self.succeed(name, index.version, index.root)
                     published.append(name)
         return published
-
-    def is_consumed(self, name: str) -> bool:
-        return name in self.entries and self.entries[name].outcome is InboxOutcome.CONSUMED
 
     def consumed(self, name: str) -> None:
         version, content = self.entries[name].version, self.entries[name].content

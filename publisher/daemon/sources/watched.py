@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -21,6 +22,7 @@ from weightcast.publisher.daemon.sources.inbox import (
     Choice,
     Inbox,
     InboxMemory,
+    InboxOutcome,
     Marks,
     may_be_checkpoint,
 )
@@ -137,7 +139,7 @@ def consume_aside(watch: Path, name: str, known: Marks) -> None:
     grave = directory.with_name(f"{_CONSUMED}{secrets.token_hex(8)}")
     aside.rename(grave)
     failpoint("inbox.buried", directory)
-    _remove(grave)
+    shutil.rmtree(grave)
     failpoint("inbox.deleted", directory)
 
 
@@ -155,7 +157,7 @@ def set_aside(watch: Path, names: Iterable[str] = ()) -> list[str]:
 def delete_leftovers(watch: Path, names: Iterable[str] = ()) -> None:
     """What a kill left of directories being deleted. `names`: see `set_aside`."""
     for path in _left_behind(watch, names, _CONSUMED):
-        _remove(path)
+        shutil.rmtree(path)
 
 
 def _left_behind(watch: Path, names: Iterable[str], prefix: str) -> list[Path]:
@@ -193,16 +195,6 @@ def _put_back(aside: Path, directory: Path) -> bool:
 def _only_files(directory: Path) -> bool:
     with os.scandir(directory) as scan:
         return all(entry.is_file(follow_symlinks=False) for entry in scan)
-
-
-def _remove(grave: Path) -> None:
-    fd = os.open(grave, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        for name in os.listdir(fd):
-            os.unlink(name, dir_fd=fd)
-    finally:
-        os.close(fd)
-    grave.rmdir()
 
 
 class RefusedStatus(BaseModel, frozen=True):
@@ -278,7 +270,7 @@ class WatchedDirectory:
 
     def resume(self, publisher: Publisher) -> None:
         # names of an export that is renamed are not the base's
-        self.inbox.compare_with(None if self.settings.rename else publisher.run[1].table)
+        self.inbox.base = None if self.settings.rename else publisher.run[1].table
         for name in self.inbox.resume(publisher.made_for):
             self.consume(name)
         self.store()
@@ -470,7 +462,8 @@ class WatchedJob(SourceJob):
             reason = "only its files changed since it was left alone; POST /v1/publish publishes it"
             watched.skip(self.name, reason)
         elif known.version is not None:
-            came_back = inbox.is_consumed(self.name)
+            own = inbox.entries.get(self.name)
+            came_back = own is not None and own.outcome is InboxOutcome.CONSUMED
             inbox.adopt(self._chosen, known.version, known.root)
             if came_back:
                 watched.consume(self.name)
