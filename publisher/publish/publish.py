@@ -325,7 +325,7 @@ class OwnerRank:
     def _write_spooled(
         self, channel: Channel, local: LocalCheckpoint | None, spooled: SpooledDelta, job: PublishJob
     ) -> Draft:
-        draft = spooled.draft
+        draft = spooled.part.draft
         if local is None or local.state.position.digest != draft.parent or not _next_is_free(channel, local):
             spooled.drop()
             raise RetryLater(
@@ -336,14 +336,9 @@ class OwnerRank:
             parts = begin_attempt(self._claim, draft.version)
             files = Files.of(channel.store, parts)
             spooled.copy_to(files)
-        index, sources = assemble(
-            local.table,
-            local.state.position,
-            [RankPart(draft)],
-            rename=channel.store.renames,
-            prefix=files.prefix,
-        )
-        return Draft(index, parts, sources, spooled.facts, spooled.non_finite, local)
+        renames, base = channel.store.renames, local.state.position
+        index, sources = assemble(local.table, base, [spooled.part], rename=renames, prefix=files.prefix)
+        return Draft(index, parts, sources, spooled.facts, spooled.part.non_finite, local)
 
     def _write_delta(self, channel: Channel, local: LocalCheckpoint, given: Input, job: PublishJob) -> Draft:
         """This rank's part and, where there are others, theirs. A failure ends the attempt for all ranks."""

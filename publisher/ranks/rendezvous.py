@@ -37,7 +37,7 @@ from weightcast.shared.base.errors import (
     WeightcastError,
 )
 from weightcast.shared.channel.delta import read_exactly
-from weightcast.shared.channel.index import Index, parse_index, write_index
+from weightcast.shared.channel.index import Encoding, Index, parse_index, write_index
 from weightcast.shared.channel.layout import ATTEMPTS
 from weightcast.shared.channel.store import Store, read_if_there
 from weightcast.shared.digest.checksums import Lanes
@@ -78,7 +78,8 @@ def _parsed(data: bytes, what: str, kind: Any) -> Any:
     try:
         return _adapter(kind).validate_json(data, strict=True)
     except ValueError as error:
-        raise DamagedFile(f"{what}: {' '.join(str(error).split())[:160]}") from error
+        problem = " ".join(str(error).partition(" [type=")[0].split())
+        raise DamagedFile(f"{what}: {_printable(problem)[:160]}") from error
 
 
 def _packed(message: object) -> bytes:
@@ -211,7 +212,7 @@ class Attempt:
     base_digest: str
     step: _Natural | None
     world_size: Annotated[int, Ge(1)]
-    encoding: str
+    encoding: Encoding
     created: float
 
 
