@@ -10,18 +10,19 @@ import functools
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex, get_args
 
-from weightcast.publisher.maintenance.orders import Held, carry_out, is_carried_out, root_of, standing
+from weightcast.publisher.maintenance.orders import Held, carry_out, is_carried_out, standing
 from weightcast.publisher.maintenance.prune import keep_channel_file
 from weightcast.publisher.maintenance.repair import ChannelCheck, Repairs, is_sound, remake, repair
 from weightcast.publisher.maintenance.upkeep import Upkeep, UpkeepOptions
-from weightcast.publisher.publish.commit import PostWrite, Signer, is_carried, put_pointer_right
+from weightcast.publisher.publish.commit import Signer, is_carried, put_pointer_right
 from weightcast.publisher.publish.member import MemberRank
 from weightcast.publisher.publish.publish import OwnerRank
 from weightcast.publisher.publish.publish_job import (
+    CommonOptions,
     Phases,
     PublishJob,
     PublishOptions,
@@ -40,9 +41,8 @@ from weightcast.publisher.weights.config import CONFIG, carried_bytes, changed_c
 from weightcast.publisher.weights.device_side import Baselines, When
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
 from weightcast.publisher.weights.given import whole_step
-from weightcast.publisher.weights.precision import NonFinite
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
-from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, Untrusted, WeightcastError
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, Untrusted
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
@@ -64,26 +64,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublisherOptions:
+class PublisherOptions(CommonOptions):
     """What most runs leave as it is."""
 
-    threads: int = 1
-    """that compare and encode"""
-    deadline_seconds: float = 600.0
-    """ranks wait for each other this long"""
     take_over: bool = False
     """take the channel from an owner that seems alive"""
     unfenced: bool = False
     """publish also to a store that ignores conditions of writes: nothing keeps a second publisher out"""
     take_over_seconds: float = 60.0
     """an owner that was silent for this long counts as gone"""
-    anchor_every: int = 0
-    """full weights beside every Nth version; 0: none"""
-    post_write: PostWrite | None = None
-    """called as `post_write(version, directory, phase)`, with the phase `version` when the files are there
-    and `pointer` when `latest` names them; `directory` of a bucket is its URL, as text"""
-    non_finite: NonFinite = "allow"
-    """`refuse`: a delta in which elements become NaN or infinite is not published"""
     until: Until = "patched"
     """`out`: `publish` returns when the pointer names the version. Rank 0's local checkpoint follows in a
     thread; the next call waits for it, as `settle` does"""
@@ -205,15 +194,8 @@ class Publisher:
             None if base is None else Path(base),
             UpdaterOptions(threads=options.threads, visible_seconds=options.visible_seconds, carries=False),
         )
-        setup = PublishOptions(
-            encoding=encoding,
-            threads=options.threads,
-            deadline_seconds=options.deadline_seconds,
-            anchor_every=options.anchor_every,
-            post_write=options.post_write,
-            signer=signer,
-            non_finite=options.non_finite,
-        )
+        common = {each.name: getattr(options, each.name) for each in fields(CommonOptions)}
+        setup = PublishOptions(**common, encoding=encoding, signer=signer)
         if rank != 0:
             return cls(updater, Rank(rank, world_size), setup, options, None)
         with contextlib.ExitStack() as undo:
@@ -644,10 +626,3 @@ class Publisher:
                 return False
             given = matched_input(weights, file, base.table, Rank(0, 1))
             return has_root(given, base, root, position, self._updater.options.threads, advance)
-
-    def root_of(self, version: int) -> str:
-        """Of a version up to the newest; empty where the channel no longer says."""
-        channel = Channel.open(self.store, self._trust)
-        with contextlib.suppress(WeightcastError):
-            return root_of(channel, version)
-        return ""

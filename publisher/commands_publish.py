@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -94,47 +94,31 @@ def publish(
     local: Path,
     base: Path | None,
     encoding: Encoding,
-    layout: Layout,
     step: int | None,
     threads: int | None,
-    take_over: bool,
-    unfenced: bool,
-    sign_key: Path | None,
-    trusted_key: tuple[str, ...],
     skip_span: int,
     anchor: bool,
     publish_rate: int | None,
-    non_finite: NonFinite,
-    carry_config: bool,
     cast: bool,
     rename: tuple[str, ...],
     drop: tuple[str, ...],
     as_json: bool,
+    **others: Any,
 ) -> None:
     """Publish one checkpoint as the channel's next version."""
     output = Output(json=as_json)
     rules = ExportRules.of(cast, rename, drop)
-    described = _look(Channel.open(open_store(channel)), checkpoint, local, base, take_over, rules)
+    options = PublisherOptions(
+        threads=working_threads(threads),
+        trusted_keys=others.pop("trusted_key"),
+        publish_rate=NO_RATE if publish_rate is None else Rate(publish_rate),
+        upkeep=UpkeepOptions(skip_span=skip_span) if skip_span else None,
+        upkeep_thread=False,
+        **others,
+    )
+    described = _look(Channel.open(open_store(channel)), checkpoint, local, base, options.take_over, rules)
     with (
-        Publisher.open(
-            channel,
-            local=local,
-            base=base,
-            encoding=encoding,
-            options=PublisherOptions(
-                threads=working_threads(threads),
-                take_over=take_over,
-                unfenced=unfenced,
-                sign_key=sign_key,
-                trusted_keys=trusted_key,
-                publish_rate=NO_RATE if publish_rate is None else Rate(publish_rate),
-                non_finite=non_finite,
-                carry_config=carry_config,
-                layout=layout,
-                upkeep=UpkeepOptions(skip_span=skip_span) if skip_span else None,
-                upkeep_thread=False,
-            ),
-        ) as publisher,
+        Publisher.open(channel, local=local, base=base, encoding=encoding, options=options) as publisher,
         output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,
     ):
         read = partial(publisher.open_checkpoint, checkpoint, rules)

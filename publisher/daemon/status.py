@@ -169,17 +169,18 @@ class PublisherStatus(BaseModel, frozen=True):
             yield f"reports: {self.report_error}"
 
     def _refused(self, now: float) -> RefusedCheckpoint | None:
-        last = self.last_refused
-        if last is not None:
-            ago = max(0.0, now - last.at)
-            return _refused(last.source, last, ago)
-        # refused before this process started
-        earlier = self.inbox.refused if self.inbox is not None else ()
-        return _refused(earlier[-1].name, earlier[-1].error, None) if earlier else None
-
-
-def _refused(source: str, failure: Failure, ago: float | None) -> RefusedCheckpoint:
-    return RefusedCheckpoint(source=source, message=failure.message, remedy=failure.remedy, seconds_ago=ago)
+        ago: float | None = None
+        failure: Failure
+        if (last := self.last_refused) is not None:
+            source, failure, ago = last.source, last, max(0.0, now - last.at)
+        elif self.inbox is not None and self.inbox.refused:
+            # refused before this process started
+            source, failure = self.inbox.refused[-1].name, self.inbox.refused[-1].error
+        else:
+            return None
+        return RefusedCheckpoint(
+            source=source, message=failure.message, remedy=failure.remedy, seconds_ago=ago
+        )
 
 
 def host_status(host: Host) -> ReportedHost:

@@ -91,7 +91,7 @@ class FleetView:
         self._threads = [
             threading.Thread(target=self._run, args=(look, pause), name=name, daemon=True)
             for name, look, pause in (
-                ("fleet", self.read_hosts, self._hosts_pause),
+                ("fleet", self.read_hosts, lambda _: len(self._fleet.get().fleet.hosts) / STATS_PER_SECOND),
                 ("versions", self.read_versions, lambda seconds: _LOOK_SHARE * seconds),
             )
         ]
@@ -154,12 +154,6 @@ class FleetView:
     def _is_watched(self) -> bool:
         return time.monotonic() - self._asked < _WATCHED_SECONDS
 
-    def _usual_pause(self) -> float:
-        return QUICK_SECONDS if self._is_watched() else IDLE_SECONDS
-
-    def _hosts_pause(self, _seconds: float) -> float:
-        return len(self._fleet.get().fleet.hosts) / STATS_PER_SECOND
-
     def _run(self, look: Callable[[], None], pause: Callable[[float], float]) -> None:
         """`pause`: from the seconds of a look to the least seconds until the next."""
         while not self._ending.is_set():
@@ -171,7 +165,9 @@ class FleetView:
             except Exception:
                 log.exception("looking at the channel crashed")
             waited, least = 0.0, pause(time.monotonic() - began)
-            while waited < max(least, self._usual_pause()) and not self._ending.wait(0.2):
+            while waited < max(least, QUICK_SECONDS if self._is_watched() else IDLE_SECONDS):
+                if self._ending.wait(0.2):
+                    return
                 waited += 0.2
 
 

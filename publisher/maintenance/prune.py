@@ -6,12 +6,11 @@ Only the channel's owner does this. A reader that was on its way to a version th
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from weightcast.publisher.maintenance.retention import Retention, Situation, Verdict, decide
@@ -30,7 +29,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import Boot
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import exists
-from weightcast.shared.files.strict_json import parse_object
+from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
 GRACE_SECONDS = 3600.0
 _NOTE, _NOTE_LIMIT = "pruned.json", 4096
@@ -135,23 +134,21 @@ def _noted(grave: Store, uptime: Uptime) -> float | None:
     """How long something has been in the trash; None where that is not known here: after a boot, or on
     another machine."""
     try:
-        facts = parse_object(grave.read(_NOTE, _NOTE_LIMIT), grave.place(_NOTE))
-        boot, since = facts["boot"], facts["seconds"]
-    except (WeightcastError, KeyError):
+        place = grave.place(_NOTE)
+        since = Members(parse_object(grave.read(_NOTE, _NOTE_LIMIT), place), place).record(Uptime)
+    except WeightcastError:
         return None
-    if boot == uptime.boot and isinstance(since, int | float) and 0 <= since <= uptime.seconds:
-        return uptime.seconds - since
-    return None
+    is_known = since.boot == uptime.boot and 0 <= since.seconds <= uptime.seconds
+    return uptime.seconds - since.seconds if is_known else None
 
 
 def _seconds_in(grave: Store, uptime: Uptime) -> float:
     """As `_noted`; counted anew where it is not known, from when the note of it can be written."""
     seconds = _noted(grave, uptime)
     if seconds is None:
-        note = json.dumps({"boot": uptime.boot, "seconds": uptime.seconds})
         # a full disk is no reason to leave the rest as it is
         with contextlib.suppress(StoreError):
-            grave.replace(_NOTE, note.encode(), sync=False)
+            grave.replace(_NOTE, write_object(asdict(uptime)), sync=False)
     return seconds or 0.0
 
 

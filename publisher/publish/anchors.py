@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -112,20 +112,21 @@ def _pieces(table: TensorTable, tensor: int, words_in: WordsIn) -> Iterator[tupl
 
 
 def anchor_index(
-    run_id: str,
     version: int,
     epoch: int,
     step: int | None,
     base: Base,
     written: tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]],
+    main: str = "",
 ) -> Index:
-    """`base`: tells which files readers of older releases know of."""
+    """`base`: tells which files readers of older releases know of; `main`: digest of the version's own index,
+    beside which it is."""
     records, weight_map, lanes = written
     table, known = base.table, {record.name for record in base.files}.union(weight_map.values())
     files = tuple(record for record in records if record.name in known)
     names = tuple(spec.name for spec in table)
     return Index(
-        run_id=run_id,
+        run_id=base.run_id,
         version=version,
         kind="anchor",
         base_version=-1,
@@ -145,6 +146,7 @@ def anchor_index(
         chunks=(),
         totals=VersionTotals(0, table.elements, table.nbytes, sum(file.size for file in records)),
         side_files=tuple(record for record in records if record.name not in known),
+        main=main,
     )
 
 
@@ -168,14 +170,23 @@ def write_anchor_beside(local: LocalCheckpoint, claim: Claim, key: PrivateKey | 
 def write_anchor(full: Full, claim: Claim, key: PrivateKey | None = None) -> bool:
     """The anchor beside a version. False when it exists already. Its digests must equal the version's before
     its index is written; it appears through its index alone."""
-    store, name = claim.store, anchor_key(full.position.version)
+    store, position, base = claim.store, full.position, full.base
+    name = anchor_key(position.version)
     if store.stat(f"{name}/{INDEX_NAME}") is not None:
         return False
     made = begin_beside(claim, name)
     failpoint("anchor.begun", store.place(made.key))
     try:
-        index, data = _written(made, full, claim)
-        commit_draft(claim, made.key, name, index, data, key, main=full.position.digest)
+        written = write_weights(made, base.table, full.words_in, full.beside, check=claim.check)
+        if written[2] != lanes_list(position.lanes):
+            raise DamagedFile(
+                f"the publisher's local checkpoint does not hold version {position.version}; no anchor was "
+                "written",
+                remedy="run `weightcast local verify`",
+            )
+        index = anchor_index(position.version, claim.epoch, None, base, written, main=position.digest)
+        failpoint("anchor.written", made.directory.place())
+        commit_draft(claim, made.key, name, index, write_index(index, base.table), key)
     except AlreadyExists:
         made.discard()
         return False
@@ -185,19 +196,3 @@ def write_anchor(full: Full, claim: Claim, key: PrivateKey | None = None) -> boo
         raise
     failpoint("anchor.committed", store.place(name))
     return True
-
-
-def _written(made: Files, full: Full, claim: Claim) -> tuple[Index, bytes]:
-    """Its files are there; what remains to be written is its index."""
-    position = full.position
-    written = write_weights(made, full.base.table, full.words_in, full.beside, check=claim.check)
-    if written[2] != lanes_list(position.lanes):
-        raise DamagedFile(
-            f"the publisher's local checkpoint does not hold version {position.version}; no anchor was "
-            "written",
-            remedy="run `weightcast local verify`",
-        )
-    index = anchor_index(full.base.run_id, position.version, claim.epoch, None, full.base, written)
-    index = replace(index, main=position.digest)
-    failpoint("anchor.written", made.directory.place())
-    return index, write_index(index, full.base.table)

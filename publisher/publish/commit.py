@@ -189,7 +189,7 @@ def drop_parts(claim: Claim) -> None:
     for name in names:
         if name.endswith(ATTEMPTS):
             for attempt in _directories(store, name):
-                if not _is_newer(attempt, claim.epoch):
+                if _epoch_of(attempt) <= claim.epoch:
                     store.discard(f"{name}/{attempt}")
             with contextlib.suppress(StoreError):  # while there are others
                 store.delete(name)
@@ -211,7 +211,7 @@ def _drop_uncommitted(claim: Claim, names: Iterable[str]) -> None:
 def drop_unfinished(claim: Claim, key: str) -> None:
     """What is below `key`, which has no index, unless a newer owner writes there."""
     claim.check()
-    if not any(_is_newer(name, claim.epoch) for name in claim.store.names(key)):
+    if all(_epoch_of(name) <= claim.epoch for name in claim.store.names(key)):
         claim.store.discard(key)
 
 
@@ -228,10 +228,6 @@ def drop_strays(claim: Claim, key: str, names: Iterable[str]) -> None:
 
 def _directories(store: Store, prefix: str) -> list[str]:
     return sorted(entry.name for entry in store.list(prefix) if entry.kind == "directory")
-
-
-def _is_newer(attempt: str, epoch: int) -> bool:
-    return _epoch_of(attempt) > epoch
 
 
 def _epoch_of(attempt: str) -> int:
@@ -292,11 +288,10 @@ def commit_version(claim: Claim, made: str, index: Index, data: bytes, key: Priv
 
 
 def commit_draft(
-    claim: Claim, draft: str, name: str, index: Index, data: bytes, key: PrivateKey | None, main: str = ""
+    claim: Claim, draft: str, name: str, index: Index, data: bytes, key: PrivateKey | None
 ) -> None:
-    """Signature and index into `draft`, which then becomes `name`. `data`: the index, written; `main`:
-    digest of the version's main index, for an anchor without it. Raises AlreadyExists, and Refused
-    of `claim`; what is there by then is untouched."""
+    """Signature and index into `draft`, which then becomes `name`. `data`: the index, written. Raises
+    AlreadyExists, and Refused of `claim`; what is there by then is untouched."""
     store = claim.store
 
     def allowed() -> None:
@@ -308,7 +303,7 @@ def commit_draft(
         if not store.renames and store.stat(f"{name}/{INDEX_NAME}") is not None:
             raise AlreadyExists.at(store.place(name))
         if key is not None:
-            statement = stated_by(index, blake3(data).hexdigest(), main or index.main)
+            statement = stated_by(index, blake3(data).hexdigest(), index.main)
             _sign(store.within(draft), write_signature(statement, key), claim.check)
         store.commit(draft, name, INDEX_NAME, data, allowed)
 

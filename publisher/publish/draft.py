@@ -215,15 +215,13 @@ def compare_early(
 class SpooledDelta:
     """A delta in the outbox, a local directory; not durable yet."""
 
-    draft: Index
+    part: RankPart
     outbox: DirectoryStore
     facts: InputFacts
-    non_finite: Mapping[str, int]
-    """elements by tensor that became NaN or infinite"""
 
     def copy_to(self, files: Files) -> None:
         """Makes its shards durable in `files`. Raises DamagedFile when they are not what was written."""
-        for record in self.draft.files:
+        for record in self.part.draft.files:
             name = files.prefix + record.name
             if put(files.directory, name, pieces_of(self.outbox, record.name)) != replace(record, name=name):
                 raise DamagedFile(
@@ -233,7 +231,7 @@ class SpooledDelta:
         self.drop()
 
     def drop(self) -> None:
-        for record in self.draft.files:
+        for record in self.part.draft.files:
             (self.outbox.directory / record.name).unlink(missing_ok=True)
 
 
@@ -250,7 +248,7 @@ def spool(
     finally:
         given.weights.close()
     job.source.release_tensors()
-    return SpooledDelta(part.draft, outbox, given.facts, part.non_finite)
+    return SpooledDelta(part, outbox, given.facts)
 
 
 def _emptied(outbox: Path) -> Path:

@@ -183,7 +183,13 @@ class MemberRank:
                 local = self._shared_local(attempt, deadline)
             else:
                 self._updater.update_to(channel)
-                local = _at_base(self._updater.local, attempt)
+                found = self._updater.local
+                if found is None or found.state.position.digest != attempt.base_digest:
+                    raise RetryLater(
+                        f"this rank's local checkpoint is not at version {attempt.version - 1}",
+                        remedy="publish again; check the channel mount of this rank if it stays",
+                    )
+                local = found
         if attempt.encoding != self._options.encoding:
             raise Refused(
                 f"rank 0 publishes with encoding {attempt.encoding}, this rank with {self._options.encoding}",
@@ -218,8 +224,7 @@ class MemberRank:
         """Tells what this rank holds; returns when all ranks have."""
         writer = PartWriter(local, attempt, shards, self._rank.number, self._options)
         own = RankWeights.of(self._rank.number, local, given.weights, given.matched)
-        said = rendezvous.write_holds(own.holds, local.table)
-        files.replace(rendezvous.rank_file("holds", own.rank), said)
+        files.replace(rendezvous.rank_file("holds", own.rank), rendezvous.write_holds(own.holds))
         with job.phase("ranks"):
             holds = rendezvous.await_plan(files, attempt, local.table, deadline)
         return Meeting(files, writer, given, own, holds, deadline)
@@ -259,12 +264,3 @@ class _Last:
     file: ChannelFile
     base_digest: str
     digest: str
-
-
-def _at_base(local: LocalCheckpoint | None, attempt: Attempt) -> LocalCheckpoint:
-    if local is None or local.state.position.digest != attempt.base_digest:
-        raise RetryLater(
-            f"this rank's local checkpoint is not at version {attempt.version - 1} of the channel",
-            remedy="publish again; check the channel mount of this rank if it stays",
-        )
-    return local

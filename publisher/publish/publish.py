@@ -325,7 +325,7 @@ class OwnerRank:
     def _write_spooled(
         self, channel: Channel, local: LocalCheckpoint | None, spooled: SpooledDelta, job: PublishJob
     ) -> Draft:
-        draft = spooled.draft
+        draft = spooled.part.draft
         if local is None or local.state.position.digest != draft.parent or not _next_is_free(channel, local):
             spooled.drop()
             raise RetryLater(
@@ -336,14 +336,9 @@ class OwnerRank:
             parts = begin_attempt(self._claim, draft.version)
             files = Files.of(channel.store, parts)
             spooled.copy_to(files)
-        index, sources = assemble(
-            local.table,
-            local.state.position,
-            [RankPart(draft)],
-            rename=channel.store.renames,
-            prefix=files.prefix,
-        )
-        return Draft(index, parts, sources, spooled.facts, spooled.non_finite, local)
+        renames, base = channel.store.renames, local.state.position
+        index, sources = assemble(local.table, base, [spooled.part], rename=renames, prefix=files.prefix)
+        return Draft(index, parts, sources, spooled.facts, spooled.part.non_finite, local)
 
     def _write_delta(self, channel: Channel, local: LocalCheckpoint, given: Input, job: PublishJob) -> Draft:
         """This rank's part and, where there are others, theirs. A failure ends the attempt for all ranks."""
@@ -378,7 +373,7 @@ class OwnerRank:
             parse, others = partial(rendezvous.parse_holds, table=table), range(1, attempt.world_size)
             holds = [own.holds, *rendezvous.collect(parts, attempt, others, "holds", parse, deadline)]
             meeting = Meeting(parts, writer, given, own, holds, deadline)
-            parts.replace(rendezvous.PLAN, rendezvous.write_plan(holds, table))
+            parts.replace(rendezvous.PLAN, rendezvous.write_plan(holds))
         written = [meeting.write_part(job)]
         job.source.release_tensors()
         with job.phase("ranks"):
@@ -407,7 +402,7 @@ class OwnerRank:
                 written = write_weights(files, base.table, given.words_in, beside, advance=job.advance)
                 given.weights.finish()
             job.source.release_tensors()
-            index = anchor_index(base.run_id, version, self._claim.epoch, job.step, base, written)
+            index = anchor_index(version, self._claim.epoch, job.step, base, written)
             moved = (index.tensors.lanes != base.lanes).any(axis=1)
             refuse_moved(base.table, [tensor for tensor in sorted(given.matched.frozen) if moved[tensor]])
             job.check_root(index)

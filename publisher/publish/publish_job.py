@@ -39,7 +39,7 @@ class Publication(Facts):
     resumed_from_step: int | None = None
     """the step of the version before, where this one's is lower"""
     root: str = ""
-    """digest of all tensors, by which a retry is compared; empty in records of older releases"""
+    """digest of all tensors, by which a retry is compared"""
     source: str = ""
     """the checkpoint's name or path"""
     changed_elements: int = 0
@@ -174,19 +174,29 @@ _HASHED_BYTES = 16 << 20
 """of a tensor that are hashed at a time; a multiple of 8"""
 
 
-@dataclass(frozen=True)
-class PublishOptions:
-    """What every publication of one publisher has in common."""
+@dataclass(frozen=True, kw_only=True)
+class CommonOptions:
+    """What most runs leave as it is, of what every publication follows."""
+
+    threads: int = 1
+    """that compare and encode"""
+    deadline_seconds: float = 600.0
+    """ranks wait for each other this long"""
+    anchor_every: int = 0
+    """full weights beside every Nth version; 0: none"""
+    post_write: PostWrite | None = None
+    """called as `post_write(version, directory, phase)`, with the phase `version` when the files are there
+    and `pointer` when `latest` names them; `directory` of a bucket is its URL, as text"""
+    non_finite: NonFinite = "allow"
+    """`refuse`: a delta in which elements become NaN or infinite is not published"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions(CommonOptions):
+    """What all publications of one publisher have in common."""
 
     encoding: Encoding
-    threads: int
-    deadline_seconds: float
-    """for ranks to meet"""
-    anchor_every: int
-    """an anchor beside every Nth version; 0: none"""
-    post_write: PostWrite | None
     signer: Signer
-    non_finite: NonFinite
     keep_journal: Callable[[Step, float], None] | None = None
     """called with each patched step, while its journal exists, and the seconds that staging and patching
     took"""

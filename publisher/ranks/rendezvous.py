@@ -15,14 +15,15 @@ What ranks tell each other lives as long as the attempt: all run the same releas
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any, TypeVar, cast
+from functools import lru_cache, partial
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from annotated_types import Ge, Le
 
 from weightcast.publisher.ranks.shard_assignment import Holds, ShardAssignment
 from weightcast.publisher.weights.shard_spec import Box
@@ -36,12 +37,11 @@ from weightcast.shared.base.errors import (
     WeightcastError,
 )
 from weightcast.shared.channel.delta import read_exactly
-from weightcast.shared.channel.index import Index, parse_index, write_index
+from weightcast.shared.channel.index import Encoding, Index, parse_index, write_index
 from weightcast.shared.channel.layout import ATTEMPTS
 from weightcast.shared.channel.store import Store, read_if_there
 from weightcast.shared.digest.checksums import Lanes
-from weightcast.shared.files.safetensors import naturals
-from weightcast.shared.files.strict_json import Members, parse_object, write_object
+from weightcast.shared.files.strict_json import MAX_INTEGER
 
 _POLL_SECONDS = 0.05
 _LIMIT = 1 << 20
@@ -65,95 +65,69 @@ def blobs_name(rank: int) -> str:
     return rank_file("sent", rank, "bin")
 
 
-def write_holds(holds: Holds, table: TensorTable) -> bytes:
-    return write_object({"holds": _rows(holds, table)})
+@lru_cache
+def _adapter(kind: Any) -> Any:
+    # here: it costs a fifth of a second that a publisher without other ranks need not pay
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
-def write_plan(holds: Sequence[Holds], table: TensorTable) -> bytes:
-    return write_object({"ranks": [_rows(one, table) for one in holds]})
+def _parsed(data: bytes, what: str, kind: Any) -> Any:
+    """A message of this type. Raises DamagedFile."""
+    try:
+        return _adapter(kind).validate_json(data, strict=True)
+    except ValueError as error:
+        problem = " ".join(str(error).partition(" [type=")[0].split())
+        raise DamagedFile(f"{what}: {_printable(problem)[:160]}") from error
+
+
+def _packed(message: object) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+_Natural = Annotated[int, Ge(0), Le(MAX_INTEGER)]
+_Rows = list[tuple[tuple[_Natural, ...], tuple[_Natural, ...], tuple[_Natural, ...]]]
+"""tensors, offsets and sizes of a box: layers are alike"""
+
+
+def write_holds(holds: Holds) -> bytes:
+    return _packed(_rows(holds))
+
+
+def write_plan(holds: Sequence[Holds]) -> bytes:
+    return _packed([_rows(one) for one in holds])
 
 
 def parse_holds(data: bytes, what: str, table: TensorTable) -> Holds:
     """Raises DamagedFile."""
-    return _holds(Members(parse_object(data, what), what).array("holds"), table, what)
+    return _holds(_parsed(data, what, _Rows), table, what)
 
 
 def parse_plan(data: bytes, what: str, table: TensorTable) -> list[Holds]:
     """Raises DamagedFile."""
-    rows = Members(parse_object(data, what), what).array("ranks")
-    return [_holds(one, table, what) for one in rows]
+    return [_holds(rows, table, what) for rows in _parsed(data, what, list[_Rows])]
 
 
-def _rows(holds: Holds, table: TensorTable) -> list[list[object]]:
-    """`[tensors]` for tensors held whole, `[tensors, offsets, sizes]` for those with the same box: layers are
-    alike."""
-    alike: dict[Box | None, list[int]] = {}
+def _rows(holds: Holds) -> list[object]:
+    alike: dict[Box, list[int]] = {}
     for tensor, box in sorted(holds.items()):
-        whole = box == Box.whole(table[tensor].shape)
-        alike.setdefault(None if whole else box, []).append(tensor)
-    return [
-        [tensors] if box is None else [tensors, list(box.offsets), list(box.sizes)]
-        for box, tensors in alike.items()
-    ]
+        alike.setdefault(box, []).append(tensor)
+    return [(tensors, box.offsets, box.sizes) for box, tensors in alike.items()]
 
 
-def _holds(rows: object, table: TensorTable, what: str) -> Holds:
-    if type(rows) is not list:
-        raise DamagedFile(f"{what}: expected an array of held pieces")
+def _holds(rows: _Rows, table: TensorTable, what: str) -> Holds:
     holds: dict[int, Box] = {}
-    for row in cast(list[object], rows):
-        with _named(row, what):
-            tensors, *box = (tuple(map(_natural, cell)) for cell in _cells(row))
-            for tensor in tensors:
-                shape = table[tensor].shape
-                held = Box(*box) if box else Box.whole(shape)
-                if tensor in holds or not held.fits(shape):
-                    raise ValueError(f"impossible piece of tensor {tensor}")
-                holds[tensor] = held
+    for tensors, offsets, sizes in rows:
+        box = Box(offsets, sizes)
+        for tensor in tensors:
+            if tensor in holds or tensor >= len(table) or not box.fits(table[tensor].shape):
+                raise DamagedFile(f"{what}: impossible piece of tensor {tensor}")
+            holds[tensor] = box
     return holds
 
 
-def _read_rows(facts: Members, key: str, what: str, *readers: Callable[[object], Any]) -> Iterator[list[Any]]:
-    """The rows of an array, with each cell as its reader makes it of the JSON value."""
-    for row in facts.array(key):
-        with _named(row, what):
-            yield [read(cell) for read, cell in zip(readers, _cells(row), strict=True)]
-
-
-@contextlib.contextmanager
-def _named(row: object, what: str) -> Iterator[None]:
-    """Raises DamagedFile where the block cannot read `row`."""
-    try:
-        yield
-    except (TypeError, ValueError, IndexError) as error:
-        raise DamagedFile(f"{what}: bad row {repr(row)[:60]}: {error}") from error
-
-
-def _cells(row: object) -> list[Any]:
-    if type(row) is not list:
-        raise TypeError("not an array")
-    return row
-
-
-def _natural(value: object) -> int:
-    found = naturals([value], 1)
-    if found is None:
-        raise ValueError(f"not a natural number: {repr(value)[:40]}")
-    return found[0]
-
-
-def _text(value: object) -> str:
-    if type(value) is not str:
-        raise TypeError("not text")
-    return value
-
-
-def _lanes(value: object) -> Lanes:
-    return Lanes.from_hex(_text(value))
-
-
-@dataclass(frozen=True)
-class SegmentSums:
+class SegmentSums(NamedTuple):
     """Over one part's segments of a tensor that other parts have segments of too: the touched 8-byte words
     before and after, and all words after."""
 
@@ -169,13 +143,12 @@ class SegmentSums:
         return recorded.minus(self.old).plus(self.new) == self.full
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """What a rank holds of a chunk of another's: the blob's place, length 0 where nothing changed; lanes of
     the packed words before and after."""
 
-    offset: int
-    length: int
+    offset: _Natural
+    length: Annotated[int, Ge(0), Le(_BLOB_LIMIT)]
     old: Lanes
     new: Lanes
 
@@ -188,39 +161,29 @@ class Sent:
     digests: Mapping[int, str] = field(default_factory=dict)
 
 
+_Shares = list[tuple[ChunkKey, Share]]
+_Digests = list[tuple[_Natural, str]]
+
+
 def write_sent(sent: Sent) -> bytes:
-    rows = [
-        [key.part, key.dtype, key.number, one.offset, one.length, one.old.hex(), one.new.hex()]
-        for key, one in sent.shares.items()
-    ]
-    return write_object({"shares": rows, "digests": [[n, text] for n, text in sent.digests.items()]})
+    return _packed([list(sent.shares.items()), list(sent.digests.items())])
 
 
 def parse_sent(data: bytes, what: str) -> Sent:
     """Raises DamagedFile."""
-    facts = Members(parse_object(data, what), what)
-    kinds = (_natural, _text, _natural, _natural, _natural, _lanes, _lanes)
-    shares = {ChunkKey(*row[:3]): Share(*row[3:]) for row in _read_rows(facts, "shares", what, *kinds)}
-    digests = dict[int, str](_read_rows(facts, "digests", what, _natural, _text))
-    if len(shares) != len(facts.array("shares")) or len(digests) != len(facts.array("digests")):
-        raise DamagedFile(f"{what}: duplicate entry")
-    if any(share.length > _BLOB_LIMIT for share in shares.values()):
-        raise DamagedFile(f"{what}: a blob exceeds the {_BLOB_LIMIT}-byte limit")
-    return Sent(shares, digests)
+    shares, digests = _parsed(data, what, tuple[_Shares, _Digests])
+    return Sent(dict(shares), dict(digests))
 
 
 def write_sums(sums: Mapping[int, SegmentSums]) -> bytes:
-    rows = [[tensor, one.old.hex(), one.new.hex(), one.full.hex()] for tensor, one in sums.items()]
-    return write_object({"sums": rows})
+    return _packed(list(sums.items()))
 
 
 def parse_sums(data: bytes, what: str, table: TensorTable) -> dict[int, SegmentSums]:
     """Raises DamagedFile."""
-    facts = Members(parse_object(data, what), what)
-    rows = _read_rows(facts, "sums", what, _natural, _lanes, _lanes, _lanes)
-    found = {tensor: SegmentSums(*lanes) for tensor, *lanes in rows}
-    if len(found) != len(facts.array("sums")) or max(found, default=0) >= len(table):
-        raise DamagedFile(f"{what}: duplicate or unknown tensor")
+    found: dict[int, SegmentSums] = dict(_parsed(data, what, list[tuple[_Natural, SegmentSums]]))
+    if max(found, default=0) >= len(table):
+        raise DamagedFile(f"{what}: unknown tensor")
     return found
 
 
@@ -244,12 +207,12 @@ class Rank:
 class Attempt:
     """One try at a version, as rank 0 opened it. `base_digest` is that of the index it starts from."""
 
-    version: int
-    epoch: int
+    version: _Natural
+    epoch: _Natural
     base_digest: str
-    step: int | None
-    world_size: int
-    encoding: str
+    step: _Natural | None
+    world_size: Annotated[int, Ge(1)]
+    encoding: Encoding
     created: float
 
 
@@ -258,7 +221,7 @@ def shard_name(rank: int) -> str:
 
 
 def open_attempt(files: Store, attempt: Attempt) -> None:
-    files.replace(_OPEN, json.dumps(asdict(attempt)).encode())
+    files.replace(_OPEN, _packed(asdict(attempt)))
 
 
 def close_attempt(files: Store, error: BaseException) -> None:
@@ -272,8 +235,7 @@ def leave_failure(files: Store, rank: int, error: BaseException) -> None:
 
 def _say(files: Store, name: str, error: BaseException) -> None:
     # where a local checkpoint is not what it claims, nobody knows for sure whose
-    facts = {"reason": reason_of(error), "drifted": isinstance(error, NeedsReseed)}
-    files.replace(name, json.dumps(facts).encode())
+    files.replace(name, _packed([reason_of(error), isinstance(error, NeedsReseed)]))
 
 
 @dataclass(frozen=True)
@@ -408,10 +370,10 @@ def _raise_closed(files: Store) -> None:
 
 
 def _raise_said(files: Store, name: str, what: str) -> None:
-    said = _members(files, name)
+    said = _read(files, name, partial(_parsed, kind=tuple[str, bool]), _LIMIT)
     if said is not None:
-        text = f"{what}: {_printable(said.text('reason'))}"
-        if said.boolean("drifted"):
+        text = f"{what}: {_printable(said[0])}"
+        if said[1]:
             raise NeedsReseed(text, remedy="nothing was published; publish again on all ranks")
         raise Refused(text, remedy="nothing was published")
 
@@ -479,11 +441,11 @@ def _attempts(store: Store, rank: int) -> list[tuple[str, Attempt]]:
     found = []
     for key in attempts(store):
         files = store.within(key)
-        facts = _members(files, _OPEN)
-        if facts is not None and not any(
+        attempt = _read(files, _OPEN, partial(_parsed, kind=Attempt), _LIMIT)
+        if attempt is not None and not any(
             files.stat(name) for name in (rank_file("part", rank), _failure(rank))
         ):
-            found.append((key, _attempt(facts)))
+            found.append((key, attempt))
     return found
 
 
@@ -491,18 +453,6 @@ def attempts(store: Store) -> list[str]:
     """Keys of those that are there now: rank 0 clears them away while others look."""
     parts = sorted(name for name in store.names() if fnmatchcase(name, f"weight_v*{ATTEMPTS}"))
     return [f"{name}/{attempt}" for name in parts for attempt in sorted(store.names(name))]
-
-
-def _attempt(facts: Members) -> Attempt:
-    return Attempt(
-        version=facts.integer("version"),
-        epoch=facts.integer("epoch"),
-        base_digest=facts.text("base_digest", 64),
-        step=facts.optional_integer("step"),
-        world_size=facts.integer("world_size", 1),
-        encoding=facts.text("encoding", 32),
-        created=facts.number("created"),
-    )
 
 
 def wait_for_commit(
@@ -533,11 +483,6 @@ def looks(deadline: float) -> Iterator[None]:
         if time.monotonic() >= deadline:
             return
         time.sleep(_POLL_SECONDS)
-
-
-def _members(files: Store, name: str) -> Members | None:
-    """None when the file is not there. Raises DamagedFile."""
-    return _read(files, name, lambda data, what: Members(parse_object(data, what), what), _LIMIT)
 
 
 def _read(

@@ -239,6 +239,10 @@ class PackedRun:
         """A view [count, length] of it in the chunk's words."""
         return self.run.within(words, self.origin)
 
+    def packed(self, words: Words) -> NDArray[np.unsignedinteger]:
+        """As `within`, in packed words."""
+        return words[self.place : self.place + self.run.words].reshape(self.run.count, self.run.length)
+
 
 @dataclass(frozen=True)
 class PackedChunk:
@@ -251,19 +255,13 @@ class PackedChunk:
         """Packed words of the chunk's, zero where padded."""
         packed: Words = np.zeros(self.chunk.words, self.chunk.kind.numpy)
         for piece in self.pieces:
-            run = piece.run
-            packed[piece.place : piece.place + run.words].reshape(run.count, run.length)[:] = piece.within(
-                words
-            )
+            piece.packed(packed)[:] = piece.within(words)
         return packed
 
     def scatter(self, packed: Words, words: Words) -> None:
         """Writes packed words to where they stand in the chunk's."""
         for piece in self.pieces:
-            run = piece.run
-            piece.within(words)[:] = packed[piece.place : piece.place + run.words].reshape(
-                run.count, run.length
-            )
+            piece.within(words)[:] = piece.packed(packed)
 
 
 def pack(chunk: Chunk, held: Runs) -> PackedChunk | None:

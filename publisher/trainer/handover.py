@@ -9,7 +9,6 @@ Needs numpy; torch only for torch tensors, of any version.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import mmap
 import os
 import secrets
@@ -18,9 +17,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, SupportsIndex
-from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from weightcast.publisher.weights.given import (
 from weightcast.shared.base.elements import TensorSpec
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.checkpoint.state.locks import FileLock, owner_text
-from weightcast.shared.daemon.timing import Deadline
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import exists, is_link
 from weightcast.shared.files.probes import HAND_OVER_NEEDS, require
@@ -182,18 +181,10 @@ class HandOver:
 
 def _wake(url: str, token: str | None) -> None:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    with (
-        contextlib.suppress(OSError, ValueError, http.client.HTTPException),
-        Deadline(_TELL_SECONDS) as deadline,
-    ):
-        parts = urlsplit(url)
-        secure = parts.scheme == "https"
-        connect = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        with contextlib.closing(connect(parts.netloc, timeout=_TELL_SECONDS)) as connection:
-            connection.connect()
-            deadline.watch(connection.sock)
-            connection.request("POST", f"{parts.path.rstrip('/')}/v1/wake", headers=headers)
-            connection.getresponse()
+    # without the environment's proxies: it is on this machine
+    direct = build_opener(ProxyHandler({}))
+    with contextlib.suppress(OSError, ValueError, HTTPException):
+        direct.open(Request(f"{url.rstrip('/')}/v1/wake", b"", headers), timeout=_TELL_SECONDS).close()
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:
@@ -272,15 +263,10 @@ class Export:
         except (FileNotFoundError, NotADirectoryError):
             return None
         members = Members(parse_object(data, str(path)), str(path))
-        if members.integer("format") != FORMAT or members.text("slot") != slot:
+        found = members.record(Handed)
+        if members.integer("format") != FORMAT or found.slot != slot:
             raise DamagedFile(f"{path} does not describe this slot", remedy="hand the weights over again")
-        return Handed(
-            members.text("writer", 64),
-            members.integer("sequence"),
-            slot,
-            members.optional_integer("step"),
-            members.integer("nbytes"),
-        )
+        return found
 
     def newest(self) -> Handed | None:
         """Of the complete slots; what cannot be read counts for nothing."""

@@ -28,16 +28,15 @@ def rounded(values: NDArray[Any], found: str, wanted: str) -> NDArray[Any]:
     with np.errstate(over="ignore", invalid="ignore"):
         if found == "F64" and wanted == "F32":
             return values.astype(np.float32)
-        single = _widened(values) if found == "BF16" else values.astype(np.float32, copy=False)
+        if found == "BF16":
+            single = (values.astype(np.uint32) << 16).view(np.float32)
+        else:
+            single = values.astype(np.float32, copy=False)
         if wanted == "BF16":
             return _to_bf16(single)
         if wanted == "F16":
             return _to_f16(single)
         return single.astype(STORED[wanted], copy=False)
-
-
-def _widened(words: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return (words.astype(np.uint32) << 16).view(np.float32)
 
 
 def _to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

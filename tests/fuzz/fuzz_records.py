@@ -188,11 +188,11 @@ RECORDS: dict[str, Target] = {
     "attempt": (packed(asdict(ATTEMPT)), _attempt),
     "draft": (_DRAFT, _draft),
     "holds": (
-        rendezvous.write_holds(_HOLDS, TABLE),
+        rendezvous.write_holds(_HOLDS),
         lambda data: rendezvous.parse_holds(data, "holds", TABLE),
     ),
     "plan": (
-        rendezvous.write_plan([_HOLDS, {}], TABLE),
+        rendezvous.write_plan([_HOLDS, {}]),
         lambda data: rendezvous.parse_plan(data, "plan", TABLE),
     ),
     "sent": (_SENT, lambda data: rendezvous.parse_sent(data, "sent")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -151,28 +150,6 @@ def test_a_retry_with_the_same_content_gives_the_same_answer(
     again = ask(office, checkpoint)
     assert (again.state, again.report, places.latest()) == ("done", first.report, "000002")
     assert first.report is not None and len(first.report.root) == 64
-
-
-def test_an_answer_of_an_older_release_is_compared_with_its_version(
-    places: Places, opened: Opening, tmp_path: Path
-) -> None:
-    """Its record has no root."""
-    checkpoint = write(tmp_path / "step_12", weights(1))
-    office = opened(allow=[tmp_path])
-    ask(office, checkpoint)
-    office.publish_loop.close()
-    [path] = places.local.rglob("publications.json")
-    record = json.loads(path.read_text())
-    for name in ("root", "resumed_from_step"):
-        del record["jobs"][0]["report"][name]
-    for name in ("earlier", "repeat", "note"):
-        del record["jobs"][0][name]
-    path.write_text(json.dumps(record))
-    office = opened(allow=[tmp_path])
-    again = ask(office, checkpoint)
-    assert version_of(again) == 1 and again.report is not None and again.report.root
-    rewritten_in_place(checkpoint)
-    assert version_of(ask(office, checkpoint)) == 2
 
 
 def test_a_failed_publication_is_tried_again_with_the_same_key(
@@ -490,30 +467,6 @@ def test_a_stat_that_changes_before_it_is_read_costs_no_memory(places: Places, o
         settled(office)
     assert touching and places.latest() == "000001"
     assert skipped(office) == {"step_1": "only its files changed, not the content of version 1"}
-
-
-def test_a_memory_of_an_older_release(places: Places, opened: Opening) -> None:
-    """It has neither ctime nor content: roots come from the channel, samples are taken at the start."""
-    rename_in(places.watch / "before", weights(9))
-    office = opened()
-    for step in (1, 2):
-        rename_in(places.watch / f"step_{step}", weights(step))
-        office.settle()
-    office.publish_loop.close()
-    [path] = places.local.rglob("inbox.json")
-    memory = json.loads(path.read_text())
-    for entry in memory["entries"]:
-        del entry["content"]
-        entry["files"] = [row[:4] for row in entry["files"]]
-        entry["beside"] = [row[:4] for row in entry["beside"]]
-    path.write_text(json.dumps(memory))
-    office = opened()
-    assert settled(office) == [] and skipped(office) == {}
-    for name in ("before", "step_1"):
-        touched(places.watch / name)
-    assert settled(office) == [] and set(skipped(office)) == {"before", "step_1"}
-    rewritten_in_place(places.watch / "step_1")
-    assert settled(office) == [(3, 1)]
 
 
 def test_a_lower_step_with_new_content_is_published_and_named(places: Places, opened: Opening) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.daemon.status import Failure
 
 REQUEST = "0123456789abcdef"
+ROOT = "a" * 64
 DAMAGED = Failure(error="DamagedFile", message="cut short")
 
 
@@ -56,7 +58,7 @@ def test_newest_of_several_is_chosen_and_older_ones_are_passed_over() -> None:
     choice = inbox.choose(looks, 0.0)
     assert choice.chosen is looks[0] and {each.name for each in choice.passed} == {"step_1", "step_2"}
     inbox.begin(choice, 7, REQUEST)
-    inbox.succeed("step_3", 8)
+    inbox.succeed("step_3", 8, ROOT)
     assert all(inbox.is_known(each.name, each.files) for each in looks)
 
 
@@ -68,7 +70,7 @@ def test_every_checkpoint_in_order_of_completion_whatever_the_names() -> None:
         choice = inbox.choose(looks, 0.0)
         assert choice.chosen is not None and choice.passed == ()
         inbox.begin(choice, len(published), REQUEST)
-        inbox.succeed(choice.chosen.name, len(published) + 1)
+        inbox.succeed(choice.chosen.name, len(published) + 1, ROOT)
         published.append(choice.chosen.name)
         looks = [each for each in looks if not inbox.is_known(each.name, each.files)]
     assert published == ["b", "c", "a"]
@@ -150,7 +152,7 @@ def test_refused_until_anything_in_it_changes() -> None:
 def test_files_beside_the_weights_make_no_new_checkpoint() -> None:
     inbox = Inbox(rules())
     inbox.begin(inbox.choose([seen("step_1")], 0.0), 0, REQUEST)
-    inbox.succeed("step_1", 1)
+    inbox.succeed("step_1", 1, ROOT)
     assert inbox.is_known("step_1", seen("step_1").files | {FileMark("optimizer.pt", 5, 5, 5)})
     assert inbox.is_known("renamed", seen("step_1").files)
     assert not inbox.is_known("step_1", seen("step_1", content=2).files)
@@ -160,7 +162,7 @@ def test_a_rewritten_config_file_is_looked_at_when_all_is_still() -> None:
     """In place it may be the first file of a new save."""
     inbox = Inbox(rules(settle_seconds=1.0))
     old = seen("step_1", finished=False)
-    inbox.adopt(old, 1)
+    inbox.adopt(old, 1, ROOT)
     inbox = woken(inbox)
     weights, config = old.weights, FileMark("config.json", 9, 3, 10)
     for files in (weights | {config}, old.files | {FileMark("tokenizer.json", 8, 3, 10)}, weights):
@@ -169,7 +171,7 @@ def test_a_rewritten_config_file_is_looked_at_when_all_is_still() -> None:
     new = replace(old, files=weights | {config})
     assert [inbox.choose([new], now).chosen for now in (0.0, 59.0, 60.0)] == [None, None, new]
     assert Inbox(rules(), inbox.entries).choose([replace(new, finished=True)], 0.0).chosen is not None
-    inbox.adopt(new, 1)
+    inbox.adopt(new, 1, ROOT)
     assert inbox.is_known("step_1", new.files) and not inbox.is_known("step_1", old.files)
 
 
@@ -192,9 +194,9 @@ def test_a_kill_while_publishing_is_judged_by_the_channel(version: int | None, k
     later = woken(inbox)
     asked: list[tuple[str, int]] = []
 
-    def made_for(request: str, above: int) -> int | None:
+    def made_for(request: str, above: int) -> Any:
         asked.append((request, above))
-        return version
+        return None if version is None else SimpleNamespace(version=version, root=ROOT)
 
     assert later.resume(made_for) == (["step_2"] if known else [])
     assert asked == [(REQUEST, 4)]
@@ -228,7 +230,7 @@ marks = st.builds(
     st.just(0) | st.integers(1, 1 << 62),
 )
 failures = st.builds(Failure, error=st.text(max_size=9), message=st.text(max_size=30))
-digests = st.sampled_from(["", "a" * 64])
+digests = st.sampled_from(["", ROOT])
 contents = st.builds(LastContent, version=st.none() | st.integers(0, 1 << 40), root=digests, sample=digests)
 entries = st.builds(
     InboxEntry,
@@ -246,7 +248,7 @@ entries = st.builds(
 
 @given(st.lists(entries, max_size=5, unique_by=lambda entry: entry.name))
 def test_memory_survives_its_file(some: list[InboxEntry]) -> None:
-    data = InboxMemory(watch="/w", tree=True, entries=tuple(some)).model_dump_json()
+    data = InboxMemory(watch="/w", entries=tuple(some)).model_dump_json()
     assert InboxMemory.model_validate_json(data, strict=True).entries == tuple(some)
 
 
@@ -255,22 +257,10 @@ ONE = {"step_1": InboxEntry("step_1", InboxOutcome.PUBLISHED, frozenset({FileMar
 
 def test_memory_golden_bytes() -> None:
     assert stored(ONE) == (
-        b'{"format":1,"watch":"","tree":false,"entries":[{"name":"step_1","outcome":"published",'
-        b'"files":[["m",2,3,4,5]],"version":8,"behind":"","failure":null}]}'
+        b'{"format":1,"watch":"","entries":[{"name":"step_1","outcome":"published","files":[["m",2,3,4,5]],'
+        b'"version":8,"behind":"","request":"","beside":[],"content":{"version":null,"root":"","sample":""},'
+        b'"failure":null}]}'
     )
-
-
-def test_memory_of_an_older_release(tmp_path: Path) -> None:
-    """Without the directory that it is of, the files' ctimes, or the content that was published."""
-    path = tmp_path / "inbox.json"
-    path.write_bytes(
-        b'{"format":1,"entries":[{"name":"step_1","outcome":"published","files":[["m.safetensors",2,3,4]],'
-        b'"version":8,"behind":"","failure":null}]}'
-    )
-    memory = Memory(path, InboxMemory(), 1 << 20, "remove it").value
-    inbox = Inbox(rules(), memory.by_name("/any"))
-    assert not memory.tree and inbox.is_known("step_1", frozenset({FileMark("m.safetensors", 2, 3, 4, 5)}))
-    assert inbox.content("step_1") == LastContent(version=8)
 
 
 @pytest.mark.parametrize(
@@ -311,10 +301,10 @@ def test_what_was_consumed_is_forgotten_in_time(consume: bool) -> None:
     inbox.ignore_existing([seen("before", content=5000)], None)
     for number in range(200):
         inbox.begin(inbox.choose([seen(f"step_{number}", content=number)], 0.0), number, REQUEST)
-        inbox.succeed(f"step_{number}", number + 1)
+        inbox.succeed(f"step_{number}", number + 1, ROOT)
     inbox.refuse(seen("bad", whole=False), DAMAGED)
     inbox.forget_vanished(frozenset())
-    kept = [name for name in inbox.entries if name.startswith("step_")]
+    kept = [n for n, entry in inbox.entries.items() if n.startswith("step_") and entry.files]
     assert {"before", "bad"} < set(inbox.entries) and kept[-1] == "step_199"
     assert len(kept) == (64 if consume else 200)
 
@@ -327,7 +317,7 @@ def test_a_checkpoint_saved_over_file_by_file_waits_for_the_last_one() -> None:
     def look(*files: FileMark) -> Candidate:
         return Candidate("latest", frozenset(files), frozenset(files), 0, False)
 
-    inbox.adopt(look(first, second), 1)
+    inbox.adopt(look(first, second), 1, ROOT)
     half = look(first._replace(inode=11), second)
     assert not inbox.is_known("latest", half.files)
     for now in (0.0, 2.0, 59.0):
@@ -349,7 +339,7 @@ def test_saved_over_in_part_a_marker_from_before_is_not_enough() -> None:
     def look(marker: FileMark, *weights: FileMark) -> Candidate:
         return Candidate("latest", frozenset({marker, *weights}), frozenset(weights), 0, True)
 
-    inbox.adopt(look(done, first, second), 1)
+    inbox.adopt(look(done, first, second), 1, ROOT)
     later = woken(inbox)
     half = look(done, first._replace(inode=11), second)
     choice = later.choose([half], 0.0)

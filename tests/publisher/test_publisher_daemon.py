@@ -47,9 +47,9 @@ def test_publishes_what_comes_in_and_ends_on_sigterm(places: Places, started: St
     [refused] = wait_until(lambda: daemon.status()["inbox"]["refused"])
     assert "layer.9" in refused["error"]["message"] and "layer.0.up" in refused["error"]["message"]
     assert daemon.get("/readyz").status_code == 200 and daemon.status()["last_error"]["at"] > 0
-    metrics = daemon.get("/metrics").text
-    assert "weightcast_inbox_refused 1.0" in metrics
-    assert 'weightcast_publications_total{outcome="failed"} 1.0' in metrics
+    # the status is shown before the metrics are
+    wait_until(lambda: "weightcast_inbox_refused 1.0" in daemon.get("/metrics").text)
+    assert 'weightcast_publications_total{outcome="failed"} 1.0' in daemon.get("/metrics").text
     assert snapshot(places.channel) == before
 
     inside = write(places.watch / ".kept", changed(base_tensors(), 4))

@@ -51,7 +51,8 @@ def test_an_order_over_http_repairs_the_newest_version(published: tuple[Places, 
     result = wait_until(lambda: daemon.status()["repair"])
     assert any("weight_v000003" in line for line in result["done"]) and result["left"] == []
     assert committed(places.channel) == before and not pins.repair_ordered(open_store(places.channel))
-    assert "channel repaired" in daemon.log.read_text()
+    # logged after it is shown
+    wait_until(lambda: "channel repaired" in daemon.log.read_text())
 
 
 def test_the_command_sends_the_order_and_waits(published: tuple[Places, Daemon]) -> None:

@@ -369,30 +369,6 @@ def test_patterns_that_lead_out_of_the_watched_directory_are_refused(places: Pla
         )
 
 
-def test_the_memory_of_an_older_release_knows_nothing_of_nested_checkpoints(
-    places: Places, opened: Opening
-) -> None:
-    """They were there before the upgrade: left alone, as at a first start."""
-    office = opened()
-    rename_in(places.watch / "step_5", weights(5))
-    office.settle()
-    office.publish_loop.close()
-    memory = places.local / ".weightcast" / "inbox.json"
-    memory.write_bytes(memory.read_bytes().replace(b'"tree":true,', b""))
-    write(places.watch / "run" / "step_9", weights(9))
-    write(places.watch, weights(7))
-    for _ in range(2):
-        later = opened()
-        later.settle()
-        assert later.published() == []
-        assert {each.name for each in inbox(later).left_alone} == {".", "run/step_9"}
-        later.publish_loop.close()
-    last = opened()
-    rename_in(places.watch / "step_6", weights(6))
-    last.settle()
-    assert last.published() == [(2, 6)]
-
-
 def test_other_safetensors_in_the_watched_directory_are_no_checkpoint(
     places: Places, opened: Opening, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,7 +46,7 @@ class HandOverSource:
         """What was being published has become a version, or is new again."""
         taken = self._memory.value
         if taken.before is not None:
-            made = publisher.made_for(taken.request, taken.before) if taken.request else None
+            made = publisher.made_for(taken.request, taken.before)
             self._memory.store(_Taken() if made is None else taken.model_copy(update={"before": None}))
 
     def next(self, publisher: Publisher) -> HandOverJob | None:

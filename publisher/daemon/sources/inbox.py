@@ -13,20 +13,14 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    Field,
-    PlainSerializer,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import AfterValidator, BaseModel, Field, PlainSerializer
 
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.layouts import ROOT, Fit, Layouts, Unpublished, pattern_of, save_of
 from weightcast.publisher.daemon.sources.source import NO_CONTENT, LastContent
 from weightcast.publisher.weights.config import is_config
 from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.channel.index import Index
 from weightcast.shared.daemon.status import Failure
 from weightcast.shared.files.hf_checkpoint import is_other_format
 from weightcast.shared.files.paths import file_name, is_plain
@@ -51,7 +45,7 @@ class FileMark(NamedTuple):
     size: _Number
     mtime_ns: _Number
     ctime_ns: _Number = 0
-    """also changes when a writer puts the mtime back; 0 in memories of older releases"""
+    """also changes when a writer puts the mtime back"""
 
 
 Marks = Annotated[frozenset[FileMark], PlainSerializer(sorted)]
@@ -148,12 +142,6 @@ class InboxEntry:
             outcome = self.outcome
         return InboxEntry(self.name, outcome, version=self.content.version, content=self.content)
 
-    @model_serializer(mode="wrap")
-    def _packed(self, pack: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what older releases do not expect to be empty."""
-        empty = {"request": "", "beside": [], "content": NO_CONTENT.by_name()}
-        return {name: value for name, value in pack(self).items() if value != empty.get(name, ...)}
-
 
 def _no_name_twice(entries: tuple[InboxEntry, ...]) -> tuple[InboxEntry, ...]:
     if len({entry.name for entry in entries}) < len(entries):
@@ -164,25 +152,14 @@ def _no_name_twice(entries: tuple[InboxEntry, ...]) -> tuple[InboxEntry, ...]:
 class InboxMemory(BaseModel, frozen=True):
     format: Literal[1] = 1
     watch: str = ""
-    """real path of the directory that the entries are of; older releases did not say"""
-    tree: bool = False
-    """they cover what is nested in it, too"""
+    """real path of the directory that the entries are of; empty before the first"""
     entries: Annotated[tuple[InboxEntry, ...], AfterValidator(_no_name_twice)] = ()
-
-    def is_of(self, watch: str) -> bool:
-        return self.watch in ("", watch)
 
     def by_name(self, watch: str) -> dict[str, InboxEntry]:
         """Of another directory than `watch`, which may have been moved here, only which content was published
         under which name."""
-        found: dict[str, InboxEntry] = {}
-        for entry in self.entries:
-            if entry.outcome is InboxOutcome.PUBLISHED and entry.content == NO_CONTENT:
-                entry = replace(entry, content=LastContent(version=entry.version))
-            left = entry if self.is_of(watch) else entry.content_alone()
-            if left is not None:
-                found[entry.name] = left
-        return found
+        known = (entry if self.watch == watch else entry.content_alone() for entry in self.entries)
+        return {entry.name: entry for entry in known if entry is not None}
 
 
 @dataclass(frozen=True)
@@ -210,24 +187,20 @@ class Inbox:
 
     settings: PublisherSettings
     entries: dict[str, InboxEntry] = field(default_factory=dict)
-    _base: TensorTable | None = None
+    base: TensorTable | None = None
+    """None as long as it is not known, and where its tensors have other names than those of checkpoints"""
     _since: dict[str, tuple[Marks, float]] = field(default_factory=dict)
     """per name: what was seen, and when first, on a monotonic clock"""
 
     def __post_init__(self) -> None:
         self.layouts = Layouts(self.settings.watch_pattern)
 
-    def compare_with(self, base: TensorTable | None) -> None:
-        """`base`: None where its tensors have other names than those of checkpoints."""
-        self._base = base
-
     def is_known(self, name: str, files: Marks) -> bool:
-        own, looks = self.entries.get(name), (files, without_ctime(files))
-        if own is not None and own.outcome is InboxOutcome.REFUSED and own.files in looks:
+        own, others = self.entries.get(name), self.entries.values()
+        if own is not None and own.outcome is InboxOutcome.REFUSED and own.files == files:
             return True
-        others = self.entries.values()
         candidates = others if own is None else (own, *others)
-        known = next((each for each in candidates if any(map(each.holds, looks))), None)
+        known = next((each for each in candidates if each.holds(files)), None)
         if own is None and known is not None and not known.request and not known.behind:
             # it was renamed: from now on other files under this name are compared too
             self.entries[name] = replace(known, name=name, beside=configs_of(known.beside))
@@ -325,10 +298,10 @@ class Inbox:
         self.layouts.judge({each.name: self._fit(each) for each in ready}, published)
 
     def _fit(self, candidate: Candidate) -> Fit:
-        """As long as the base is not known, all fit equally."""
-        if self._base is None or candidate.table is None:
+        """Without a base all fit equally."""
+        if self.base is None or candidate.table is None:
             return Fit(complete=True)
-        return Fit.of(candidate.table, self._base)
+        return Fit.of(candidate.table, self.base)
 
     def _quiet_seconds(self, candidates: Iterable[Candidate], now: float) -> Mapping[str, float]:
         """How long nothing has changed, by name: in a save of several checkpoints in any of them."""
@@ -412,8 +385,7 @@ class Inbox:
         entry = InboxEntry(name, outcome, weights, beside=beside, content=self.content(name).but(sample=""))
         self.entries[name] = replace(entry, **facts)
 
-    def succeed(self, name: str, version: int, root: str = "") -> None:
-        """`root`: empty where only the channel can say it."""
+    def succeed(self, name: str, version: int, root: str) -> None:
         self.entries[name] = replace(
             self.entries[name],
             outcome=InboxOutcome.PUBLISHED,
@@ -425,7 +397,7 @@ class Inbox:
             if entry.behind == name:
                 self.entries[other] = replace(entry, behind="")
 
-    def adopt(self, candidate: Candidate, version: int, root: str = "") -> None:
+    def adopt(self, candidate: Candidate, version: int, root: str) -> None:
         self._note(InboxOutcome.PUBLISHED, candidate)
         self.succeed(candidate.name, version, root)
 
@@ -455,22 +427,19 @@ class Inbox:
         outcome = InboxOutcome.REFUSED
         self.entries[name] = InboxEntry(name, outcome, candidate.files, failure=failure, content=content)
 
-    def resume(self, made_for: Callable[[str, int], int | None]) -> list[str]:
+    def resume(self, made_for: Callable[[str, int], Index | None]) -> list[str]:
         """After a kill. `made_for`: which version came of a request, if it is one after another version.
         Returns the names of what has become one."""
         published = []
         for name, entry in list(self.entries.items()):
             if entry.outcome is InboxOutcome.PUBLISHING and entry.version is not None:
-                version = made_for(entry.request, entry.version)
-                if version is None:
+                index = made_for(entry.request, entry.version)
+                if index is None:
                     self.give_up(name)
                 else:
-                    self.succeed(name, version)
+                    self.succeed(name, index.version, index.root)
                     published.append(name)
         return published
-
-    def is_consumed(self, name: str) -> bool:
-        return name in self.entries and self.entries[name].outcome is InboxOutcome.CONSUMED
 
     def consumed(self, name: str) -> None:
         version, content = self.entries[name].version, self.entries[name].content
@@ -490,8 +459,7 @@ class Inbox:
         ended = [
             name for name in vanished if self.settings.consume and self.entries[name].outcome in _PUBLISHED
         ]
-        rootless = [name for name in ended[:-_CONSUMED_KEPT] if not self.entries[name].content.root]
-        for name in {*vanished[:-_VANISHED_KEPT], *ended[:-_CONTENTS_KEPT], *rootless}:
+        for name in {*vanished[:-_VANISHED_KEPT], *ended[:-_CONTENTS_KEPT]}:
             del self.entries[name]
         for name in self.entries.keys() & ended[:-_CONSUMED_KEPT]:
             self._forget_files(name)

@@ -9,7 +9,7 @@ ones where it is clear which layout is meant.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated
@@ -63,11 +63,6 @@ def save_of(name: str) -> str:
     parts = name.split("/")
     numbered = [at for at, part in enumerate(parts) if _STEP.search(part)]
     return "/".join(parts[: numbered[-1] + 1 if numbered else 1])
-
-
-def is_nested(name: str) -> bool:
-    """Whether it is elsewhere than directly in the watched directory."""
-    return "/" in name or name == ROOT
 
 
 def parents_of(name: str) -> list[str]:
@@ -127,7 +122,9 @@ class Layouts:
             [each for each in new if new[each] != best],
             "the tensors of other checkpoints fit the base better",
         )
-        rivals = _outermost([each for each in new if new[each] == best])
+        fit = {each for each in new if new[each] == best}
+        # not what is within another: that one's checkpoint is the whole
+        rivals = [each for each in new if each in fit and fit.isdisjoint(parents_of(each))]
         if before and not all(
             _follows(name, ready[name], before[-1][1]) for name in ready if _layout(name) in rivals
         ):
@@ -157,11 +154,6 @@ def _best_fits(ready: Mapping[str, Fit]) -> dict[str, Fit]:
     for name, fit in ready.items():
         best[_layout(name)] = max(fit, best.get(_layout(name), fit))
     return best
-
-
-def _outermost(layouts: Collection[str]) -> list[str]:
-    """Without those that lie within another: that one's checkpoint is the whole."""
-    return [layout for layout in layouts if not set(parents_of(layout)) & set(layouts)]
 
 
 def _follows(name: str, fit: Fit, published: str) -> bool:

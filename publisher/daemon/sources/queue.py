@@ -209,8 +209,8 @@ def _compared(job: Job, report: Publication) -> str:
 
 def _unread(answer: Publication) -> str:
     """The note of an answer from memory."""
-    root = answer.root or "unknown (recorded by an older release)"
-    return f"not compared: the checkpoint cannot be read now; it was version {answer.version}, root {root}"
+    was = f"version {answer.version}, root {answer.root}"
+    return f"not compared: the checkpoint cannot be read now; it was {was}"
 
 
 class QueueJob(SourceJob):
@@ -232,15 +232,12 @@ class QueueJob(SourceJob):
 
     def known(self) -> LastContent:
         earlier = self._job.earlier
-        if earlier is None:
-            return NO_CONTENT
-        root = earlier.root or self._publisher.root_of(earlier.version)
-        return LastContent(version=earlier.version, root=root)
+        return NO_CONTENT if earlier is None else LastContent(version=earlier.version, root=earlier.root)
 
     def unchanged(self, known: LastContent) -> None:
         log.info("retried publication is unchanged", key=self._job.key, version=known.version)
         if self._job.earlier is not None:
-            self.done(self._job.earlier.but(root=known.root))
+            self.done(self._job.earlier)
 
     def begin(self, version: int) -> str:
         return self._job.id

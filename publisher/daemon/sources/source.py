@@ -30,14 +30,12 @@ class Memory(Generic[T]):
     def __init__(self, path: Path, empty: T, limit: int, remedy: str) -> None:
         """`limit`: bytes. Raises DamagedFile with `remedy` where the file is not one of ours."""
         self._path, self.value = path, empty
-        self.is_new = False
-        """there was no file"""
         try:
             data = durable.read_file(path, limit)
             parse_object(data, path.name)
             self.value = type(empty).model_validate_json(data, strict=True)
         except FileNotFoundError:
-            self.is_new = True
+            pass
         except DamagedFile as error:
             raise DamagedFile(f"{path} is damaged: {error.message}", remedy=remedy) from error
         except ValidationError as error:
@@ -60,7 +58,7 @@ class LastContent(Facts):
 
     version: Annotated[int, Field(ge=0)] | None = None
     root: _Digest = ""
-    """of that version; empty where only the channel can say it"""
+    """of that version"""
     sample: _Digest = ""
     """of what was left alone or passed over, and so never read in full"""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -21,11 +22,11 @@ from weightcast.publisher.daemon.sources.inbox import (
     Choice,
     Inbox,
     InboxMemory,
+    InboxOutcome,
     Marks,
     may_be_checkpoint,
-    without_ctime,
 )
-from weightcast.publisher.daemon.sources.layouts import ROOT, Unpublished, is_nested, parents_of, step_of
+from weightcast.publisher.daemon.sources.layouts import ROOT, Unpublished, parents_of, step_of
 from weightcast.publisher.daemon.sources.observation import OURS, all_files
 from weightcast.publisher.daemon.sources.source import LastContent, Memory, SourceJob, new_request
 from weightcast.publisher.publish.publish_job import Publication
@@ -138,7 +139,7 @@ def consume_aside(watch: Path, name: str, known: Marks) -> None:
     grave = directory.with_name(f"{_CONSUMED}{secrets.token_hex(8)}")
     aside.rename(grave)
     failpoint("inbox.buried", directory)
-    _remove(grave)
+    shutil.rmtree(grave)
     failpoint("inbox.deleted", directory)
 
 
@@ -156,7 +157,7 @@ def set_aside(watch: Path, names: Iterable[str] = ()) -> list[str]:
 def delete_leftovers(watch: Path, names: Iterable[str] = ()) -> None:
     """What a kill left of directories being deleted. `names`: see `set_aside`."""
     for path in _left_behind(watch, names, _CONSUMED):
-        _remove(path)
+        shutil.rmtree(path)
 
 
 def _left_behind(watch: Path, names: Iterable[str], prefix: str) -> list[Path]:
@@ -170,7 +171,7 @@ def _require_known(at: Path, directory: Path, known: Marks) -> None:
         problem = "it is a link"
     elif not _only_files(at):
         problem = "it holds links or directories"
-    elif known not in (found := all_files(at), without_ctime(found)):
+    elif known != all_files(at):
         problem = "it was changed after it was chosen"
     else:
         return
@@ -194,16 +195,6 @@ def _put_back(aside: Path, directory: Path) -> bool:
 def _only_files(directory: Path) -> bool:
     with os.scandir(directory) as scan:
         return all(entry.is_file(follow_symlinks=False) for entry in scan)
-
-
-def _remove(grave: Path) -> None:
-    fd = os.open(grave, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        for name in os.listdir(fd):
-            os.unlink(name, dir_fd=fd)
-    finally:
-        os.close(fd)
-    grave.rmdir()
 
 
 class RefusedStatus(BaseModel, frozen=True):
@@ -258,8 +249,7 @@ class WatchedDirectory:
         self._place = os.path.realpath(directory)
         self._memory = Memory(LocalPaths(settings.local).room / _MEMORY, InboxMemory(), _LIMIT, _REMEDY)
         known = self._memory.value
-        self._is_first = self._memory.is_new or not known.is_of(self._place)
-        self._covers_tree = known.tree or self._is_first
+        self._is_first = known.watch != self._place
         self.inbox = Inbox(settings, known.by_name(self._place))
         self._consumer = Consumer(directory, self.inbox)
 
@@ -267,29 +257,21 @@ class WatchedDirectory:
         """Before anything else, if this directory was never watched from here: what is complete now was
         there before, also if this start comes to nothing, unless the channel has no `version` yet and it was
         completed after this process `began` (unix time)."""
-        existing = self.settings.existing
-        if existing:
+        if self.settings.existing:
             self.inbox.forget_existing()
-        if (existing if self._is_first else self._covers_tree) or not is_directory(self.directory):
+        if self.settings.existing or not self._is_first or not is_directory(self.directory):
             return
-        # For an older release the first level was all.
-        found = [each for each in self._look().unknown if self._is_first or is_nested(each.name)]
         began_ns = None if version else int((began + observation.clock_offset(self.directory)) * 1e9)
-        names = self.inbox.ignore_existing(found, began_ns)
-        self._covers_tree = True
+        names = self.inbox.ignore_existing(self._look().unknown, began_ns)
         self.store()
         self.sample_unread()
         if names:
             log.info("checkpoints left alone", checkpoints=names[:_NAMED], count=len(names), remedy=_EXISTING)
 
     def resume(self, publisher: Publisher) -> None:
-        def version(request: str, above: int) -> int | None:
-            index = publisher.made_for(request, above) if request else None
-            return None if index is None else index.version
-
         # names of an export that is renamed are not the base's
-        self.inbox.compare_with(None if self.settings.rename else publisher.run[1].table)
-        for name in self.inbox.resume(version):
+        self.inbox.base = None if self.settings.rename else publisher.run[1].table
+        for name in self.inbox.resume(publisher.made_for):
             self.consume(name)
         self.store()
         self.sample_unread()
@@ -354,7 +336,7 @@ class WatchedDirectory:
         """Empty unless these are the files before and after."""
         try:
             before = observation.marks_of(self.directory, name)
-            if not (files <= before or files <= without_ctime(before)):
+            if not files <= before:
                 return ""
             found = observation.sample(self.directory / name)
             return found if observation.marks_of(self.directory, name) == before else ""
@@ -440,7 +422,7 @@ class WatchedDirectory:
 
     def store(self) -> None:
         entries = tuple(self.inbox.entries.values())
-        self._memory.store(InboxMemory(watch=self._place, tree=self._covers_tree, entries=entries))
+        self._memory.store(InboxMemory(watch=self._place, entries=entries))
 
 
 class WatchedJob(SourceJob):
@@ -464,10 +446,7 @@ class WatchedJob(SourceJob):
         return weights
 
     def known(self) -> LastContent:
-        content = self._watched.inbox.content_of(self._chosen)
-        if content.root or content.version is None:
-            return content
-        return content.but(root=self._publisher.root_of(content.version))
+        return self._watched.inbox.content_of(self._chosen)
 
     def has_sample(self, known: LastContent) -> bool:
         found = self._watched.sample(self.name, self._chosen.weights) if known.sample else ""
@@ -483,7 +462,8 @@ class WatchedJob(SourceJob):
             reason = "only its files changed since it was left alone; POST /v1/publish publishes it"
             watched.skip(self.name, reason)
         elif known.version is not None:
-            came_back = inbox.is_consumed(self.name)
+            own = inbox.entries.get(self.name)
+            came_back = own is not None and own.outcome is InboxOutcome.CONSUMED
             inbox.adopt(self._chosen, known.version, known.root)
             if came_back:
                 watched.consume(self.name)
