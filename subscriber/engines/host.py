@@ -488,10 +488,10 @@ class Engines:
         if record.confirmed_by != "digest":
             local.save(with_record(local.state, name, replace(record, confirmed_by="digest")))
 
-    def resume_noted(self, state: LocalState) -> None:
+    def resume_noted(self, state: LocalState | None) -> None:
         """Lets engines go on that a killed run left paused with the weights they name. Their note stays: they
         are reloaded as soon as the local checkpoint is open."""
-        if state.phase is not Phase.CLEAN:
+        if state is None or state.phase is not Phase.CLEAN:
             return
         for engine in self.engines:
             record = state.engines.get(engine.name)

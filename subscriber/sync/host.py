@@ -160,7 +160,8 @@ class StepHost:
         self.bytes_read = 0
         """from the channel, since the start"""
         self._progress_bytes = 0
-        self._around: tuple[str, ...] = ()
+        self.around: tuple[str, ...] = ()
+        """damage in the channel that this pass went around"""
         self._read_before: dict[str, str | None] = {}
         """processes of engines when config files were last changed under them"""
         self._shown_at, self._looked = 0.0, -math.inf
@@ -183,7 +184,7 @@ class StepHost:
     def begin(self) -> None:
         """A pass begins."""
         self.move.begin()
-        self._around = ()
+        self.around = ()
         if not isinstance(self.error, HasWriter):
             self.error = None
         self.note(degraded=(), waiting_for=None)
@@ -235,9 +236,6 @@ class StepHost:
         self.note(state=state, last_error=None if ended_well else self.status.last_error)
         self.tell()
 
-    def mark_usable(self, usable: bool) -> None:
-        self.usable = usable
-
     def not_ready(self, *reasons: str) -> None:
         """Without a reason the host is ready."""
         self.note(ready=not reasons, not_ready_reasons=reasons)
@@ -262,10 +260,6 @@ class StepHost:
         if reason and reason not in self.status.degraded:
             self.note(degraded=(*self.status.degraded, reason))
 
-    def go_around(self, damage: str) -> None:
-        self._around = (*self._around, damage)
-        self.degrade(f"another way is taken: {damage}")
-
     def failed(self, error: BaseException) -> WeightcastError:
         failure = self.error = known(error)
         facts = {"error": type(failure).__name__, "message": failure.message, "remedy": failure.remedy}
@@ -278,7 +272,7 @@ class StepHost:
             from_version=before,
             version=self.local().state.position.version,
             folded=folded,
-            around=self._around,
+            around=self.around,
             taken=taken,
             at=self.now(),
             **self.move.end(),
