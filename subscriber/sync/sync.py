@@ -141,7 +141,6 @@ class Sync:
                 self.engines.doubt(local, name, faults[name])
             elif verify.is_confirmed(name, live, local):
                 self.engines.confirm(local, name)
-            live.note_read(verify.facts(name))
         self.host.tell()
         if faults:
             self._pass()
