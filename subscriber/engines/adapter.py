@@ -32,6 +32,7 @@ from weightcast.subscriber.engines.base import (
     NoReply,
     ReloadOutcome,
     Timeouts,
+    Unfit,
     unreachable,
 )
 
@@ -226,16 +227,6 @@ def _texts(value: object) -> dict[str, str]:
     return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
 
 
-class SeveralProcesses(Misconfigured):
-    unfit = True
-
-    def __init__(self, url: str) -> None:
-        super().__init__(
-            f"two or more processes answer at {url} (a load balancer?)",
-            remedy="give each replica its own --engine with its own address",
-        )
-
-
 class Identities:
     """Of one address. `lasting`: an identity is never used twice, so that all earlier ones are remembered;
     labels of weights may come back between two looks, but not within one."""
@@ -251,7 +242,7 @@ class Identities:
         self._equal = 0
 
     def read(self, ask: Callable[[], T], identity: Callable[[T], str | None]) -> T:
-        """The last answer; where it has no identity there is nothing to compare. Raises SeveralProcesses, and
+        """The last answer; where it has no identity there is nothing to compare. Raises Unfit, and
         what `ask` raises."""
         before = self._now
         if not self._lasting:
@@ -263,7 +254,10 @@ class Identities:
             if found is None or (number >= self._times and self._now == before) or self._returned:
                 break
         if self._several:
-            raise SeveralProcesses(self._url)
+            raise Unfit(
+                f"two or more processes answer at {self._url} (a load balancer?)",
+                remedy="give each replica its own --engine with its own address",
+            )
         return answer
 
     @property
@@ -287,10 +281,6 @@ class Identities:
 
     def _forget_all_but(self, one: str | None) -> None:
         self._seen = deque([] if one is None else [one], _REMEMBERED)
-
-
-class StaleDrafter(Misconfigured):
-    unfit = True
 
 
 class Server(Adapter):
@@ -317,7 +307,7 @@ class Server(Adapter):
 
     @abstractmethod
     def _drafter_in(self, settings: Mapping[str, object]) -> str:
-        """As it is shown. Raises StaleDrafter."""
+        """As it is shown. Raises Unfit."""
 
     @abstractmethod
     def _load(self, path: str, label: str) -> ReloadOutcome: ...
@@ -356,11 +346,11 @@ class Server(Adapter):
         return True
 
     def _drafter(self, process: str | None, seconds: float) -> str:
-        """Raises StaleDrafter, and NoReply while it does not say."""
+        """Raises Unfit, and NoReply while it does not say."""
         return self._drafter_in(self._settings(process, seconds))
 
     def _settings(self, process: str | None, seconds: float) -> Mapping[str, object]:
-        """Raises SeveralProcesses, and what `_ask_settings` raises."""
+        """Raises Unfit, and what `_ask_settings` raises."""
         if self._told is None or process != self._asked:
             self._asked, self._told = process, None
             self._told = Identities(self.spec.shown_url).read(

@@ -31,7 +31,6 @@ from weightcast.subscriber.engines.adapter import (
     LiveAdapter,
     PluginAnswer,
     Server,
-    StaleDrafter,
     drafter_named,
 )
 from weightcast.subscriber.engines.base import (
@@ -51,6 +50,7 @@ from weightcast.subscriber.engines.base import (
     ReloadOutcome,
     Suspect,
     Timeouts,
+    Unfit,
     unreachable,
 )
 from weightcast.subscriber.engines.wire import (
@@ -119,14 +119,14 @@ class SGLang(Server):
         draft, main = (settings.get(key) for key in ("speculative_draft_model_path", "model_path"))
         release, runs = settings.get("version"), f"{self.spec.shown_url} runs a draft model ({drafter})"
         if isinstance(release, str) and _numbers(release) < RELOADS_DRAFTERS:
-            raise StaleDrafter(
+            raise Unfit(
                 f"{runs}, which SGLang {release[:20]} would leave at its old weights",
                 remedy="upgrade SGLang to 0.5.11 or later, start it without a draft model, or give "
                 "drafter=keep",
             )
         places = [posixpath.normpath(str(path)) for path in (draft, main, self.spec.path)]
         if draft and places[0] not in places[1:]:
-            raise StaleDrafter(
+            raise Unfit(
                 f"{runs} of another checkpoint, {str(draft)[:100]}",
                 remedy="start SGLang without --speculative-draft-model-path, or give drafter=keep",
             )

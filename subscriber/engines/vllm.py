@@ -28,7 +28,6 @@ from weightcast.subscriber.engines.adapter import (
     LiveAdapter,
     PluginAnswer,
     Server,
-    StaleDrafter,
     drafter_named,
 )
 from weightcast.subscriber.engines.base import (
@@ -43,6 +42,7 @@ from weightcast.subscriber.engines.base import (
     ReloadOutcome,
     Suspect,
     Timeouts,
+    Unfit,
     unreachable,
 )
 from weightcast.subscriber.engines.wire import NEVER_HANDLED, Reply, Wire, not_an_engine, start_time
@@ -221,11 +221,11 @@ def vllm_drafter(config: object) -> str:
 
 
 def require_vllm(spec: EngineSpec, drafter: str) -> str:
-    """What to show. Raises StaleDrafter for a model that every reload would leave old: up to 0.32
+    """What to show. Raises Unfit for a model that every reload would leave old: up to 0.32
     `reload_weights` loads the main model alone, and the routes for draft models take no files."""
     if drafter in (NONE, UNKNOWN) or spec.drafter == "keep":
         return drafter
-    raise StaleDrafter(
+    raise Unfit(
         f"{spec.shown_url} runs a draft model ({drafter}), which vLLM would leave at its old weights",
         remedy="start vLLM without --speculative-config, or give drafter=keep to leave it old",
     )
