@@ -1,7 +1,7 @@
-"""vLLM: what lives in a worker, and the plugin's routes in its server; nothing unless WEIGHTCAST_PATCH_DIR is
-set. The entry point `vllm.general_plugins` runs in every process of the engine; `vllm.endpoint_plugins`, which
-vLLM follows when VLLM_PLUGINS names it, adds the routes: under /v1, so that `--api-key` guards them, and
-without dev mode.
+"""vLLM: what lives in a worker, and the plugin's routes in its server. Nothing is done unless
+WEIGHTCAST_PATCH_DIR is set. The entry point `vllm.general_plugins` runs in every process of the engine;
+`vllm.endpoint_plugins`, which vLLM follows when VLLM_PLUGINS names it, adds the routes: under /v1, so that
+`--api-key` guards them. No dev mode is needed.
 
 Written against vLLM 0.32.0. On its CPU platform linear layers compute with packed copies of their weights;
 they keep plain ones here, because a patch would not reach a copy.
