@@ -31,7 +31,6 @@ from weightcast.subscriber.engines.base import (
     Misconfigured,
     NoReply,
     ReloadOutcome,
-    Timeouts,
     Unfit,
     unreachable,
 )
@@ -73,10 +72,8 @@ class Adapter(ABC):
     """An inference server. All methods but `probe` and `reload` raise EngineFailed when the engine does not
     answer in time or answers anything but success. `pause`, `resume` and `relabel` may be repeated."""
 
-    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
-        self.spec = spec
-        self._wire = wire
-        self._timeouts = timeouts
+    def __init__(self, spec: EngineSpec, wire: Wire) -> None:
+        self.spec, self._wire, self._timeouts = spec, wire, wire.timeouts
         self._processes = Identities(spec.shown_url)
         self._labels = Identities(spec.shown_url, lasting=False)
 
@@ -251,7 +248,8 @@ class Identities:
             answer = ask()
             found = identity(answer)
             self._note(found)
-            if found is None or (number >= self._times and self._now == before) or self._returned:
+            has_returned = self._several and self._equal == 0
+            if found is None or (number >= self._times and self._now == before) or has_returned:
                 break
         if self._several:
             raise Unfit(
@@ -259,10 +257,6 @@ class Identities:
                 remedy="give each replica its own --engine with its own address",
             )
         return answer
-
-    @property
-    def _returned(self) -> bool:
-        return self._several and self._equal == 0
 
     def _note(self, found: str | None) -> None:
         if found is None:
@@ -318,7 +312,10 @@ class Server(Adapter):
             if facts.drafter == UNKNOWN:
                 # vLLM gathers facts about its machine when it is first asked
                 with suppress(NoReply):
-                    return replace(facts, drafter=self._drafter(facts.process, self._timeouts.probe))
+                    settings = self._settings(facts.process, self._timeouts.probe)
+                    release = settings.get("version")
+                    software = release if isinstance(release, str) else facts.software
+                    return replace(facts, drafter=self._drafter_in(settings), software=software)
             return facts
         except EngineFailed as failure:
             if not isinstance(failure, Misconfigured):
@@ -328,7 +325,7 @@ class Server(Adapter):
     def reload(self, path: str, label: str) -> ReloadOutcome:
         self._labels = Identities(self.spec.shown_url, lasting=False)
         try:
-            self._drafter(self._asked, self._timeouts.control)
+            self._drafter_in(self._settings(self._asked, self._timeouts.control))
         except EngineFailed as failure:
             return Intact(str(failure), untried=True)
         return self._load(path, label)
@@ -344,10 +341,6 @@ class Server(Adapter):
             return False
         reply.require_ok(LOG)
         return True
-
-    def _drafter(self, process: str | None, seconds: float) -> str:
-        """Raises Unfit, and NoReply while it does not say."""
-        return self._drafter_in(self._settings(process, seconds))
 
     def _settings(self, process: str | None, seconds: float) -> Mapping[str, object]:
         """Raises Unfit, and what `_ask_settings` raises."""

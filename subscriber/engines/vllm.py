@@ -8,7 +8,6 @@ engine's start, and a reload reads the model's own directory.
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +40,6 @@ from weightcast.subscriber.engines.base import (
     Policy,
     ReloadOutcome,
     Suspect,
-    Timeouts,
     Unfit,
     unreachable,
 )
@@ -91,7 +89,7 @@ class VLLM(Server):
         return self._ask("/weight_info").require_key().told_text("weight_version")
 
     def _drafter_in(self, settings: Mapping[str, object]) -> str:
-        return require_vllm(self.spec, vllm_drafter(settings.get("vllm_config")))
+        return require_vllm(self.spec, vllm_drafter(_config(settings)))
 
     def _start_of(self, settings: Mapping[str, object]) -> str | None:
         found = _config(settings).get("instance_id")
@@ -99,10 +97,7 @@ class VLLM(Server):
 
     def _ask_settings(self, seconds: float) -> Mapping[str, object]:
         """Empty from releases without it."""
-        reply = self._wire.get("/server_info?config_format=json", seconds).require_key()
-        if reply.status != httpx.codes.OK:
-            reply = self._wire.get("/server_info", seconds)
-        return reply.told()
+        return self._wire.get("/server_info?config_format=json", seconds).require_key().told()
 
     def pause(self) -> None:
         # A reload leaves the prefix cache as it is: only the pause clears it.
@@ -204,20 +199,12 @@ def _runs_on(server: Mapping[str, object]) -> tuple[object, bool]:
     return device.get("device") if isinstance(device, dict) else None, untied
 
 
-_TEXT = re.compile(r"speculative_config=(None\b|SpeculativeConfig\(method='([^']{1,100})')")
-
-
-def vllm_drafter(config: object) -> str:
-    """The method in `vllm_config`, in either of the formats of `/server_info`."""
-    if isinstance(config, str):
-        found = _TEXT.search(config)
-        return UNKNOWN if found is None else drafter_named(found[2])
-    if not isinstance(config, dict) or "speculative_config" not in config:
-        return UNKNOWN
-    speculative = config["speculative_config"]
+def vllm_drafter(config: Mapping[str, Any]) -> str:
+    """The method in `vllm_config`."""
+    speculative = config.get("speculative_config", UNKNOWN)
     if isinstance(speculative, dict):
         return drafter_named(speculative.get("method") or "draft_model")
-    return NONE if speculative is None else vllm_drafter(f"speculative_config={speculative}")
+    return NONE if speculative is None else UNKNOWN
 
 
 def require_vllm(spec: EngineSpec, drafter: str) -> str:
@@ -245,8 +232,8 @@ Sent = TypeVar("Sent")
 class VLLMLive(LiveAdapter):
     """A vLLM that has the plugin, through the plugin's routes under /v1/weightcast."""
 
-    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
-        super().__init__(spec, wire, timeouts)
+    def __init__(self, spec: EngineSpec, wire: Wire) -> None:
+        super().__init__(spec, wire)
         # where requests in flight are waited for the engine takes no other order meanwhile, for minutes
         self.pauses_itself = spec.policy != "wait"
         # each look is one question, which a balancer answers from one process after the other
@@ -308,7 +295,10 @@ class VLLMLive(LiveAdapter):
         if not told.says(version=patch.version, root=patch.root, label=label):
             return Suspect(told.text)
         self._told = (HeldWeights(patch.version, patch.root), label)
-        return Done(resumed=pausing and told.body.get("resumed") is True, still=_still(told))
+        seconds = told.body.get("seconds")
+        still = seconds.get("still") if isinstance(seconds, dict) else None
+        still = still if isinstance(still, float) and still >= 0 else None
+        return Done(resumed=pausing and told.body.get("resumed") is True, still=still)
 
     def confirm(self, held: HeldWeights | None, label: str) -> Confirmation:
         """After a patch no second question, which the pause would wait for."""
@@ -376,12 +366,6 @@ def _hindrance(reply: Reply) -> str:
         return f"{reply.url} speaks format {spoken!r}, not {FORMAT}: {INSTALL}"
     misplaced = reply.fields().get("misplaced")
     return f"{reply.url}: {misplaced}" if misplaced else ""
-
-
-def _still(told: PluginAnswer) -> float | None:
-    seconds = told.body.get("seconds")
-    still = seconds.get("still") if isinstance(seconds, dict) else None
-    return still if isinstance(still, float) and still >= 0 else None
 
 
 def _told(reply: Reply) -> PluginAnswer:

@@ -27,7 +27,7 @@ class MemberClient:
         self._wire = Wire(self.url, Timeouts(connect=self._seconds), keys)
 
     def order(self, order: Order) -> Hold:
-        return self._hold(self._wire.post_once(HOLD_PATH, asdict(order), self._seconds))
+        return self._hold(self._wire.post(HOLD_PATH, asdict(order), self._seconds, again=False))
 
     def release(self, release: Release) -> Hold:
         return self._hold(self._wire.post(RELEASE_PATH, asdict(release), self._seconds))
