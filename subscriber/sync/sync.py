@@ -221,7 +221,10 @@ class Sync:
         self._drop_unwanted(order)
         if self.options.group_follower and (order is None or self._goes_back(order)):
             return
-        if self.lead.members and self._engines_in_doubt():
+        local = self.updater.local
+        if self.lead.members and local is not None and in_doubt(local.state.engines):
+            # one may still be at a reload of the local version: other hosts hold it too, and are moved only
+            # after a reload that was seen to end
             self._apply.bring_engines()
         self.host.enter("planning")
         with self.host.move.timed("plan"):
@@ -251,12 +254,6 @@ class Sync:
             self._load(None)
         self.host.note(target_version=order.version)
         return self.host.position is not None and order.is_at(self.host.position)
-
-    def _engines_in_doubt(self) -> bool:
-        """Whether an engine may still be at a reload of the local version: other hosts hold it too, and are
-        moved only after a reload that was seen to end."""
-        local = self.updater.local
-        return local is not None and bool(in_doubt(local.state.engines))
 
     def _open(self) -> Channel:
         """The local checkpoint is opened also when the channel cannot be, and repaired when it can."""
