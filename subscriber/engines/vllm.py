@@ -124,7 +124,10 @@ class VLLM(Server):
         reply = self._wire.order("/collective_rpc", body, self._timeouts.reload, DEV_MODE)
         if not isinstance(reply, Reply):
             return reply
-        if reply.status != 200 or not _all_workers_done(reply):
+        # every worker's result is null, as `reload_weights` returns nothing; anything else is a failure
+        results = reply.fields().get("results")
+        is_done = isinstance(results, list) and bool(results) and all(result is None for result in results)
+        if reply.status != 200 or not is_done:
             return Suspect(reply.describe())
         try:
             self._set_label(label)
@@ -142,11 +145,13 @@ class VLLM(Server):
         experts = any(part.get(key) for part in parts for key in _EXPERTS)
         if not (tied or experts):
             return None
-        device, untied = _runs_on(self._settings(self._asked, self._timeouts.control))
-        if device != "cpu":
+        config = _config(self._settings(self._asked, self._timeouts.control))
+        device, model = (config.get(part) for part in ("device_config", "model_config"))
+        if not isinstance(device, dict) or device.get("device") != "cpu":
             return None
         if experts:
             return PACKED_EXPERTS
+        untied = isinstance(model, dict) and model.get("word_embeddings_untied_by_checkpoint") is True
         return None if untied else PACKED_HEAD
 
     def read_back(self, label: str) -> Confirmation:
@@ -162,12 +167,6 @@ class VLLM(Server):
 def _config(server: Mapping[str, object]) -> Mapping[str, Any]:
     config = server.get("vllm_config")
     return config if isinstance(config, dict) else {}
-
-
-def _all_workers_done(reply: Reply) -> bool:
-    """`reload_weights` returns nothing, so that every worker's result is null; anything else is a failure."""
-    results = reply.fields().get("results")
-    return isinstance(results, list) and bool(results) and all(result is None for result in results)
 
 
 def _configuration(directory: Path) -> list[dict[str, Any]]:
@@ -190,13 +189,6 @@ def _tied(directory: Path, parts: Sequence[dict[str, Any]]) -> bool:
         return bool(parts) and _HEAD not in open_checkpoint(directory, follow_links=False).table.numbers
     except (OSError, ValueError, WeightcastError):
         return False
-
-
-def _runs_on(server: Mapping[str, object]) -> tuple[object, bool]:
-    """The device, if it says one, and whether the checkpoint has a head of its own."""
-    device, model = (_config(server).get(part) for part in ("device_config", "model_config"))
-    untied = isinstance(model, dict) and model.get("word_embeddings_untied_by_checkpoint") is True
-    return device.get("device") if isinstance(device, dict) else None, untied
 
 
 def vllm_drafter(config: Mapping[str, Any]) -> str:

@@ -15,7 +15,6 @@ from weightcast.shared.checkpoint.local_checkpoint import grant_read
 from weightcast.shared.checkpoint.state.state import read_state
 from weightcast.shared.checkpoint.update.plan import Patch, Refuse, Relabel, Seed, Stay
 from weightcast.shared.checkpoint.update.sources import Route
-from weightcast.shared.checkpoint.update.stage import Staged
 from weightcast.shared.checkpoint.verify.hashing import Damaged, Scrub
 from weightcast.shared.files.paths import is_file
 from weightcast.subscriber.engines.host import Engines
@@ -213,8 +212,12 @@ class Sync:
         """The local checkpoint to the target, or as `order` says."""
         self.is_prepared = False
         was_settled, self._settled = self._settled, False
-        if order is not None and order.phase == "hold" and self._is_at(order):
-            return  # the channel need not be there
+        if order is not None and order.phase == "hold":
+            if self.updater.local is None:
+                self._load(None)
+            self.host.note(target_version=order.version)
+            if self.host.position is not None and order.is_at(self.host.position):
+                return  # the channel need not be there
         if order is None and was_settled and self._is_settled():
             return
         channel = self._open()
@@ -248,12 +251,6 @@ class Sync:
             self._settled = self.options.target.resolve(channel.store, pointer) == here.version
         self._pointed = None if channel.foreign else pointer
         return self._settled
-
-    def _is_at(self, order: Order) -> bool:
-        if self.updater.local is None:
-            self._load(None)
-        self.host.note(target_version=order.version)
-        return self.host.position is not None and order.is_at(self.host.position)
 
     def _open(self) -> Channel:
         """The local checkpoint is opened also when the channel cannot be, and repaired when it can."""
@@ -414,20 +411,17 @@ class Sync:
             case Patch() as plan:
                 self._apply.kept = staged = self._apply.prepare(route, plan.legs[0])
                 if self.options.group_patch:
-                    self._stage_patch(staged)
+                    # for the part of an engine that reads this host's files
+                    local, readers = self.host.local(), self.options.readable_by
+                    steps = (*local.state.undo, staged.step)
+                    made = write_patch(local, steps, steps[0].base.version, readers)
+                    if isinstance(made, Offer):  # the engine loads from disk
+                        self.host.degrade(f"no patch for the group's engines: {made.reason}")
                 self.is_prepared = True
             case Seed() | Relabel():
                 self.is_prepared = True
             case _:
                 self._carry_out(channel, route)
-
-    def _stage_patch(self, staged: Staged) -> None:
-        """For the part of an engine that reads this host's files; without it the engine loads from disk."""
-        local = self.host.local()
-        steps = (*local.state.undo, staged.step)
-        made = write_patch(local, steps, steps[0].base.version, self.options.readable_by)
-        if isinstance(made, Offer):
-            self.host.degrade(f"no patch for the group's engines: {made.reason}")
 
     def _drop_unwanted(self, order: Order | None) -> None:
         """What was staged for an order that has ended, or was lost in a repair."""
