@@ -77,12 +77,6 @@ class Keys:
         return self.control if method == "POST" or path == ADMIN_LOOK else self.read
 
 
-def one_key(value: str | None, variable: str) -> Keys:
-    """The same for every request, from the variable alone."""
-    key = Key(value or "", variable, f"set {variable} to the token of that daemon")
-    return Keys(key, key)
-
-
 def keys_of(spec: EngineSpec, environ: Mapping[str, str]) -> Keys:
     """Raises BadEngineOption for a variable that is not set to a key."""
     api = _key(spec, "api_key_env", spec.api_key_env, _WANTED[spec.kind], environ)
