@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,7 +35,6 @@ from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.engines.base import (
     BadEngineOption,
     EngineFacts,
-    EngineSpec,
     Timeouts,
     parse_engine,
     unreachable,
@@ -98,37 +98,34 @@ def start_engine(
 
 
 def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[[], bool]:
+    """Whether the engine, or the URL, answers; a hindrance is logged once. An unfit engine has loaded too."""
+    look: Callable[[], EngineFacts]
     if engine is not None and ready_url is None:
-        return _Loaded(HostEngine(open_engine(parse_engine(engine, local), timeouts=PROBING)).probe)
-    if ready_url is not None and engine is None:
-        wire = Wire(_spec(ready_url, local).url, PROBING, Keys(NO_KEY))
-        return _Loaded(lambda: _look_at(wire))
-    given = "neither" if engine is None else "both"
-    raise NoProbe(
-        f"{given} of --engine and --ready-url is given: how is it seen that the engine has loaded?",
-        remedy="give one: --engine kind=URL as the subscriber has it, or --ready-url URL",
-    )
+        look = HostEngine(open_engine(parse_engine(engine, local), timeouts=PROBING)).probe
+    elif ready_url is not None and engine is None:
+        try:
+            url = parse_engine(f"webhook={ready_url}", local).url
+        except BadEngineOption as error:
+            given = f"--ready-url: {ready_url!r} cannot be asked"
+            raise NoProbe(given, remedy="give http[s]://HOST/...") from error
+        look = partial(_look_at, Wire(url, PROBING, Keys(NO_KEY)))
+    else:
+        given = "neither" if engine is None else "both"
+        raise NoProbe(
+            f"{given} of --engine and --ready-url is given: how is it seen that the engine has loaded?",
+            remedy="give one: --engine kind=URL as the subscriber has it, or --ready-url URL",
+        )
+    logged = ""
 
-
-def _spec(url: str, local: Path) -> EngineSpec:
-    try:
-        return parse_engine(f"webhook={url}", local)
-    except BadEngineOption as error:
-        raise NoProbe(f"--ready-url: {url!r} cannot be asked", remedy="give http[s]://HOST/...") from error
-
-
-class _Loaded:
-    """Whether an engine, or a URL, answers; what hinders it is logged once. An unfit one has loaded too."""
-
-    def __init__(self, look: Callable[[], EngineFacts]) -> None:
-        self._look, self._logged = look, ""
-
-    def __call__(self) -> bool:
-        facts = self._look()
-        if facts.hindrance not in ("", self._logged):
+    def loaded() -> bool:
+        nonlocal logged
+        facts = look()
+        if facts.hindrance not in ("", logged):
             log.warning("not usable", reason=facts.hindrance, remedy=facts.remedy)
-            self._logged = facts.hindrance
+            logged = facts.hindrance
         return facts.reachable or facts.unfit
+
+    return loaded
 
 
 def _look_at(wire: Wire) -> EngineFacts:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -29,21 +27,20 @@ from weightcast.shared.cli.options import (
     trusted_key_option,
 )
 from weightcast.shared.cli.output import Output, facts_table, or_dash
-from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.logs import setup_logs
+from weightcast.shared.daemon.settings import load_settings
 from weightcast.shared.files.hf_checkpoint import left_text
 from weightcast.shared.files.paths import printable, require_places
+from weightcast.subscriber.daemon.settings import SubscriberSettings
+from weightcast.subscriber.daemon.wiring import open_engines, open_lead, options_of
 from weightcast.subscriber.status import HostStatus
 from weightcast.subscriber.sync.host import Callbacks
-from weightcast.subscriber.sync.options import SyncOptions, parse_target
 from weightcast.subscriber.sync.sync import Sync
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _LOOK_SECONDS = 0.5
-_PREFIX = "WEIGHTCAST_"
-_READ_HERE = frozenset(_PREFIX + name for name in ("CHANNEL", "LOCAL", "BASE", "BASE_VERSION", "CACHE"))
 
 
 @click.command
@@ -90,13 +87,14 @@ def sync(
     setup_logs(level="error")
     local: Path = flags["local"]
     require_places(flags["channel"], local)
-    if engine or trusted_key or flags["fetch_rate"] or not is_plain(os.environ):
-        opened = _by_settings({**flags, "engine": engine, "trusted_key": trusted_key})
-    else:
-        opened = partial(Sync, plain_options(flags))
+    settings = load_settings(SubscriberSettings, {**flags, "engine": engine, "trusted_key": trusted_key})
+    lead = open_lead(settings)
+    engines = open_engines(settings, lead)
+    # asked for by name: also a follower comes to the target
+    options = replace(options_of(settings), group_follower=False)
     output = Output(json=as_json)
     with _term_as_interrupt(), output.progress(f"{local.absolute()}", None) as advance:
-        one = opened(callbacks=Callbacks(show=_tell_wait_once(), advance=advance))
+        one = Sync(options, engines, lead, Callbacks(show=_tell_wait_once(), advance=advance))
         try:
             status = _first(one, rehash, wait_channel)
             deadline = time.monotonic() + wait_engine
@@ -107,39 +105,6 @@ def sync(
             one.close()
     output.result(status, lambda console: _show(console, status))
     _judge(status)
-
-
-def is_plain(environment: Mapping[str, str]) -> bool:
-    """Whether it sets nothing that only the settings' class knows."""
-    ours = {name.upper() for name in environment if name.upper().startswith(_PREFIX)}
-    return ours <= _READ_HERE
-
-
-def plain_options(flags: Mapping[str, Any]) -> SyncOptions:
-    """What the settings come to where nothing else is set, without their class and pydantic under it. Raises
-    BadTarget."""
-    options = SyncOptions(
-        channel=flags["channel"],
-        local=flags["local"].absolute(),
-        base=flags["base"],
-        base_version=flags["base_version"],
-        target=parse_target(flags["target"]),
-        threads=working_threads(flags["threads"]),
-    )
-    seconds = flags["visible_deadline"]
-    return options if seconds is None else replace(options, visible_seconds=seconds)
-
-
-def _by_settings(flags: Mapping[str, object]) -> Callable[..., Sync]:
-    from weightcast.shared.daemon.settings import load_settings
-    from weightcast.subscriber.daemon.settings import SubscriberSettings
-    from weightcast.subscriber.daemon.wiring import open_engines, open_lead, options_of
-
-    settings = load_settings(SubscriberSettings, flags)
-    lead = open_lead(settings)
-    # asked for by name: also a follower comes to the target
-    options = replace(options_of(settings), group_follower=False)
-    return partial(Sync, options, open_engines(settings, lead), lead)
 
 
 def _first(one: Sync, rehash: bool, seconds: float) -> HostStatus:

@@ -84,7 +84,7 @@ def open_engines(
     Raises BadEngineOption."""
     specs = parse_engines(settings.engine, settings.local)
     limits = Timeouts(reload=settings.engine_deadline)
-    pace = RetryPace(attempts=ATTEMPTS, total=settings.engine_deadline)
+    pace = RetryPace(ATTEMPTS, total=settings.engine_deadline, rounds=settings.engine_attempts)
     mapping = [spec.name for spec in specs if not spec.copies_weights]
     if settings.reload == "rolling" and len(mapping) > 1:
         raise BadEngineOption(
@@ -102,7 +102,6 @@ def open_engines(
         engines,
         pace=pace,
         order=settings.reload,
-        failed_after=settings.engine_attempts,
         look_seconds=settings.engine_check_seconds,
         group=lead if lead is not None and lead.members else None,
         group_patches=settings.group_patch,

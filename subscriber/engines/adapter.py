@@ -31,7 +31,7 @@ from weightcast.subscriber.engines.base import (
     Misconfigured,
     NoReply,
     ReloadOutcome,
-    Timeouts,
+    Unfit,
     unreachable,
 )
 
@@ -72,10 +72,8 @@ class Adapter(ABC):
     """An inference server. All methods but `probe` and `reload` raise EngineFailed when the engine does not
     answer in time or answers anything but success. `pause`, `resume` and `relabel` may be repeated."""
 
-    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
-        self.spec = spec
-        self._wire = wire
-        self._timeouts = timeouts
+    def __init__(self, spec: EngineSpec, wire: Wire) -> None:
+        self.spec, self._wire, self._timeouts = spec, wire, wire.timeouts
         self._processes = Identities(spec.shown_url)
         self._labels = Identities(spec.shown_url, lasting=False)
 
@@ -226,16 +224,6 @@ def _texts(value: object) -> dict[str, str]:
     return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
 
 
-class SeveralProcesses(Misconfigured):
-    unfit = True
-
-    def __init__(self, url: str) -> None:
-        super().__init__(
-            f"two or more processes answer at {url} (a load balancer?)",
-            remedy="give each replica its own --engine with its own address",
-        )
-
-
 class Identities:
     """Of one address. `lasting`: an identity is never used twice, so that all earlier ones are remembered;
     labels of weights may come back between two looks, but not within one."""
@@ -251,7 +239,7 @@ class Identities:
         self._equal = 0
 
     def read(self, ask: Callable[[], T], identity: Callable[[T], str | None]) -> T:
-        """The last answer; where it has no identity there is nothing to compare. Raises SeveralProcesses, and
+        """The last answer; where it has no identity there is nothing to compare. Raises Unfit, and
         what `ask` raises."""
         before = self._now
         if not self._lasting:
@@ -260,15 +248,15 @@ class Identities:
             answer = ask()
             found = identity(answer)
             self._note(found)
-            if found is None or (number >= self._times and self._now == before) or self._returned:
+            has_returned = self._several and self._equal == 0
+            if found is None or (number >= self._times and self._now == before) or has_returned:
                 break
         if self._several:
-            raise SeveralProcesses(self._url)
+            raise Unfit(
+                f"two or more processes answer at {self._url} (a load balancer?)",
+                remedy="give each replica its own --engine with its own address",
+            )
         return answer
-
-    @property
-    def _returned(self) -> bool:
-        return self._several and self._equal == 0
 
     def _note(self, found: str | None) -> None:
         if found is None:
@@ -287,10 +275,6 @@ class Identities:
 
     def _forget_all_but(self, one: str | None) -> None:
         self._seen = deque([] if one is None else [one], _REMEMBERED)
-
-
-class StaleDrafter(Misconfigured):
-    unfit = True
 
 
 class Server(Adapter):
@@ -317,7 +301,7 @@ class Server(Adapter):
 
     @abstractmethod
     def _drafter_in(self, settings: Mapping[str, object]) -> str:
-        """As it is shown. Raises StaleDrafter."""
+        """As it is shown. Raises Unfit."""
 
     @abstractmethod
     def _load(self, path: str, label: str) -> ReloadOutcome: ...
@@ -328,7 +312,10 @@ class Server(Adapter):
             if facts.drafter == UNKNOWN:
                 # vLLM gathers facts about its machine when it is first asked
                 with suppress(NoReply):
-                    return replace(facts, drafter=self._drafter(facts.process, self._timeouts.probe))
+                    settings = self._settings(facts.process, self._timeouts.probe)
+                    release = settings.get("version")
+                    software = release if isinstance(release, str) else facts.software
+                    return replace(facts, drafter=self._drafter_in(settings), software=software)
             return facts
         except EngineFailed as failure:
             if not isinstance(failure, Misconfigured):
@@ -338,7 +325,7 @@ class Server(Adapter):
     def reload(self, path: str, label: str) -> ReloadOutcome:
         self._labels = Identities(self.spec.shown_url, lasting=False)
         try:
-            self._drafter(self._asked, self._timeouts.control)
+            self._drafter_in(self._settings(self._asked, self._timeouts.control))
         except EngineFailed as failure:
             return Intact(str(failure), untried=True)
         return self._load(path, label)
@@ -355,12 +342,8 @@ class Server(Adapter):
         reply.require_ok(LOG)
         return True
 
-    def _drafter(self, process: str | None, seconds: float) -> str:
-        """Raises StaleDrafter, and NoReply while it does not say."""
-        return self._drafter_in(self._settings(process, seconds))
-
     def _settings(self, process: str | None, seconds: float) -> Mapping[str, object]:
-        """Raises SeveralProcesses, and what `_ask_settings` raises."""
+        """Raises Unfit, and what `_ask_settings` raises."""
         if self._told is None or process != self._asked:
             self._asked, self._told = process, None
             self._told = Identities(self.spec.shown_url).read(

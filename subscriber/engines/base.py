@@ -228,8 +228,9 @@ class NoReply(EngineFailed):
 class Misconfigured(EngineFailed):
     """The engine answers, and cannot be used as it, or its `--engine` option, is configured."""
 
-    unfit = False
-    """as of EngineFacts"""
+
+class Unfit(Misconfigured):
+    """As of EngineFacts: two processes at one address, a draft model that a reload would leave old."""
 
 
 class KeyRefused(Misconfigured):
@@ -239,7 +240,9 @@ class KeyRefused(Misconfigured):
 def unreachable(failure: EngineFailed) -> EngineFacts:
     """What a probe answers that failed."""
     if isinstance(failure, Misconfigured):
-        return EngineFacts(False, hindrance=failure.message, remedy=failure.remedy, unfit=failure.unfit)
+        return EngineFacts(
+            False, hindrance=failure.message, remedy=failure.remedy, unfit=isinstance(failure, Unfit)
+        )
     return EngineFacts(False, absent=isinstance(failure, NobodyListens))
 
 

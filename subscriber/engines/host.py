@@ -57,8 +57,6 @@ TAKEN_AT_ONCE = 3
 """times in a row that an engine is brought back at once from what somebody else loaded into it"""
 _PEACE = 2 * _RETRY_FAILED
 """seconds without that after which the count begins anew"""
-FAILED_AFTER = 5
-"""rounds of failed reloads in a row until an engine counts as failed"""
 _UNSEEN = EngineFacts(reachable=False)
 
 
@@ -92,6 +90,8 @@ class RetryPace:
     longest: float = 10.0
     total: float = 600.0
     """no attempt begins later than this after the pause"""
+    rounds: int = 5
+    """of failed reloads in a row until it counts as failed"""
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
     jitter: Callable[[], float] = random.random
@@ -122,9 +122,6 @@ class HostEngine:
         group: Group | None = None,
         *,
         pace: RetryPace | None = None,
-        failed_after: int = FAILED_AFTER,
-        clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] = random.random,
     ) -> None:
         """`pace`: of its reloads, but for a deadline of its own."""
         self.adapter, self.spec, self.name = adapter, adapter.spec, adapter.spec.name
@@ -135,7 +132,7 @@ class HostEngine:
         self.grouped = group is not None
         self._group = group
         self._grants: Mapping[str, str] = {}
-        self._failed_after, self._clock, self._jitter = failed_after, clock, jitter
+        self._clock, self._jitter = self.pace.clock, self.pace.jitter
         self.facts = _UNSEEN
         """as of the last look"""
         self.last: EngineResult | None = None
@@ -226,12 +223,12 @@ class HostEngine:
     def failed(self) -> bool:
         """Whether only somebody else can help: it took no reload for too long, or keeps silent."""
         silent = self._silent_since is not None and self._clock() - self._silent_since > self.pace.total
-        return silent or self.facts.unfit or self.failures >= self._failed_after
+        return silent or self.facts.unfit or self.failures >= self.pace.rounds
 
     @property
     def reason(self) -> str:
         """Why it does not serve, for people."""
-        if self._reason and self.facts.reachable and self.failures >= self._failed_after:
+        if self._reason and self.facts.reachable and self.failures >= self.pace.rounds:
             unseen = self.last is None or self.last.process is None
             every = "15 to 30 s" if unseen else "5 to 10 min"
             return f"{self._reason}; retried every {every}, and at once by `weightcast wake URL`"
@@ -291,7 +288,12 @@ class HostEngine:
         if not facts.reachable:
             self._reason = self.silence(facts)
         elif self.failures == 0:
-            self._reason = _contested(self._taken) if self._taken >= TAKEN_AT_ONCE else ""
+            self._reason = ""
+            if self._taken >= TAKEN_AT_ONCE:
+                self._reason = (
+                    f"somebody else loaded other weights into it, {self._taken} times in a row: one engine "
+                    "has one subscriber; it is brought back once in some minutes"
+                )
 
     def retry_at_once(self) -> None:
         self._next_try = 0.0
@@ -337,17 +339,10 @@ class HostEngine:
     def _delay(self, process: str | None) -> float:
         """A process that is known to have failed is left alone until another is seen; a process without
         identity may have been started anew at any time."""
-        failed = self.failures >= self._failed_after
+        failed = self.failures >= self.pace.rounds
         longest = _RETRY_UNSEEN if process is None else _RETRY_FAILED if failed else _RETRY_MOST
         first = longest if failed else _RETRY_FIRST
         return Backoff(first, longest).pause(self.failures) * (0.5 + 0.5 * self._jitter())
-
-
-def _contested(taken: int) -> str:
-    return (
-        f"somebody else loaded other weights into it, {taken} times in a row: one engine has one subscriber; "
-        "it is brought back once in some minutes"
-    )
 
 
 class Engines:
@@ -362,32 +357,27 @@ class Engines:
         adapters: Sequence[Adapter] = (),
         *,
         pace: RetryPace | None = None,
-        clock: Callable[[], float] = time.monotonic,
         order: ReloadOrder = "together",
-        failed_after: int = FAILED_AFTER,
         look_seconds: float = 0.0,
-        jitter: Callable[[], float] = random.random,
         group: Group | None = None,
         group_patches: bool = False,
         stopping: Callable[[], bool] = lambda: False,
         traffic: Traffic | None = None,
     ) -> None:
-        """`look_seconds`: between looks at engines that are all in sync. `jitter`: uniform in [0, 1).
+        """`look_seconds`: between looks at engines that are all in sync.
         `group`: the other hosts whose files the engines read; `group_patches`: each stages patches for them.
         `stopping`: whether the process is to end: a rolling reload then stops after the current engine."""
-        self.engines = tuple(
-            HostEngine(one, group, pace=pace, failed_after=failed_after, clock=clock, jitter=jitter)
-            for one in adapters
-        )
+        pace = RetryPace() if pace is None else pace
+        self.engines = tuple(HostEngine(one, group, pace=pace) for one in adapters)
         self.order = order
         self.stopping = stopping
-        self._clock, self._jitter = clock, jitter
+        self._clock, self._jitter = pace.clock, pace.jitter
         self._look_seconds, self._next_look = look_seconds, 0.0
         self._looked_at = 0.0
         self.traffic = traffic
         self._woken = threading.Event()
         self._group_patches = group_patches
-        self._offers: dict[str, Offer] = {}
+        self.offers: dict[str, Offer] = {}
         """to engines that take patches, for the version that comes next"""
 
     def __getitem__(self, name: str) -> HostEngine:
@@ -488,10 +478,10 @@ class Engines:
         if record.confirmed_by != "digest":
             local.save(with_record(local.state, name, replace(record, confirmed_by="digest")))
 
-    def resume_noted(self, state: LocalState) -> None:
+    def resume_noted(self, state: LocalState | None) -> None:
         """Lets engines go on that a killed run left paused with the weights they name. Their note stays: they
         are reloaded as soon as the local checkpoint is open."""
-        if state.phase is not Phase.CLEAN:
+        if state is None or state.phase is not Phase.CLEAN:
             return
         for engine in self.engines:
             record = state.engines.get(engine.name)
@@ -538,21 +528,21 @@ class Engines:
         answer."""
         lives, steps = self.lives, (*local.state.undo, staged)
         self._look_at([self[name] for name in lives])
-        self._offers = {}
+        self.offers = {}
         starts: dict[str, tuple[int, int]] = {}
         for name, live in lives.items():
             record, grouped = local.state.engines.get(name), self[name].grouped and not self._group_patches
             start = start_of(self[name], record, steps, grouped=grouped)
             if isinstance(start, Offer):
-                self._offers[name] = start
+                self.offers[name] = start
             elif live.waits():
-                self._offers[name] = WAITS
+                self.offers[name] = WAITS
             else:
                 starts[name] = start
         if not starts:
             return
         common, _ = Counter(starts.values()).most_common(1)[0]
-        self._offers |= {name: APART for name, its in starts.items() if its != common}
+        self.offers |= {name: APART for name, its in starts.items() if its != common}
         fit = [name for name, its in starts.items() if its == common]
         version, first = common
         made = write_patch(local, steps[first:], version, readers)
@@ -561,15 +551,12 @@ class Engines:
         else:
             checked = side_by_side([lives[name] for name in fit], lambda live: live.check(made))
         failpoint("engine.checked")
-        self._offers |= dict(zip(fit, checked, strict=True))
-
-    def offer_to(self, engine: HostEngine) -> Offer:
-        return self._offers.get(engine.name, Offer())
+        self.offers |= dict(zip(fit, checked, strict=True))
 
     def forget_offers(self, local: LocalCheckpoint) -> None:
         """After the reload that they were for."""
-        if self._offers:
-            self._offers = {}
+        if self.offers:
+            self.offers = {}
             # what stays is dropped before the next one is made
             with contextlib.suppress(OSError, WeightcastError):
                 drop_engine_patches(local.paths)

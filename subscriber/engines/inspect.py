@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 from weightcast.shared.base.elements import TensorTable
@@ -129,7 +128,6 @@ def _facts(engine: Adapter) -> EngineFacts:
         return facts
     try:
         with guarded(engine.spec):
-            facts = replace(facts, software=engine.release())
             engine.require_control()
     except KeyRefused as failure:
         return unreachable(failure)

@@ -30,8 +30,8 @@ def open_engine(
     wire = Wire(spec.url, limits, keys_of(spec, environ), trust)
     match spec.kind:
         case "sglang":
-            return (SGLangLive if spec.via == "live" else SGLang)(spec, wire, limits)
+            return (SGLangLive if spec.via == "live" else SGLang)(spec, wire)
         case "vllm":
-            return (VLLMLive if spec.via == "live" else VLLM)(spec, wire, limits)
+            return (VLLMLive if spec.via == "live" else VLLM)(spec, wire)
         case "webhook":
-            return Webhook(spec, wire, limits, run_id)
+            return Webhook(spec, wire, run_id)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from weightcast.shared.base.elements import TensorTable
@@ -149,10 +149,6 @@ class Live:
                 self._aim = None
                 self.facts = self.facts.but(reason=str(failure))
 
-    def note_read(self, facts: EngineVerifyStatus | None) -> None:
-        """What was read of its memory since the start."""
-        self.facts = self.facts.but(verify=facts)
-
     def read_back(self, label: str) -> Confirmation:
         return self.adapter.confirm(self._aim, label)
 
@@ -233,65 +229,23 @@ def _stamp(name: str, live: Live, local: LocalCheckpoint) -> _Stamp:
     return local.state.position.digest, process, live.facts.patches, live.facts.reloads
 
 
+@dataclass
 class _Reading:
     """How far an engine's memory was read, and what came of that."""
 
-    def __init__(self) -> None:
-        self.facts = EngineVerifyStatus()
-        self.next = 0
-        """number of the tensor to read next"""
-        self.hurried = False
-        """all is read now, whatever the rate"""
-        self._began = self._not_before = 0.0
-        self._stamp: _Stamp = ()
-        """when the pass began"""
-        self._versions = 0
-        """taken since the last whole pass"""
-        self._seen: str | None = None
-
-    def count(self, digest: str, every: int) -> None:
-        """The version that is read; `every` so many the pass begins anew."""
-        if self._seen not in (None, digest):
-            self._versions += 1
-        self._seen = digest
-        if every and self._versions >= every:
-            self.hurried, self._versions, self.next = True, 0, 0
-
-    def may_read(self, now: float, began: float, credit: float) -> bool:
-        if self.hurried and now >= self._not_before:
-            return now - began < _TURN_SECONDS
-        return now >= self._not_before and credit > 0
-
-    def rest(self, now: float) -> None:
-        """It did not answer."""
-        self._not_before = now + _AGAIN_SECONDS
-
-    def begin(self, stamp: _Stamp, total_bytes: int, now: float) -> None:
-        self._began, self._stamp = now, stamp
-        self.facts = self.facts.but(done_bytes=0, refused=0, total_bytes=total_bytes)
-
-    def advance(self, stop: int, nbytes: int, refused: int) -> None:
-        self.next = stop
-        done = self.facts.done_bytes + nbytes
-        self.facts = self.facts.but(done_bytes=done, refused=self.facts.refused + refused)
-
-    def fault(self, text: str, now: float) -> None:
-        self.next, self.hurried = 0, False
-        faults = self.facts.faults + 1
-        self.facts = self.facts.but(faults=faults, last_fault=text, last_fault_at=now)
-
-    def end(self, stamp: _Stamp, version: int) -> None:
-        self.next, self.hurried = 0, False
-        whole = self._stamp == stamp and not self.facts.refused
-        self.facts = self.facts.but(
-            passes=self.facts.passes + 1,
-            full_pass=self._began,
-            version=version if whole else self.facts.version,
-        )
-
-    def confirms(self, stamp: _Stamp, version: int) -> bool:
-        """Whether every tensor was read and found right since the engine came to this version."""
-        return self.facts.version == version and self._stamp == stamp
+    facts: EngineVerifyStatus = field(default_factory=EngineVerifyStatus)
+    next: int = 0
+    """number of the tensor to read next"""
+    hurried: bool = False
+    """all is read now, whatever the rate"""
+    not_before: float = 0.0
+    began: float = 0.0
+    stamp: _Stamp = ()
+    """when the pass began"""
+    seen: str | None = None
+    """digest of the version that was read last"""
+    versions: int = 0
+    """taken since the last whole pass"""
 
 
 class EngineVerify:
@@ -313,11 +267,6 @@ class EngineVerify:
         self._readings: dict[str, _Reading] = {}
         self._turns = 0
 
-    def facts(self, name: str) -> EngineVerifyStatus | None:
-        """None until it was first read."""
-        known = self._readings.get(name)
-        return None if known is None else known.facts
-
     def turn(self, local: LocalCheckpoint, engines: Mapping[str, Live]) -> dict[str, str]:
         """Reads as much as the rate allows, of engines that hold the local version. Returns what is wrong,
         by the engine's name. An engine that does not answer is left for the next turn."""
@@ -331,9 +280,13 @@ class EngineVerify:
         every = list(engines.items())
         faults: dict[str, str] = {}
         for name, live in every[first:] + every[:first]:
-            reading = self._readings.setdefault(name, _Reading())
-            reading.count(local.state.position.digest, self._every)
+            reading, digest = self._readings.setdefault(name, _Reading()), local.state.position.digest
+            reading.versions += reading.seen not in (None, digest)
+            reading.seen = digest
+            if self._every and reading.versions >= self._every:
+                reading.hurried, reading.versions, reading.next = True, 0, 0
             fault = self._read(reading, live, local, _stamp(name, live, local), began)
+            live.facts = live.facts.but(verify=reading.facts)
             if fault:
                 faults[name] = fault
         return faults
@@ -341,36 +294,52 @@ class EngineVerify:
     def is_confirmed(self, name: str, live: Live, local: LocalCheckpoint) -> bool:
         """Whether every tensor was read and found right since the engine came to this version."""
         known, version = self._readings.get(name), local.state.position.version
-        return known is not None and known.confirms(_stamp(name, live, local), version)
+        return known is not None and (known.facts.version, known.stamp) == (
+            version,
+            _stamp(name, live, local),
+        )
+
+    def _may_read(self, reading: _Reading, began: float) -> bool:
+        now = self._clock()
+        left = now - began < _TURN_SECONDS if reading.hurried else self._credit.left > 0
+        return left and now >= reading.not_before and not self._stop()
 
     def _read(
         self, reading: _Reading, live: Live, local: LocalCheckpoint, stamp: _Stamp, began: float
     ) -> str:
         table, position = local.table, local.state.position
-        while reading.may_read(self._clock(), began, self._credit.left) and not self._stop():
+        while self._may_read(reading, began):
             if reading.next == 0:
-                reading.begin(stamp, table.nbytes, self._now())
+                reading.began, reading.stamp = self._now(), stamp
+                reading.facts = reading.facts.but(done_bytes=0, refused=0, total_bytes=table.nbytes)
             piece = next_piece(table, reading.next)
             try:
                 found = read_lanes(live, table, piece)
             except EngineFailed:
-                reading.rest(self._clock())
+                reading.not_before = self._clock() + _AGAIN_SECONDS
                 break
             if found.changed or found.version != position.version:
                 break
             nbytes = sum(table[number].nbytes for number in piece)
             self._credit.spend(nbytes)
-            refused = sum(table[number].name in found.refused for number in piece)
-            reading.advance(piece.stop, nbytes, refused)
+            facts, reading.next = reading.facts, piece.stop
+            refused = facts.refused + sum(table[number].name in found.refused for number in piece)
+            facts = facts.but(done_bytes=facts.done_bytes + nbytes, refused=refused)
             wrong = ", ".join(differing(table, position, piece, found))
             if wrong:
                 text = f"in its memory {wrong[:REASON_LIMIT]} is not that of version {position.version}"
-                reading.fault(text, self._now())
+                reading.next, reading.hurried = 0, False
+                faults = facts.faults + 1
+                reading.facts = facts.but(faults=faults, last_fault=text, last_fault_at=self._now())
                 return text
             if reading.next >= len(table):
-                reading.end(stamp, position.version)
+                reading.next, reading.hurried = 0, False
+                whole = reading.stamp == stamp and not refused
+                version = position.version if whole else facts.version
+                facts = facts.but(passes=facts.passes + 1, full_pass=reading.began, version=version)
                 # a small model is read often: once per turn is enough
                 self._credit.spend(max(self._credit.left, 0.0))
+            reading.facts = facts
         return ""
 
 

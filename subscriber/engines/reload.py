@@ -19,7 +19,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import EngineState, Mark, Phase
 from weightcast.subscriber.engines.base import Confirmation, Done, Intact, KeyRefused, NotSent, Suspect
 from weightcast.subscriber.engines.host import Engines, HostEngine, Traffic
-from weightcast.subscriber.engines.live import side_by_side
+from weightcast.subscriber.engines.live import Offer, side_by_side
 from weightcast.subscriber.engines.rules import (
     PHASES,
     EngineResult,
@@ -130,7 +130,7 @@ class Reload:
         return EngineReload(engine, self._version, self._notes, self._engines.traffic)
 
     def _run_one(self, one: EngineReload) -> EngineResult:
-        taken = one.engine.prepare(self._local.state, self._engines.offer_to(one.engine))
+        taken = one.engine.prepare(self._local.state, self._engines.offers.get(one.engine.name, Offer()))
         return self._record(one.engine, one.pause() or one.reload(), taken)
 
     def _record(self, engine: HostEngine, result: EngineResult, taken: bool = False) -> EngineResult:

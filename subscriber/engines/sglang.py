@@ -31,7 +31,6 @@ from weightcast.subscriber.engines.adapter import (
     LiveAdapter,
     PluginAnswer,
     Server,
-    StaleDrafter,
     drafter_named,
 )
 from weightcast.subscriber.engines.base import (
@@ -50,7 +49,7 @@ from weightcast.subscriber.engines.base import (
     Policy,
     ReloadOutcome,
     Suspect,
-    Timeouts,
+    Unfit,
     unreachable,
 )
 from weightcast.subscriber.engines.wire import (
@@ -80,8 +79,8 @@ class SGLang(Server):
     _with_label: ClassVar = {"abort_all_requests": False}
     """which defaults to true there"""
 
-    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
-        super().__init__(spec, wire, timeouts)
+    def __init__(self, spec: EngineSpec, wire: Wire) -> None:
+        super().__init__(spec, wire)
         self._label: str | None = None
         self._source: str | None = None
         self._unread = ""
@@ -119,14 +118,14 @@ class SGLang(Server):
         draft, main = (settings.get(key) for key in ("speculative_draft_model_path", "model_path"))
         release, runs = settings.get("version"), f"{self.spec.shown_url} runs a draft model ({drafter})"
         if isinstance(release, str) and _numbers(release) < RELOADS_DRAFTERS:
-            raise StaleDrafter(
+            raise Unfit(
                 f"{runs}, which SGLang {release[:20]} would leave at its old weights",
                 remedy="upgrade SGLang to 0.5.11 or later, start it without a draft model, or give "
                 "drafter=keep",
             )
         places = [posixpath.normpath(str(path)) for path in (draft, main, self.spec.path)]
         if draft and places[0] not in places[1:]:
-            raise StaleDrafter(
+            raise Unfit(
                 f"{runs} of another checkpoint, {str(draft)[:100]}",
                 remedy="start SGLang without --speculative-draft-model-path, or give drafter=keep",
             )
@@ -165,11 +164,6 @@ class SGLang(Server):
         if by_read.refusal is not None:
             by_control.require_key()
 
-    def release(self) -> str | None:
-        """The version of the software; None where it does not say. Raises EngineFailed."""
-        version = self._ask_settings(self._timeouts.probe).get("version")
-        return version if isinstance(version, str) else None
-
     def pause(self) -> None:
         mode = PAUSE_MODES[self.spec.policy]
         if mode is not None:
@@ -197,7 +191,9 @@ class SGLang(Server):
         success = reply.fields().get("success")
         if reply.status == 200 and success is True:
             return Done()
-        if reply.status == 400 and success is False and _nothing_read(reply):
+        message = reply.fields().get("message")
+        unread = isinstance(message, str) and all(part.startswith(UNREAD) for part in message.split(RANKS))
+        if reply.status == 400 and success is False and unread:
             with suppress(EngineFailed):
                 is_same = before is not None and self._read_label(self._timeouts.control) == before
                 # a draft model is loaded after the model itself: then a directory that could not be opened
@@ -219,7 +215,9 @@ class SGLang(Server):
             label, self._unread = self._asked_label(seconds), ""
         except KeyRefused as refused:
             # the only key given may be that of control routes: one is asked that orders nothing
-            if not self._wire.keys.are_one or self._wire.post(ADMIN_LOOK, {}, seconds).refusal is not None:
+            keys = self._wire.keys
+            are_one = keys.read.value == keys.control.value
+            if not are_one or self._wire.post(ADMIN_LOOK, {}, seconds).refusal is not None:
                 raise
             label, self._unread = None, str(refused)
         return label
@@ -259,11 +257,6 @@ def _process_of(metrics: Reply) -> str | None:
     return start_time(metrics) or next(taken, None)
 
 
-def _nothing_read(reply: Reply) -> bool:
-    message = reply.fields().get("message")
-    return isinstance(message, str) and all(part.startswith(UNREAD) for part in message.split(RANKS))
-
-
 LOADER = "weightcast_engine.sglang.hook.load"
 INSTALL = "install weightcast-engine in SGLang's environment and start it as docs/engines.md says"
 UNTOUCHED = frozenset({400, 409, 422, 423, 503})
@@ -283,8 +276,8 @@ class _NoHook(EngineFailed):
 class SGLangLive(LiveAdapter, SGLang):
     """A released SGLang with the plugin's loader, through the server's own routes (docs/adr/0012)."""
 
-    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
-        super().__init__(spec, wire, timeouts)
+    def __init__(self, spec: EngineSpec, wire: Wire) -> None:
+        super().__init__(spec, wire)
         self._held: HeldWeights | None = None
         """named or patched by this process; the hook compares it with what it has, at every patch"""
         self._process: str | None = None
@@ -410,14 +403,17 @@ class SGLangLive(LiveAdapter, SGLang):
     def _begin(self) -> None:
         """Opens the session in which SGLang takes tensors, after another that was left open. Raises
         EngineFailed when it does not."""
-        reply = self._wire.post_once("/begin_weight_update", {}, self._timeouts.control)
+        reply = self._session("begin")
         if reply.status == httpx.codes.BAD_REQUEST:
             self._end()
-            reply = self._wire.post_once("/begin_weight_update", {}, self._timeouts.control)
+            reply = self._session("begin")
         reply.require_ok(INSTALL)
 
     def _end(self) -> None:
-        self._wire.post_once("/end_weight_update", {}, self._timeouts.control).require_ok(INSTALL)
+        self._session("end").require_ok(INSTALL)
+
+    def _session(self, what: str) -> Reply:
+        return self._wire.post(f"/{what}_weight_update", {}, self._timeouts.control, again=False)
 
     def _send(self, order: str, label: str) -> PluginAnswer:
         request = {
@@ -429,7 +425,7 @@ class SGLangLive(LiveAdapter, SGLang):
         }
         # without a pause the update itself waits for the requests in flight
         seconds = self._timeouts.reload + self._drain_seconds
-        return _told(self._wire.post_once("/update_weights_from_tensor", request, seconds))
+        return _told(self._wire.post("/update_weights_from_tensor", request, seconds, again=False))
 
 
 def _hindrances(fields: Mapping[str, object]) -> Mapping[str, bool]:

@@ -8,7 +8,6 @@ engine's start, and a reload reads the model's own directory.
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from weightcast.subscriber.engines.adapter import (
     LiveAdapter,
     PluginAnswer,
     Server,
-    StaleDrafter,
     drafter_named,
 )
 from weightcast.subscriber.engines.base import (
@@ -42,7 +40,7 @@ from weightcast.subscriber.engines.base import (
     Policy,
     ReloadOutcome,
     Suspect,
-    Timeouts,
+    Unfit,
     unreachable,
 )
 from weightcast.subscriber.engines.wire import NEVER_HANDLED, Reply, Wire, not_an_engine, start_time
@@ -91,7 +89,7 @@ class VLLM(Server):
         return self._ask("/weight_info").require_key().told_text("weight_version")
 
     def _drafter_in(self, settings: Mapping[str, object]) -> str:
-        return require_vllm(self.spec, vllm_drafter(settings.get("vllm_config")))
+        return require_vllm(self.spec, vllm_drafter(_config(settings)))
 
     def _start_of(self, settings: Mapping[str, object]) -> str | None:
         found = _config(settings).get("instance_id")
@@ -99,10 +97,7 @@ class VLLM(Server):
 
     def _ask_settings(self, seconds: float) -> Mapping[str, object]:
         """Empty from releases without it."""
-        reply = self._wire.get("/server_info?config_format=json", seconds).require_key()
-        if reply.status != httpx.codes.OK:
-            reply = self._wire.get("/server_info", seconds)
-        return reply.told()
+        return self._wire.get("/server_info?config_format=json", seconds).require_key().told()
 
     def pause(self) -> None:
         # A reload leaves the prefix cache as it is: only the pause clears it.
@@ -129,7 +124,10 @@ class VLLM(Server):
         reply = self._wire.order("/collective_rpc", body, self._timeouts.reload, DEV_MODE)
         if not isinstance(reply, Reply):
             return reply
-        if reply.status != 200 or not _all_workers_done(reply):
+        # every worker's result is null, as `reload_weights` returns nothing; anything else is a failure
+        results = reply.fields().get("results")
+        is_done = isinstance(results, list) and bool(results) and all(result is None for result in results)
+        if reply.status != 200 or not is_done:
             return Suspect(reply.describe())
         try:
             self._set_label(label)
@@ -147,11 +145,13 @@ class VLLM(Server):
         experts = any(part.get(key) for part in parts for key in _EXPERTS)
         if not (tied or experts):
             return None
-        device, untied = _runs_on(self._settings(self._asked, self._timeouts.control))
-        if device != "cpu":
+        config = _config(self._settings(self._asked, self._timeouts.control))
+        device, model = (config.get(part) for part in ("device_config", "model_config"))
+        if not isinstance(device, dict) or device.get("device") != "cpu":
             return None
         if experts:
             return PACKED_EXPERTS
+        untied = isinstance(model, dict) and model.get("word_embeddings_untied_by_checkpoint") is True
         return None if untied else PACKED_HEAD
 
     def read_back(self, label: str) -> Confirmation:
@@ -167,12 +167,6 @@ class VLLM(Server):
 def _config(server: Mapping[str, object]) -> Mapping[str, Any]:
     config = server.get("vllm_config")
     return config if isinstance(config, dict) else {}
-
-
-def _all_workers_done(reply: Reply) -> bool:
-    """`reload_weights` returns nothing, so that every worker's result is null; anything else is a failure."""
-    results = reply.fields().get("results")
-    return isinstance(results, list) and bool(results) and all(result is None for result in results)
 
 
 def _configuration(directory: Path) -> list[dict[str, Any]]:
@@ -197,35 +191,20 @@ def _tied(directory: Path, parts: Sequence[dict[str, Any]]) -> bool:
         return False
 
 
-def _runs_on(server: Mapping[str, object]) -> tuple[object, bool]:
-    """The device, if it says one, and whether the checkpoint has a head of its own."""
-    device, model = (_config(server).get(part) for part in ("device_config", "model_config"))
-    untied = isinstance(model, dict) and model.get("word_embeddings_untied_by_checkpoint") is True
-    return device.get("device") if isinstance(device, dict) else None, untied
-
-
-_TEXT = re.compile(r"speculative_config=(None\b|SpeculativeConfig\(method='([^']{1,100})')")
-
-
-def vllm_drafter(config: object) -> str:
-    """The method in `vllm_config`, in either of the formats of `/server_info`."""
-    if isinstance(config, str):
-        found = _TEXT.search(config)
-        return UNKNOWN if found is None else drafter_named(found[2])
-    if not isinstance(config, dict) or "speculative_config" not in config:
-        return UNKNOWN
-    speculative = config["speculative_config"]
+def vllm_drafter(config: Mapping[str, Any]) -> str:
+    """The method in `vllm_config`."""
+    speculative = config.get("speculative_config", UNKNOWN)
     if isinstance(speculative, dict):
         return drafter_named(speculative.get("method") or "draft_model")
-    return NONE if speculative is None else vllm_drafter(f"speculative_config={speculative}")
+    return NONE if speculative is None else UNKNOWN
 
 
 def require_vllm(spec: EngineSpec, drafter: str) -> str:
-    """What to show. Raises StaleDrafter for a model that every reload would leave old: up to 0.32
+    """What to show. Raises Unfit for a model that every reload would leave old: up to 0.32
     `reload_weights` loads the main model alone, and the routes for draft models take no files."""
     if drafter in (NONE, UNKNOWN) or spec.drafter == "keep":
         return drafter
-    raise StaleDrafter(
+    raise Unfit(
         f"{spec.shown_url} runs a draft model ({drafter}), which vLLM would leave at its old weights",
         remedy="start vLLM without --speculative-config, or give drafter=keep to leave it old",
     )
@@ -245,8 +224,8 @@ Sent = TypeVar("Sent")
 class VLLMLive(LiveAdapter):
     """A vLLM that has the plugin, through the plugin's routes under /v1/weightcast."""
 
-    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
-        super().__init__(spec, wire, timeouts)
+    def __init__(self, spec: EngineSpec, wire: Wire) -> None:
+        super().__init__(spec, wire)
         # where requests in flight are waited for the engine takes no other order meanwhile, for minutes
         self.pauses_itself = spec.policy != "wait"
         # each look is one question, which a balancer answers from one process after the other
@@ -308,7 +287,10 @@ class VLLMLive(LiveAdapter):
         if not told.says(version=patch.version, root=patch.root, label=label):
             return Suspect(told.text)
         self._told = (HeldWeights(patch.version, patch.root), label)
-        return Done(resumed=pausing and told.body.get("resumed") is True, still=_still(told))
+        seconds = told.body.get("seconds")
+        still = seconds.get("still") if isinstance(seconds, dict) else None
+        still = still if isinstance(still, float) and still >= 0 else None
+        return Done(resumed=pausing and told.body.get("resumed") is True, still=still)
 
     def confirm(self, held: HeldWeights | None, label: str) -> Confirmation:
         """After a patch no second question, which the pause would wait for."""
@@ -376,12 +358,6 @@ def _hindrance(reply: Reply) -> str:
         return f"{reply.url} speaks format {spoken!r}, not {FORMAT}: {INSTALL}"
     misplaced = reply.fields().get("misplaced")
     return f"{reply.url}: {misplaced}" if misplaced else ""
-
-
-def _still(told: PluginAnswer) -> float | None:
-    seconds = told.body.get("seconds")
-    still = seconds.get("still") if isinstance(seconds, dict) else None
-    return still if isinstance(still, float) and still >= 0 else None
 
 
 def _told(reply: Reply) -> PluginAnswer:

@@ -23,7 +23,6 @@ from weightcast.subscriber.engines.base import (
     Intact,
     ReloadOutcome,
     Suspect,
-    Timeouts,
     unreachable,
 )
 from weightcast.subscriber.engines.wire import Reply, Wire, not_an_engine
@@ -32,8 +31,8 @@ REMEDY = 'the receiver must answer 2xx with {"ok": true}; see its log'
 
 
 class Webhook(Adapter):
-    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts, run_id: Callable[[], str]) -> None:
-        super().__init__(spec, wire, timeouts)
+    def __init__(self, spec: EngineSpec, wire: Wire, run_id: Callable[[], str]) -> None:
+        super().__init__(spec, wire)
         self._run_id = run_id
         self._ordered: dict[str, object] = {"version": None, "label": None}
         self._echoed: list[object] = []

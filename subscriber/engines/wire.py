@@ -73,18 +73,8 @@ class Keys:
     read: Key = Key()
     control: Key = Key()
 
-    @property
-    def are_one(self) -> bool:
-        return self.read.value == self.control.value
-
     def of(self, method: str, path: str) -> Key:
         return self.control if method == "POST" or path == ADMIN_LOOK else self.read
-
-
-def one_key(value: str | None, variable: str) -> Keys:
-    """The same for every request, from the variable alone."""
-    key = Key(value or "", variable, f"set {variable} to the token of that daemon")
-    return Keys(key, key)
 
 
 def keys_of(spec: EngineSpec, environ: Mapping[str, str]) -> Keys:
@@ -194,7 +184,7 @@ class Wire:
     def __init__(self, url: str, timeouts: Timeouts, keys: Keys, trust: ssl.SSLContext | None = None) -> None:
         """`trust`: None: as `trusted` has it by default."""
         self._url, self._shown_url = url, without_query(url)
-        self._timeouts, self.keys = timeouts, keys
+        self.timeouts, self.keys = timeouts, keys
         # No proxy: one from the environment must not stand between a host and its own engine.
         self._transport = httpx.HTTPTransport(
             verify=trusted(url) if trust is None else trust,
@@ -206,15 +196,11 @@ class Wire:
         self._transport.close()
 
     def get(self, path: str, seconds: float) -> Reply:
-        """As `post`."""
         return self._send("GET", path, None, seconds, again=True)
 
-    def post(self, path: str, body: Mapping[str, object], seconds: float) -> Reply:
-        """For calls that may be repeated: sent again once if the connection is lost."""
-        return self._send("POST", path, body, seconds, again=True)
-
-    def post_once(self, path: str, body: Mapping[str, object], seconds: float) -> Reply:
-        return self._send("POST", path, body, seconds)
+    def post(self, path: str, body: Mapping[str, object], seconds: float, *, again: bool = True) -> Reply:
+        """`again`: for calls that may be repeated: sent once more if the connection is lost."""
+        return self._send("POST", path, body, seconds, again=again)
 
     def order(
         self, path: str, body: Mapping[str, object], seconds: float, remedy: str = ""
@@ -222,7 +208,7 @@ class Wire:
         """A reload, sent once: a reply of its handler, or what the lack of one proves. `remedy`: where no
         handler is there."""
         try:
-            reply = self.post_once(path, body, seconds)
+            reply = self.post(path, body, seconds, again=False)
         except NotSent as failure:
             return Intact(str(failure))
         except NoReply as failure:
@@ -244,7 +230,7 @@ class Wire:
     ) -> Reply:
         ends = time.monotonic() + seconds
         url, shown, deadline = self._url + path, self._shown_url + path, Deadline(seconds)
-        timeout = httpx.Timeout(seconds, connect=min(seconds, self._timeouts.connect))
+        timeout = httpx.Timeout(seconds, connect=min(seconds, self.timeouts.connect))
         extensions = {"timeout": timeout.as_dict(), "trace": deadline.trace}
         try:
             key = self.keys.of(method, path)
@@ -254,7 +240,7 @@ class Wire:
         try:
             return self._exchange(request, shown, deadline, key)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            absent = nobody_listens(url, error, self._timeouts.connect)
+            absent = nobody_listens(url, error, self.timeouts.connect)
             kind = NobodyListens if absent else NotSent
             raise kind(_unreached(shown, error), remedy=_START) from error
         except httpx.HTTPError as error:

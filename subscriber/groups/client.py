@@ -8,12 +8,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from weightcast.shared.base.errors import EngineFailed
 from weightcast.subscriber.engines.base import NO_ROUTE, Timeouts
-from weightcast.subscriber.engines.wire import Reply, Wire, one_key
+from weightcast.subscriber.engines.wire import Key, Keys, Reply, Wire
 from weightcast.subscriber.groups.messages import HOLD_PATH, RELEASE_PATH, Hold, Order, Release
 
 MOST_SECONDS = 5.0
 """for an answer, which needs no work"""
 _HOLD = TypeAdapter(Hold)
+_TOKEN = "WEIGHTCAST_GROUP_TOKEN"
 
 
 class MemberClient:
@@ -23,11 +24,11 @@ class MemberClient:
         self.url = url.rstrip("/")
         # an answer that comes when the lease is over is of no use
         self._seconds = min(MOST_SECONDS, lease / 3)
-        keys = one_key(token, "WEIGHTCAST_GROUP_TOKEN")
-        self._wire = Wire(self.url, Timeouts(connect=self._seconds), keys)
+        key = Key(token or "", _TOKEN, f"set {_TOKEN} to the token of that daemon")
+        self._wire = Wire(self.url, Timeouts(connect=self._seconds), Keys(key, key))
 
     def order(self, order: Order) -> Hold:
-        return self._hold(self._wire.post_once(HOLD_PATH, asdict(order), self._seconds))
+        return self._hold(self._wire.post(HOLD_PATH, asdict(order), self._seconds, again=False))
 
     def release(self, release: Release) -> Hold:
         return self._hold(self._wire.post(RELEASE_PATH, asdict(release), self._seconds))

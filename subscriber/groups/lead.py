@@ -69,7 +69,7 @@ class _Line:
         self.asked = 0
         """how many times the order had been changed or put again when the last answer's question was sent"""
         self.answered = now
-        self._pause = ASK_FIRST
+        self.next_pause = ASK_FIRST
 
     def learn(self, answer: Hold | EngineFailed, asks: int, now: float) -> None:
         self.asked = asks
@@ -78,16 +78,13 @@ class _Line:
         else:
             self.hold, self.failure, self.answered = answer, "", now
 
-    def ask_soon(self) -> None:
-        self._pause = ASK_FIRST
-
     def pause(self, order: Order) -> float:
         """Until it is asked again."""
         most = order.seconds / 3
         if self.is_in(order):
             return most
-        self._pause = min(self._pause * 1.5, ASK_LONGEST)
-        return min(self._pause, most)
+        self.next_pause = min(self.next_pause * 1.5, ASK_LONGEST)
+        return min(self.next_pause, most)
 
     def is_in(self, order: Order) -> bool:
         """Whether the last answer says that the order is carried out."""
@@ -135,7 +132,7 @@ class Lead:
         self.members = tuple(members)
         self.hindered = False
         """a reload of the present gathering did not count, or was not begun, for a member's sake"""
-        self._wait = wait
+        self.wait = wait
         self._name, self._clock = name, clock
         self._pace = GroupPace() if pace is None else pace
         self._term = first_term
@@ -145,10 +142,6 @@ class Lead:
         self._lines = tuple(map(_Line, self.members))
         self._order: Order | None = None
         self._asks = 0
-
-    def wait_by(self, wait: Callable[[float], None]) -> None:
-        """From here on: `wait(seconds)` may raise to give up."""
-        self._wait = wait
 
     def close(self) -> None:
         for member in self.members:
@@ -279,7 +272,7 @@ class Lead:
         self._order = order
         self._asks += 1
         for line in self._lines:
-            line.ask_soon()
+            line.next_pause = ASK_FIRST
         self._changed.notify_all()
 
     def _ask_all(self, ask: Callable[[MemberClient], Hold]) -> None:
@@ -325,7 +318,7 @@ class Lead:
     def _await(self) -> None:
         deadline = self._clock() + self._pace.deadline
         while True:
-            self._wait(0.0)
+            self.wait(0.0)
             with self._changed:
                 order = self._order
                 if order is None or all(line.is_in(order) for line in self._lines):

@@ -47,7 +47,7 @@ class Apply:
         self._engines, self._lead, self._updater = host.engines, host.lead, host.updater
         self.blocklist, self._prover = Blocklist(host), Prover(host)
         self.kept: Staged | None = None
-        """staged ahead, for the patch that follows"""
+        """staged ahead, for the patch that follows; the next load deletes its journal"""
         self._failures: dict[str, int] = {}
         """reloads in a row that left no engine on the version with this digest"""
 
@@ -68,14 +68,16 @@ class Apply:
                     self._offer(staged)
                 with self._locked(local):
                     self._engines.look()
-                    with (
-                        self._recorded_if_damaged(before, folded),
-                        self._reloading(leg[-1], only=None if last else ()) as reload,
-                    ):
-                        reload.pause_mapping()
-                        self.hold(staged.step.target)
-                        self._patch(staged)
-                        self._reload(reload)
+                    try:
+                        with self._reloading(leg[-1], only=None if last else ()) as reload:
+                            reload.pause_mapping()
+                            self.hold(staged.step.target)
+                            self._patch(staged)
+                            self._reload(reload)
+                    except Damaged:
+                        # bytes that it did not touch: it is on disk, and engines load it after the repair
+                        self._host.moved("patch", before, folded)
+                        raise
                     if last:
                         self._host.moved("patch", before, folded)
                         self._settle(reload.results)
@@ -131,16 +133,6 @@ class Apply:
             reload.run(batch)
         self._move.reloaded(reload.results)
 
-    @contextmanager
-    def _recorded_if_damaged(self, before: int, folded: int) -> Iterator[None]:
-        """The version is on disk where bytes that it did not touch are damaged; engines load it after the
-        repair."""
-        try:
-            yield
-        except Damaged:
-            self._host.moved("patch", before, folded)
-            raise
-
     def prepare(self, route: Route, leg: Sequence[int]) -> Staged:
         """Fetched and staged, while engines serve."""
         if self.kept is not None and self.kept.step.target.version == leg[-1]:
@@ -158,15 +150,6 @@ class Apply:
         last = route.delta(leg[-1]).index
         self._move.changed(staged.changes, last.step if isinstance(last, Index) else None)
         return staged
-
-    def prepare_ahead(self, route: Route, leg: Sequence[int]) -> Staged:
-        """For the patch that follows in a later step."""
-        self.kept = self.prepare(route, leg)
-        return self.kept
-
-    def forget_kept(self) -> None:
-        """The local checkpoint is not open any more: the next load deletes the journal."""
-        self.kept = None
 
     def drop_kept(self) -> None:
         """What was staged ahead and is not wanted any more, with its journal."""

@@ -142,7 +142,7 @@ class StepHost:
         self.options, self.engines, self.lead = options, engines, lead
         self.stop, self.now, self.clock = callbacks.stop, callbacks.now, callbacks.clock
         self._callbacks = callbacks
-        lead.wait_by(self.wait)
+        lead.wait = self.wait
         self.move = Move()
         self.status = self.shown = HostStatus(
             software=SOFTWARE,
@@ -160,7 +160,8 @@ class StepHost:
         self.bytes_read = 0
         """from the channel, since the start"""
         self._progress_bytes = 0
-        self._around: tuple[str, ...] = ()
+        self.around: tuple[str, ...] = ()
+        """damage in the channel that this pass went around"""
         self._read_before: dict[str, str | None] = {}
         """processes of engines when config files were last changed under them"""
         self._shown_at, self._looked = 0.0, -math.inf
@@ -183,7 +184,7 @@ class StepHost:
     def begin(self) -> None:
         """A pass begins."""
         self.move.begin()
-        self._around = ()
+        self.around = ()
         if not isinstance(self.error, HasWriter):
             self.error = None
         self.note(degraded=(), waiting_for=None)
@@ -235,36 +236,29 @@ class StepHost:
         self.note(state=state, last_error=None if ended_well else self.status.last_error)
         self.tell()
 
-    def mark_usable(self, usable: bool) -> None:
-        self.usable = usable
-
     def not_ready(self, *reasons: str) -> None:
         """Without a reason the host is ready."""
         self.note(ready=not reasons, not_ready_reasons=reasons)
 
     def judge_ready(self) -> None:
-        self.not_ready(*self._reasons_not_ready())
-
-    def _reasons_not_ready(self) -> tuple[str, ...]:
         state = self.state
         if state is None or not self.usable:
             waiting = self.status.waiting_for
             reason = "the local checkpoint is not seeded" if self.error is None else self.error.message
-            return (reason,) if waiting is None else (reason, str(waiting))
+            self.not_ready(*((reason,) if waiting is None else (reason, str(waiting))))
+            return
         serving = self.engines.serving(state)
-        return tuple(
-            f"engine {engine.name}{' failed' if engine.failed else ''}: {engine.reason or 'not reloaded yet'}"
-            for engine in self.engines.engines
-            if engine.name not in serving
+        self.not_ready(
+            *(
+                f"engine {one.name}{' failed' if one.failed else ''}: {one.reason or 'not reloaded yet'}"
+                for one in self.engines.engines
+                if one.name not in serving
+            )
         )
 
     def degrade(self, reason: str) -> None:
         if reason and reason not in self.status.degraded:
             self.note(degraded=(*self.status.degraded, reason))
-
-    def go_around(self, damage: str) -> None:
-        self._around = (*self._around, damage)
-        self.degrade(f"another way is taken: {damage}")
 
     def failed(self, error: BaseException) -> WeightcastError:
         failure = self.error = known(error)
@@ -278,7 +272,7 @@ class StepHost:
             from_version=before,
             version=self.local().state.position.version,
             folded=folded,
-            around=self._around,
+            around=self.around,
             taken=taken,
             at=self.now(),
             **self.move.end(),
@@ -317,22 +311,14 @@ class StepHost:
     def on_wait(self, awaited: Awaited | None) -> None:
         """Shows a wait that lasts. Engines do not wait for the channel: EnginesFirst is raised for an engine
         that is to be reloaded with the local version, unless it failed to do that a moment ago."""
-        now, shown = self.clock(), self.status.waiting_for
+        clock, shown = self.clock(), self.status.waiting_for
         if awaited is None:
             self.note(waiting_for=None)
             return
         lasts = awaited.waited >= _PATIENCE_SECONDS or (shown is not None and shown.file == awaited.file)
-        if lasts and now - self._looked >= _LOOK_EVERY_SECONDS:
-            self._looked = now
-            self._show_wait(awaited)
-            local = self.updater.local
-            due = () if local is None else self.engines.due(local.state)
-            if not all(engine.failures for engine in due):
-                self.move.begin()
-                raise EnginesFirst(awaited.reason)
-
-    def _show_wait(self, awaited: Awaited) -> None:
-        now = self.now()
+        if not lasts or clock - self._looked < _LOOK_EVERY_SECONDS:
+            return
+        self._looked, now = clock, self.now()
         waiting = WaitingFor(
             version=awaited.version,
             file=awaited.file,
@@ -345,6 +331,10 @@ class StepHost:
         self.engines.look_if_due(self.state)
         self.judge_ready()
         self.tell()
+        local = self.updater.local
+        if not all(one.failures for one in (() if local is None else self.engines.due(local.state))):
+            self.move.begin()
+            raise EnginesFirst(awaited.reason)
 
     def pause_for_replay(self, local: LocalCheckpoint) -> None:
         """An engine that was resumed, or that started since, may serve from files that are written on now."""

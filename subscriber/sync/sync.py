@@ -15,7 +15,6 @@ from weightcast.shared.checkpoint.local_checkpoint import grant_read
 from weightcast.shared.checkpoint.state.state import read_state
 from weightcast.shared.checkpoint.update.plan import Patch, Refuse, Relabel, Seed, Stay
 from weightcast.shared.checkpoint.update.sources import Route
-from weightcast.shared.checkpoint.update.stage import Staged
 from weightcast.shared.checkpoint.verify.hashing import Damaged, Scrub
 from weightcast.shared.files.paths import is_file
 from weightcast.subscriber.engines.host import Engines
@@ -33,277 +32,9 @@ class MissingBase(Refused):
     """No full weights lead to the target, and no base is given."""
 
 
-class Follow:
-    """An error leaves the local checkpoint at a version, or in a phase that the next load finishes or takes
-    back."""
-
-    def __init__(self, host: StepHost, apply: Apply) -> None:
-        self._host, self._apply, self._move, self._options = host, apply, host.move, host.options
-        self._engines, self._updater = host.engines, host.updater
-        self._reads_all = False
-        self._pointer_seen = False
-        self._channel: Channel | None = None
-        self._settled = False
-        """the last pass ended at the target"""
-        self._pointed: Pointer | None = None
-        """read in this pass already"""
-        self.is_prepared = False
-        """the ordered version is staged, is local already, or can come only when it is held"""
-
-    def read_all(self) -> None:
-        """The next load re-hashes every byte, and what is not the version's is repaired."""
-        self._reads_all = True
-
-    def recover_state(self) -> None:
-        """Before `once` may read all: a state that cannot be read is an error otherwise."""
-        if not self._reads_all:
-            return
-        channel = Channel.open(self._updater.store, self._options.trust)
-        self._host.enter("hashing")
-        if self._updater.recover_state(channel, self._host.advance):
-            self._host.degrade("the local state could not be read; all weights were read instead")
-
-    def resume_noted(self) -> None:
-        state = read_state(self._updater.paths.state)
-        if state is not None:
-            self._engines.resume_noted(state)
-
-    def once(self, order: Order | None) -> None:
-        """To the target, or as `order` says."""
-        self.is_prepared = False
-        was_settled, self._settled = self._settled, False
-        if order is not None and order.phase == "hold" and self._is_at(order):
-            return  # the channel need not be there
-        if order is None and was_settled and self._is_settled():
-            return
-        channel = self._open()
-        self._drop_unwanted(order)
-        if self._options.group_follower and (order is None or self._goes_back(order)):
-            return
-        if self._host.lead.members and self._engines_in_doubt():
-            self._apply.bring_engines()
-        self._host.enter("planning")
-        with self._move.timed("plan"):
-            route = self._route(channel, order)
-        if order is not None and order.phase == "prepare" and self._host.usable:
-            self._make_ready(channel, route)
-        else:
-            self._carry_out(channel, route)
-        if order is not None and self._host.position is not None:
-            self.is_prepared |= self._host.position.version == order.version
-
-    def _is_settled(self) -> bool:
-        """Whether the target is still where the last pass ended. Of a store in which every look is a request
-        nothing else is read then. Any error has the next pass read all."""
-        self._pointed, channel = None, self._channel
-        if channel is None or self._reads_all or self._updater.local is None:
-            return False
-        pointer = read_pointer(channel.store) if channel.foreign else channel.pointer()
-        here = self._host.position
-        if pointer is not None and here is not None:
-            self._settled = self._options.target.resolve(channel.store, pointer) == here.version
-        self._pointed = None if channel.foreign else pointer
-        return self._settled
-
-    def _is_at(self, order: Order) -> bool:
-        if self._updater.local is None:
-            self._load(None)
-        self._host.note(target_version=order.version)
-        return self._host.position is not None and order.is_at(self._host.position)
-
-    def _engines_in_doubt(self) -> bool:
-        """Whether an engine may still be at a reload of the local version: other hosts hold it too, and are
-        moved only after a reload that was seen to end."""
-        local = self._updater.local
-        return local is not None and bool(in_doubt(local.state.engines))
-
-    def _open(self) -> Channel:
-        """The local checkpoint is opened also when the channel cannot be, and repaired when it can."""
-        if self._updater.local is None:
-            self._host.enter("loading")
-        known, self._channel = self._channel, None
-        try:
-            channel = Channel.open(self._updater.store, self._options.trust, known)
-            self._updater.require_mounted(channel)
-        except (WeightcastError, OSError):
-            self._load(None)
-            raise
-        self._load(channel)
-        if self._updater.repairable:
-            self._repair(channel)
-        if not channel.store.renames:
-            self._channel = channel
-        return channel
-
-    def _load(self, channel: Channel | None) -> None:
-        before = self._host.usable
-        self._host.mark_usable(False)
-        try:
-            self._updater.load(channel, self._host.advance)
-        except OSError:
-            # a disk that fails says nothing of what lies on it, nor of what engines took from it
-            self._host.mark_usable(before)
-            raise
-        if self._reads_all:
-            self._host.enter("hashing")
-            self._updater.rehash(self._host.advance)
-            self._reads_all = False
-        self._host.mark_usable(self._updater.local is not None)
-        self._grant_read()
-
-    def _grant_read(self) -> None:
-        if self._updater.local is not None and self._options.readable_by is not None:
-            grant_read(self._updater.local, self._options.readable_by)
-
-    def _repair(self, channel: Channel) -> None:
-        """Seeding is left for what cannot be repaired."""
-        before = self._stand_back(f"repairing: {self._updater.trouble}")
-        self._host.enter("repairing")
-        with self._move.timed("repair"):
-            repaired = self._updater.repair(channel, self._host.advance)
-        if repaired is None:
-            return
-        self._host.mark_usable(True)
-        self._move.changed(repaired.words)
-        self._host.read_for("repair", repaired.nbytes)
-        self._host.moved("repair", before, 0)
-
-    def _stand_back(self, reason: str) -> int | None:
-        """Other bytes come here: nothing that engines confirmed holds any longer. Returns the version from
-        before."""
-        self._updater.release()
-        state = self._updater.state
-        if state is not None:
-            self._updater.state = state.but(engines=without_served(state.engines))
-            self._engines.pause_mapping(self._host.note_doubt)
-        self._host.not_ready(reason)
-        return None if state is None else state.position.version
-
-    def _route(self, channel: Channel, order: Order | None) -> Route:
-        pointer = self._pointer(channel)
-        target = self._options.target
-        if order is not None:
-            if channel.file is not None and channel.file.run_id != order.run_id:
-                raise WrongRun(
-                    f"{channel.place} is of run {channel.file.run_id}, the group's leader follows run "
-                    f"{order.run_id or 'of a foreign channel'}",
-                    remedy="give every host of a group the same channel",
-                )
-            target = Target(str(order.version), order.version)
-        version = target.resolve(channel.store, pointer)
-        self._host.note(target_version=version)
-        if self._updater.local is not None:
-            self._apply.blocklist.unblock_due()
-        return self._updater.route(channel, pointer, version, exact=target.exact)
-
-    def _pointer(self, channel: Channel) -> Pointer:
-        """Before the first version the target is the base, so that a host is ready when that comes."""
-        pointer, self._pointed = self._pointed or channel.pointer(), None
-        if pointer is not None:
-            self._pointer_seen = True
-            return pointer
-        if channel.foreign:
-            raise NoChannel.within(channel.place)
-        state = self._host.state
-        if self._pointer_seen or (state is not None and state.position.version > 0):
-            raise RetryLater(
-                f"{channel.store.place(LATEST)} is gone",
-                remedy="is the channel mounted? nothing is changed here",
-            )
-        return Pointer(0)
-
-    def _carry_out(self, channel: Channel, route: Route) -> None:
-        match route.plan:
-            case Stay(reason):
-                self._host.degrade(reason)
-            case Relabel() as plan:
-                self._relabel(route, plan)
-            case Seed() as plan:
-                self._seed(channel, route, plan)
-            case Patch() as plan:
-                self._apply.versions(route, plan)
-            case Refuse(reason, _, True):
-                self._host.degrade(reason)
-            case Refuse(reason, remedy, _):
-                without = self._options.base is None and not self._updater.damaged_sources.damaged
-                raise (MissingBase if without else Refused)(reason, remedy=remedy)
-        here = self._host.position
-        self._settled = here is not None and here.version == self._host.status.target_version
-
-    def _relabel(self, route: Route, plan: Relabel) -> None:
-        local = self._host.local()
-        before = local.state.position.version
-        with local.patching(wait=self._host.wait):
-            self._updater.relabel(route, plan)
-            if not self._updater.side_files.changed:  # else they are reloaded, as some read these then
-                self._engines.relabel(local, before)
-        self._host.moved("relabel", before, 1)
-        if plan.then.legs:
-            self._apply.versions(route, plan.then)
-
-    def _seed(self, channel: Channel, route: Route, plan: Seed) -> None:
-        before = self._stand_back(f"seeding: {plan.reason}")
-        self._host.mark_usable(False)
-        self._host.enter("seeding")
-        with self._move.timed("seed"):
-            self._updater.seed(channel, route, plan, self._host.advance)
-        self._host.mark_usable(True)
-        self._grant_read()
-        nbytes = self._host.local().table.nbytes
-        self._move.read(nbytes)
-        if plan.version != route.base_version:
-            self._host.read_for("anchor", nbytes)
-        self._host.moved("seed", before, 1)
-        if plan.then.legs:
-            self._apply.versions(route, plan.then)
-
-    def _goes_back(self, order: Order) -> bool:
-        """Undoes what engines elsewhere in the group refused, if that is what the order wants."""
-        local = self._updater.local
-        if local is None or order.phase != "hold" or not local.state.undo:
-            return False
-        if not order.is_at(local.state.undo[0].base):
-            return False
-        before = local.state.position.version
-        with local.patching(wait=self._host.wait):
-            self._apply.undo()
-        self._host.moved("undo", before, 0)
-        return True
-
-    def _make_ready(self, channel: Channel, route: Route) -> None:
-        """What can be done while engines serve: nothing of the local checkpoint is written."""
-        match route.plan:
-            case Patch() as plan:
-                staged = self._apply.prepare_ahead(route, plan.legs[0])
-                if self._options.group_patch:
-                    self._stage_patch(staged)
-                self.is_prepared = True
-            case Seed() | Relabel():
-                self.is_prepared = True
-            case _:
-                self._carry_out(channel, route)
-
-    def _stage_patch(self, staged: Staged) -> None:
-        """For the part of an engine that reads this host's files; without it the engine loads from disk."""
-        local = self._host.local()
-        steps = (*local.state.undo, staged.step)
-        made = write_patch(local, steps, steps[0].base.version, self._options.readable_by)
-        if isinstance(made, Offer):
-            self._host.degrade(f"no patch for the group's engines: {made.reason}")
-
-    def _drop_unwanted(self, order: Order | None) -> None:
-        """What was staged for an order that has ended, or was lost in a repair."""
-        kept, local = self._apply.kept, self._updater.local
-        if kept is None or local is None:
-            return
-        wanted = order is not None and order.version >= kept.step.target.version
-        is_there = is_file(local.paths.journal(kept.step.journal))
-        if not wanted or not is_there or kept.step.base != local.state.position:
-            self._apply.drop_kept()
-
-
 class Sync:
-    """One host. Used by one thread."""
+    """One host. Used by one thread. An error leaves the local checkpoint at a version, or in a phase that the
+    next load finishes or takes back."""
 
     def __init__(
         self,
@@ -320,18 +51,22 @@ class Sync:
         )
         self.updater = self.host.updater
         self._apply = Apply(self.host)
-        self._follow = Follow(self.host, self._apply)
         self._order: Order | None = None
+        self._reads_all = False
+        """the next load re-hashes every byte, and what is not the version's is repaired"""
+        self._pointer_seen = False
+        self._channel: Channel | None = None
+        self._settled = False
+        """the last pass ended at the target"""
+        self._pointed: Pointer | None = None
+        """read in this pass already"""
+        self.is_prepared = False
+        """of a follower: the ordered version is staged, is local already, or can come only when it is held"""
 
     @property
     def status(self) -> HostStatus:
         """As last shown. Read by any thread."""
         return self.host.shown
-
-    @property
-    def is_prepared(self) -> bool:
-        """Of a follower in an engine group: its order is prepared as far as it can be."""
-        return self._follow.is_prepared
 
     def close(self) -> None:
         self.updater.close()
@@ -352,7 +87,7 @@ class Sync:
             self._step()
         except BaseException as error:
             self.updater.release()
-            self._apply.forget_kept()
+            self._apply.kept = None
             failure = self.host.failed(error)
             if isinstance(error, Refused):
                 self.host.degrade(error.message)
@@ -369,7 +104,7 @@ class Sync:
     def rehash(self) -> HostStatus:
         """A pass that reads every byte of the local checkpoint before anything else, and repairs what is not
         the version's. Raises what `sync_once` raises."""
-        self._follow.read_all()
+        self._reads_all = True
         return self.sync_once()
 
     def verify_some(self, scrub: Scrub) -> None:
@@ -382,7 +117,7 @@ class Sync:
             scrub.turn(local)
         except NeedsReseed as error:
             self.updater.mark_damaged(error)
-            self.host.mark_usable(False)
+            self.host.usable = False
             self._pass()
         except OSError as error:
             self.updater.release()
@@ -405,7 +140,6 @@ class Sync:
                 self.engines.doubt(local, name, faults[name])
             elif verify.is_confirmed(name, live, local):
                 self.engines.confirm(local, name)
-            live.note_read(verify.facts(name))
         self.host.tell()
         if faults:
             self._pass()
@@ -413,12 +147,12 @@ class Sync:
 
     def _step(self) -> None:
         self.host.own()
-        self._follow.recover_state()
+        self._recover_state()
         self.engines.look_if_due(self.host.state)
         failpoint("engine.looked")
         if self.updater.local is None and not self.lead.members:
             # an engine of a group is known again only by a reload: nobody saw what the other hosts did
-            self._follow.resume_noted()
+            self.engines.resume_noted(read_state(self.updater.paths.state))
         self._bring_all()
 
     def _bring_all(self) -> None:
@@ -436,17 +170,17 @@ class Sync:
                 # repaired now: engines that were paused for the reload must not wait for the next pass
                 is_doubted = True
                 self.updater.mark_damaged(error)
-                self._apply.forget_kept()
-                self.host.mark_usable(False)
+                self._apply.kept = None
+                self.host.usable = False
                 self.host.move.begin()
 
     def _bring(self) -> None:
         """The local checkpoint to the target, then engines to the local checkpoint."""
         order = self._order
         try:
-            self.updater.damaged_sources.run(lambda: self._follow.once(order), self._go_around)
+            self.updater.damaged_sources.run(lambda: self._follow(order), self._go_around)
         except NeedsReseed:
-            self.host.mark_usable(False)
+            self.host.usable = False
             raise
         except Stopped:
             raise
@@ -460,6 +194,241 @@ class Sync:
 
     def _go_around(self, damage: str) -> None:
         """What is damaged in the channel keeps a host only where no other way leads on."""
-        self.host.go_around(damage)
+        self.host.around = (*self.host.around, damage)
+        self.host.degrade(f"another way is taken: {damage}")
         self.updater.release()
-        self._apply.forget_kept()
+        self._apply.kept = None
+
+    def _recover_state(self) -> None:
+        """Before the pass may read all: a state that cannot be read is an error otherwise."""
+        if not self._reads_all:
+            return
+        channel = Channel.open(self.updater.store, self.options.trust)
+        self.host.enter("hashing")
+        if self.updater.recover_state(channel, self.host.advance):
+            self.host.degrade("the local state could not be read; all weights were read instead")
+
+    def _follow(self, order: Order | None) -> None:
+        """The local checkpoint to the target, or as `order` says."""
+        self.is_prepared = False
+        was_settled, self._settled = self._settled, False
+        if order is not None and order.phase == "hold":
+            if self.updater.local is None:
+                self._load(None)
+            self.host.note(target_version=order.version)
+            if self.host.position is not None and order.is_at(self.host.position):
+                return  # the channel need not be there
+        if order is None and was_settled and self._is_settled():
+            return
+        channel = self._open()
+        self._drop_unwanted(order)
+        if self.options.group_follower and (order is None or self._goes_back(order)):
+            return
+        local = self.updater.local
+        if self.lead.members and local is not None and in_doubt(local.state.engines):
+            # one may still be at a reload of the local version: other hosts hold it too, and are moved only
+            # after a reload that was seen to end
+            self._apply.bring_engines()
+        self.host.enter("planning")
+        with self.host.move.timed("plan"):
+            route = self._route(channel, order)
+        if order is not None and order.phase == "prepare" and self.host.usable:
+            self._make_ready(channel, route)
+        else:
+            self._carry_out(channel, route)
+        if order is not None and self.host.position is not None:
+            self.is_prepared |= self.host.position.version == order.version
+
+    def _is_settled(self) -> bool:
+        """Whether the target is still where the last pass ended. Of a store in which every look is a request
+        nothing else is read then. Any error has the next pass read all."""
+        self._pointed, channel = None, self._channel
+        if channel is None or self._reads_all or self.updater.local is None:
+            return False
+        pointer = read_pointer(channel.store) if channel.foreign else channel.pointer()
+        here = self.host.position
+        if pointer is not None and here is not None:
+            self._settled = self.options.target.resolve(channel.store, pointer) == here.version
+        self._pointed = None if channel.foreign else pointer
+        return self._settled
+
+    def _open(self) -> Channel:
+        """The local checkpoint is opened also when the channel cannot be, and repaired when it can."""
+        if self.updater.local is None:
+            self.host.enter("loading")
+        known, self._channel = self._channel, None
+        try:
+            channel = Channel.open(self.updater.store, self.options.trust, known)
+            self.updater.require_mounted(channel)
+        except (WeightcastError, OSError):
+            self._load(None)
+            raise
+        self._load(channel)
+        if self.updater.repairable:
+            self._repair(channel)
+        if not channel.store.renames:
+            self._channel = channel
+        return channel
+
+    def _load(self, channel: Channel | None) -> None:
+        before = self.host.usable
+        self.host.usable = False
+        try:
+            self.updater.load(channel, self.host.advance)
+        except OSError:
+            # a disk that fails says nothing of what lies on it, nor of what engines took from it
+            self.host.usable = before
+            raise
+        if self._reads_all:
+            self.host.enter("hashing")
+            self.updater.rehash(self.host.advance)
+            self._reads_all = False
+        self.host.usable = self.updater.local is not None
+        self._grant_read()
+
+    def _grant_read(self) -> None:
+        if self.updater.local is not None and self.options.readable_by is not None:
+            grant_read(self.updater.local, self.options.readable_by)
+
+    def _repair(self, channel: Channel) -> None:
+        """Seeding is left for what cannot be repaired."""
+        before = self._stand_back(f"repairing: {self.updater.trouble}")
+        self.host.enter("repairing")
+        with self.host.move.timed("repair"):
+            repaired = self.updater.repair(channel, self.host.advance)
+        if repaired is None:
+            return
+        self.host.usable = True
+        self.host.move.changed(repaired.words)
+        self.host.read_for("repair", repaired.nbytes)
+        self.host.moved("repair", before, 0)
+
+    def _stand_back(self, reason: str) -> int | None:
+        """Other bytes come here: nothing that engines confirmed holds any longer. Returns the version from
+        before."""
+        self.updater.release()
+        state = self.updater.state
+        if state is not None:
+            self.updater.state = state.but(engines=without_served(state.engines))
+            self.engines.pause_mapping(self.host.note_doubt)
+        self.host.not_ready(reason)
+        return None if state is None else state.position.version
+
+    def _route(self, channel: Channel, order: Order | None) -> Route:
+        pointer = self._pointer(channel)
+        target = self.options.target
+        if order is not None:
+            if channel.file is not None and channel.file.run_id != order.run_id:
+                raise WrongRun(
+                    f"{channel.place} is of run {channel.file.run_id}, the group's leader follows run "
+                    f"{order.run_id or 'of a foreign channel'}",
+                    remedy="give every host of a group the same channel",
+                )
+            target = Target(str(order.version), order.version)
+        version = target.resolve(channel.store, pointer)
+        self.host.note(target_version=version)
+        if self.updater.local is not None:
+            self._apply.blocklist.unblock_due()
+        return self.updater.route(channel, pointer, version, exact=target.exact)
+
+    def _pointer(self, channel: Channel) -> Pointer:
+        """Before the first version the target is the base, so that a host is ready when that comes."""
+        pointer, self._pointed = self._pointed or channel.pointer(), None
+        if pointer is not None:
+            self._pointer_seen = True
+            return pointer
+        if channel.foreign:
+            raise NoChannel.within(channel.place)
+        state = self.host.state
+        if self._pointer_seen or (state is not None and state.position.version > 0):
+            raise RetryLater(
+                f"{channel.store.place(LATEST)} is gone",
+                remedy="is the channel mounted? nothing is changed here",
+            )
+        return Pointer(0)
+
+    def _carry_out(self, channel: Channel, route: Route) -> None:
+        match route.plan:
+            case Stay(reason):
+                self.host.degrade(reason)
+            case Relabel() as plan:
+                self._relabel(route, plan)
+            case Seed() as plan:
+                self._seed(channel, route, plan)
+            case Patch() as plan:
+                self._apply.versions(route, plan)
+            case Refuse(reason, _, True):
+                self.host.degrade(reason)
+            case Refuse(reason, remedy, _):
+                without = self.options.base is None and not self.updater.damaged_sources.damaged
+                raise (MissingBase if without else Refused)(reason, remedy=remedy)
+        here = self.host.position
+        self._settled = here is not None and here.version == self.host.status.target_version
+
+    def _relabel(self, route: Route, plan: Relabel) -> None:
+        local = self.host.local()
+        before = local.state.position.version
+        with local.patching(wait=self.host.wait):
+            self.updater.relabel(route, plan)
+            if not self.updater.side_files.changed:  # else they are reloaded, as some read these then
+                self.engines.relabel(local, before)
+        self.host.moved("relabel", before, 1)
+        if plan.then.legs:
+            self._apply.versions(route, plan.then)
+
+    def _seed(self, channel: Channel, route: Route, plan: Seed) -> None:
+        before = self._stand_back(f"seeding: {plan.reason}")
+        self.host.usable = False
+        self.host.enter("seeding")
+        with self.host.move.timed("seed"):
+            self.updater.seed(channel, route, plan, self.host.advance)
+        self.host.usable = True
+        self._grant_read()
+        nbytes = self.host.local().table.nbytes
+        self.host.move.read(nbytes)
+        if plan.version != route.base_version:
+            self.host.read_for("anchor", nbytes)
+        self.host.moved("seed", before, 1)
+        if plan.then.legs:
+            self._apply.versions(route, plan.then)
+
+    def _goes_back(self, order: Order) -> bool:
+        """Undoes what engines elsewhere in the group refused, if that is what the order wants."""
+        local = self.updater.local
+        if local is None or order.phase != "hold" or not local.state.undo:
+            return False
+        if not order.is_at(local.state.undo[0].base):
+            return False
+        before = local.state.position.version
+        with local.patching(wait=self.host.wait):
+            self._apply.undo()
+        self.host.moved("undo", before, 0)
+        return True
+
+    def _make_ready(self, channel: Channel, route: Route) -> None:
+        """What can be done while engines serve: nothing of the local checkpoint is written."""
+        match route.plan:
+            case Patch() as plan:
+                self._apply.kept = staged = self._apply.prepare(route, plan.legs[0])
+                if self.options.group_patch:
+                    # for the part of an engine that reads this host's files
+                    local, readers = self.host.local(), self.options.readable_by
+                    steps = (*local.state.undo, staged.step)
+                    made = write_patch(local, steps, steps[0].base.version, readers)
+                    if isinstance(made, Offer):  # the engine loads from disk
+                        self.host.degrade(f"no patch for the group's engines: {made.reason}")
+                self.is_prepared = True
+            case Seed() | Relabel():
+                self.is_prepared = True
+            case _:
+                self._carry_out(channel, route)
+
+    def _drop_unwanted(self, order: Order | None) -> None:
+        """What was staged for an order that has ended, or was lost in a repair."""
+        kept, local = self._apply.kept, self.updater.local
+        if kept is None or local is None:
+            return
+        wanted = order is not None and order.version >= kept.step.target.version
+        is_there = is_file(local.paths.journal(kept.step.journal))
+        if not wanted or not is_there or kept.step.base != local.state.position:
+            self._apply.drop_kept()

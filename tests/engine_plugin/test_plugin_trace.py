@@ -173,7 +173,8 @@ def test_a_pipe_among_the_files_of_a_checkpoint_is_not_waited_for(tmp_path: Path
 def test_a_dtype_without_a_name_here_is_a_reason_to_patch_nothing(tmp_path: Path) -> None:
     host = ToyHost([Loads(put(lambda t: t))], {"w": W}, tmp_path)
     file = host.directory / "model.safetensors"
-    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F4" '))
+    header = b'{"w":{"dtype":"F4","shape":[16],"data_offsets":[0,8]}}'
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     told = host.run("state")
     assert not told["patchable"] and "w has a dtype that is not known here" in told["reason"]
 

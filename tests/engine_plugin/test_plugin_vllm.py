@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from weightcast_engine.update.front import Front
 from weightcast_engine.update.rank import Answer, EngineRank, Order
 from weightcast_engine.update.refusals import BadPatch, InDoubt, OtherBase
-from weightcast_engine.vllm.routes import VllmControls
-from weightcast_engine.vllm.worker import METHOD, VllmEngine, obey
+from weightcast_engine.vllm.hook import METHOD, VllmControls, VllmEngine, obey
 
 OUT, IN, BLOCK = 256, 128, 128
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def register() -> None:
-    from weightcast_engine.vllm.worker import VllmEngine
+    from weightcast_engine.vllm.hook import VllmEngine
 
     synchronise, hindrance = VllmEngine.synchronise, VllmEngine.hindrance
 

@@ -37,10 +37,10 @@ VARIANT = "llama-untied-single-fp32"
 KEY = "live-key"
 ENTRY_POINTS = """\
 [vllm.general_plugins]
-weightcast = weightcast_engine.vllm.worker:register
+weightcast = weightcast_engine.vllm.hook:register
 
 [vllm.endpoint_plugins]
-weightcast = weightcast_engine.vllm.routes:WeightcastRoutes
+weightcast = weightcast_engine.vllm.hook:WeightcastRoutes
 """
 
 

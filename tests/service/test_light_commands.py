@@ -10,15 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
 
 from weightcast.publisher import init_channel
-from weightcast.shared.daemon.settings import load_settings
 from weightcast.shared.daemon.status import VERSION
-from weightcast.subscriber.commands_sync import is_plain, plain_options
-from weightcast.subscriber.daemon.settings import SubscriberSettings
-from weightcast.subscriber.daemon.wiring import options_of
 
 HEAVY = (
     "asyncio", "cryptography", "email", "fastapi", "httpx", "importlib.metadata", "numba",
@@ -67,7 +62,8 @@ def test_commands_of_every_version_import_no_framework(tmp_path: Path) -> None:
     # a machine without kept kernels compiles them
     assert heavy <= {"numba", "email", "importlib.metadata"} and report["version"] == 1
     status, heavy = imported_by("sync", "--local", tmp_path / "host", *places)
-    assert heavy <= {"numba", "email", "importlib.metadata"} and status["local_version"] == 1
+    # its settings are the daemon's
+    assert heavy <= {"numba", "email", "importlib.metadata", "pydantic"} and status["local_version"] == 1
 
 
 def test_a_result_that_nobody_reads_changes_no_exit_code(tmp_path: Path) -> None:
@@ -96,24 +92,6 @@ def unread(*arguments: object) -> tuple[int, str]:
     finally:
         os.close(writer)
     return done.returncode, done.stderr.decode()
-
-
-def test_the_short_way_to_the_options_of_a_sync_comes_to_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in os.environ if name.startswith("WEIGHTCAST_")]:
-        monkeypatch.delenv(name)
-    unset = dict.fromkeys(("base", "threads", "visible_deadline")) | {"base_version": 0}
-    flags = {"channel": tmp_path / "c", "local": Path("here"), "target": "latest", **unset}
-    plain = plain_options(flags)
-    assert options_of(load_settings(SubscriberSettings, flags)) == plain
-    flags |= {"base": tmp_path, "target": "7", "threads": 1, "visible_deadline": 5.0}
-    assert options_of(load_settings(SubscriberSettings, flags)) == plain_options(flags) != plain
-
-
-@pytest.mark.parametrize("name", ["WEIGHTCAST_THREADS", "weightcast_pre_read", "WEIGHTCAST_ENGINE"])
-def test_settings_in_the_environment_are_heard(name: str) -> None:
-    assert is_plain({"HOME": "/", "WEIGHTCAST_CHANNEL": "/c"}) and not is_plain({name: "1"})
 
 
 def test_the_version_that_is_shown_is_the_installed_one() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,8 @@ class Host:
     timeouts: Timeouts = QUICK
     conduct: Mapping[str, Any] = field(default_factory=dict)
     """more arguments of Engines"""
+    pace: Mapping[str, Any] = field(default_factory=dict)
+    """more arguments of their RetryPace"""
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
@@ -245,10 +248,16 @@ class Host:
     def start(self) -> None:
         specs = parse_engines(self.urls, self.options.local)
         engines = [open_engine(spec, timeouts=self.timeouts) for spec in specs]
-        pace = RetryPace(attempts=2, first=0.0, longest=0.0)
+        ticks = count(1)
+
+        def clock() -> float:
+            """So that what is measured takes some time."""
+            return self.clock.at + 1e-6 * next(ticks)
+
+        pace = RetryPace(attempts=2, first=0.0, longest=0.0, clock=clock, **self.pace)
         self.sync = Sync(
             self.options,
-            Engines(engines, pace=pace, clock=self.clock, **self.conduct),
+            Engines(engines, pace=pace, **self.conduct),
             callbacks=Callbacks(clock=self.clock),
         )
         self.stack.callback(self.sync.close)
@@ -316,13 +325,14 @@ class Site:
         timeouts: Timeouts = QUICK,
         target: str = "latest",
         conduct: Mapping[str, Any] | None = None,
+        pace: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Host:
         urls = tuple(each if isinstance(each, str) else self.option(each) for each in engines)
         known = SyncOptions(
             run.channel, self.root / name, run.base_dir, parse_target(target), visible_seconds=0.2
         )
-        return Host(replace(known, **options), urls, self.stack, timeouts, conduct or {})
+        return Host(replace(known, **options), urls, self.stack, timeouts, conduct or {}, pace or {})
 
     def option(self, double: Double) -> str:
         kinds = {WebhookDouble: "webhook", VLLMDouble: "vllm", SGLangDouble: "sglang"}

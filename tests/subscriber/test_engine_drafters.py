@@ -58,25 +58,12 @@ def test_drafts_without_a_model_are_none(site: Site, method: str) -> None:
     assert host.step().ready and engine.held == run.digest(0) and drafter(host) == "none"
 
 
-@pytest.mark.parametrize(
-    ("config", "shown"),
-    [
-        ("model='m', speculative_config=None, tokenizer='m'", "none"),
-        ("speculative_config=SpeculativeConfig(method='eagle3', model='e', num_spec_tokens=3), x", "eagle3"),
-        ({"device_config": "cuda"}, "unknown"),
-        ("something else", "unknown"),
-        (None, "unknown"),
-    ],
-)
-def test_other_forms_of_the_answer(site: Site, config: object, shown: str) -> None:
+@pytest.mark.parametrize("config", [{"device_config": "cuda"}, "something else", None])
+def test_other_forms_of_the_answer(site: Site, config: object) -> None:
     run, engine = site.run(), VLLM()
     engine.script("/server_info", *[Answer(200, {"vllm_config": config})] * 4)
     host = site.host(run, engine)
-    assert host.step().ready is (shown != "eagle3")
-    if shown == "eagle3":
-        assert "(eagle3)" in host.status.not_ready_reasons[0]
-    else:
-        assert drafter(host) == shown
+    assert host.step().ready and drafter(host) == "unknown"
 
 
 def test_a_draft_model_that_is_kept_is_said_to_be(site: Site, weightcast: Command) -> None:

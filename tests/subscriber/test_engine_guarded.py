@@ -39,9 +39,9 @@ class Unprepared:
 
 def speak_through(site: Site, host: Host, *adapters: Any) -> None:
     """The host's engines are asked by these adapters from here on."""
-    pace = RetryPace(attempts=2, first=0.0, longest=0.0)
+    pace = RetryPace(attempts=2, first=0.0, longest=0.0, clock=host.clock)
     host.sync.close()
-    engines = Engines(adapters, pace=pace, clock=host.clock)
+    engines = Engines(adapters, pace=pace)
     host.sync = Sync(host.options, engines, callbacks=Callbacks(clock=host.clock))
     site.stack.callback(host.sync.close)
 

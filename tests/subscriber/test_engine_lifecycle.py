@@ -224,7 +224,7 @@ def fail(host: Host, engine: SGLang, rounds: int) -> None:
 
 def test_rounds_in_vain_end_in_failed_until_the_engine_restarts(site: Site, run: Run) -> None:
     engine = SGLang()
-    host = site.host(run, engine, conduct={"failed_after": 3})
+    host = site.host(run, engine, pace={"rounds": 3})
     fail(host, engine, 2)
     assert host.status.engines[0].state == "suspect" and host.status.engines[0].failures == 2
     outcome = host.retry()
@@ -261,7 +261,7 @@ class Unseen(WebhookDouble):
 def test_a_failed_engine_whose_restarts_are_not_seen_is_retried_within_30_s(site: Site, run: Run) -> None:
     receiver = Unseen()
     option = f"{site.option(receiver)},copies=true"
-    host = site.host(run, option, conduct={"failed_after": 3, "jitter": lambda: 0.999})
+    host = site.host(run, option, pace={"rounds": 3, "jitter": lambda: 0.999})
     for _ in range(6):
         assert not host.retry().ready
     [engine] = host.status.engines
@@ -279,7 +279,7 @@ def test_a_failed_engine_whose_restarts_are_not_seen_is_retried_within_30_s(site
 def test_waking_retries_a_failed_engine_at_once(site: Site, run: Run) -> None:
     engine = SGLang()
     engine.script("/update_weights_from_disk", *[Answer(500)] * 2)
-    host = site.host(run, engine, conduct={"failed_after": 1})
+    host = site.host(run, engine, pace={"rounds": 1})
     assert not host.step().ready and host.status.engines[0].state == "failed"
     assert "retried every 5 to 10 min" in host.status.engines[0].reason
     assert not host.step().ready
@@ -290,7 +290,7 @@ def test_waking_retries_a_failed_engine_at_once(site: Site, run: Run) -> None:
 def test_a_failed_engine_that_was_gone_for_a_moment_is_another_one(site: Site, run: Run) -> None:
     engine = SGLang()
     engine.missing.add("/metrics")
-    host = site.host(run, engine, conduct={"failed_after": 1})
+    host = site.host(run, engine, pace={"rounds": 1})
     fail(host, engine, 1)
     assert host.status.engines[0].state == "failed"
     [known] = host.sync.engines.engines
@@ -300,7 +300,7 @@ def test_a_failed_engine_that_was_gone_for_a_moment_is_another_one(site: Site, r
 
 def test_waits_between_rounds_have_jitter(site: Site, run: Run) -> None:
     engine = SGLang()
-    host = site.host(run, engine, conduct={"jitter": lambda: 0.0})
+    host = site.host(run, engine, pace={"jitter": lambda: 0.0})
     engine.script("/update_weights_from_disk", *[Drop()] * 4)
     host.step()
     host.clock.at += 0.49
@@ -318,7 +318,7 @@ def take(engine: SGLang) -> None:
 
 def test_an_engine_that_two_want_is_not_fought_over(site: Site, run: Run) -> None:
     engine = SGLang()
-    host = site.host(run, engine, conduct={"jitter": lambda: 1.0})
+    host = site.host(run, engine, pace={"jitter": lambda: 1.0})
     for _ in range(3):
         host.step()
         take(engine)

@@ -229,7 +229,7 @@ def test_an_engine_that_dies_in_its_reload_is_no_reason_to_go_back(site: Site) -
 
 def test_the_way_back_has_an_end_where_an_engine_stays_in_doubt(site: Site) -> None:
     run, engine = site.run(), SGLang()
-    host = site.host(run, engine, conduct={"failed_after": 99})
+    host = site.host(run, engine, pace={"rounds": 99})
     host.step()
     engine.script(UPDATE, *[Drop()] * 99)
     kept = []

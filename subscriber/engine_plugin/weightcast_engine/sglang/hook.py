@@ -72,18 +72,15 @@ def load(model: object, named_tensors: object) -> None:
     raise BadPatch("the hook of weightcast-engine is not loaded", remedy="set WEIGHTCAST_PATCH_DIR")
 
 
-def around_update(original: Callable[..., Any], updater: Any, *arguments: Any, **named: Any) -> Any:
+def around_update(
+    original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None
+) -> Any:
     """Around `WeightUpdater.update_weights_from_tensor(named_tensors, load_format)` on every rank."""
-    tensors, load_format = _given(*arguments, **named)
     if load_format != LOADER:
-        return around_load(original, updater, *arguments, **named)
-    names = [name for name, _ in tensors]
+        return around_load(original, updater, named_tensors, load_format)
+    names = [name for name, _ in named_tensors]
     status, answer = _part(updater).in_pause(names[0] if len(names) == 1 else "")
     return status == 200, json.dumps({"status": status, **answer})
-
-
-def _given(named_tensors: Any, load_format: str | None = None) -> tuple[Any, str | None]:
-    return named_tensors, load_format
 
 
 def around_question(original: Callable[..., Any], manager: Any, question: Any) -> Any:
@@ -181,7 +178,7 @@ class _Part:
 
     def beside(self, text: str, *, has_draft: bool) -> routes.Reply:
         """Between two steps of the scheduler. `has_draft`: the server has a draft model."""
-        self._engine.note_draft(has_draft)
+        self._engine.has_draft = has_draft
         try:
             order, begin = self._parsed(text, _SERVING)
         except ValueError as error:
@@ -273,13 +270,10 @@ class SglangEngine(EngineHere):
 
     def __init__(self, updater: Any) -> None:
         self._updater = updater
-        self._has_draft = False
+        self.has_draft = False
         """a model of its own, which every update is meant for too"""
         self._form: str | None = None
         """why the form of the weights does not let them be patched; empty: it does"""
-
-    def note_draft(self, has_draft: bool) -> None:
-        self._has_draft = has_draft
 
     @property
     def model(self) -> Any:
@@ -293,7 +287,7 @@ class SglangEngine(EngineHere):
         quantised = getattr(self._updater.model_config, "quantization", None)
         if quantised is not None:
             return f"the model is quantised: {quantised}"
-        if self._has_draft:
+        if self.has_draft:
             return "a draft model has weights of its own"
         if self._form is None:  # settled when the server starts
             self._form = _packed(self.model) or _vetoed(self._updater) or ""
@@ -303,7 +297,7 @@ class SglangEngine(EngineHere):
 
     def drafter(self) -> str:
         """Which reloads reach; the server tells its method by /server_info."""
-        return "draft model" if self._has_draft else "none"
+        return "draft model" if self.has_draft else "none"
 
     def packed(self, name: str, module: Any) -> str | None:
         method = type(getattr(module, "quant_method", None)).__name__

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from weightcast_engine.update import strict_json
 from weightcast_engine.update.refusals import BadPatch
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -39,7 +39,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Of a width in bytes: the dtype in which words are moved, so that nothing is rounded."""
-HEADER_LIMIT = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -71,36 +70,21 @@ def checkpoint_forms(directory: Path) -> dict[str, Form]:
     found: dict[str, Form] = {}
     try:
         for path in sorted(directory.glob("*.safetensors")):
-            for name, entry in _header(path).items():
-                if type(entry) is not dict or entry.get("dtype") not in DTYPES:
-                    raise ValueError(f"{name[:200]} has a dtype that is not known here")
-                found[name] = Form(str(entry["dtype"]), strict_json.shape(entry.get("shape"), name))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            if not path.is_file():  # a pipe would be waited for
+                raise ValueError(f"{path.name} is not a regular file")
+            with safe_open(path, "numpy") as file:
+                for name in file.keys():  # noqa: SIM118
+                    entry = file.get_slice(name)
+                    if entry.get_dtype() not in DTYPES:
+                        raise ValueError(f"{name[:200]} has a dtype that is not known here")
+                    found[name] = Form(entry.get_dtype(), tuple(entry.get_shape()))
+    except (OSError, ValueError, SafetensorError) as error:
         raise BadPatch(f"{directory}: {error}", remedy="check the engine's model directory") from error
     if not found:
         raise BadPatch(
             f"{directory}: no safetensors files with tensors", remedy="give the engine the local checkpoint"
         )
     return found
-
-
-def _header(path: Path) -> dict[str, object]:
-    # a pipe would be waited for
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    _require_regular(fd, str(path))
-    with os.fdopen(fd, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(HEADER_LIMIT, os.fstat(fd).st_size):
-            raise ValueError(f"{path.name}: no safetensors header")
-        entries = strict_json.json_object(file.read(length))
-    entries.pop("__metadata__", None)
-    return entries
-
-
-def _require_regular(file: int, name: str) -> None:
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(f"{name} is not a regular file")
 
 
 def misplaced(directory: Path, patches: Path) -> str | None:
@@ -125,5 +109,7 @@ def open_regular(directory: Path, name: str) -> int:
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
     finally:
         os.close(folder)
-    _require_regular(file, name)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{name} is not a regular file")
     return file

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from weightcast_engine.update.checksums import Lanes
@@ -197,9 +198,15 @@ class Front:
                     await self._controls.resume()
                 raise
             told = await self._finished(answers, label, began)
-            resumed = not was_paused and await self._went_on()
+            told["resumed"] = False
+            if not was_paused:
+                # an engine's own error, of any kind: the weights are right, and whoever sent the order may
+                # resume it again
+                with suppress(Exception):
+                    await self._controls.resume()
+                    told["resumed"] = True
             told["seconds"]["still"] = time.monotonic() - began
-            return {**told, "resumed": resumed}
+            return told
 
     async def _paused_before(self, policy: str) -> bool:
         """Pauses. Question and order are sent together: every answer waits for the end of a step."""
@@ -208,14 +215,6 @@ class Front:
         except Exception as error:  # an engine's own, of any kind
             raise NotPaused(f"the engine does not pause: {error}"[:300], remedy="see its log") from error
         return was_paused
-
-    async def _went_on(self) -> bool:
-        """The weights are right: whoever sent the order may resume it again."""
-        try:
-            await self._controls.resume()
-        except Exception:  # an engine's own, of any kind
-            return False
-        return True
 
     async def _written(self, file: str, label: str) -> Sequence[Answer]:
         """What the ranks hold then. What any of them refuses is raised, and none has anything of it."""
