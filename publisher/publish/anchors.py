@@ -119,7 +119,7 @@ def anchor_index(
     base: Base,
     written: tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]],
 ) -> Index:
-    """`base`: tells which files readers of older releases know of."""
+    """`base`: tells which files are side files."""
     records, weight_map, lanes = written
     table, known = base.table, {record.name for record in base.files}.union(weight_map.values())
     files = tuple(record for record in records if record.name in known)
