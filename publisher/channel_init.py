@@ -167,10 +167,8 @@ def _same(
 
 
 def _differing_files(described: Base, known: Base) -> list[str]:
-    """Names of files beside the weights that one has not, or has with other bytes; as far as a base.json of
-    an older release lists them."""
-    ours = described.files if known.side_files is None else described.all_files
-    return sorted({record.name for record in set(ours) ^ set(known.all_files)})
+    """Names of files next to the weights that one has not, or has with other bytes."""
+    return sorted({record.name for record in set(described.all_files) ^ set(known.all_files)})
 
 
 def _check_rules(made: Channel, frozen: Sequence[str], aliases: Mapping[str, str]) -> None:

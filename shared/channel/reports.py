@@ -138,8 +138,8 @@ def _plain(text: str) -> str:
 
 
 def parse_report(data: bytes, what: str, updates: int = UPDATES_LIMIT) -> Report:
-    """`updates`: so many of them are taken, those after them not looked at. Members that older releases do
-    not write may be absent. Raises DamagedFile and UnknownFormat."""
+    """`updates`: so many of them are taken, those after them not looked at. Raises DamagedFile and
+    UnknownFormat."""
     if len(data) > REPORT_LIMIT:
         raise DamagedFile(f"{what}: larger than {REPORT_LIMIT} bytes")
     members = Members(parse_object(data, what), what)

@@ -201,7 +201,7 @@ _RANK_LIMIT = 64
 class Base:
     """`lanes` in table order, not to be written; `files`: config and tokenizer files. `digest`: BLAKE3
     hex of the exact bytes of base.json, the parent of every delta from version 0. `side_files`: the other
-    files that are not weights, subdirectories included; None where an older release wrote base.json."""
+    files that are not weights, subdirectories included."""
 
     run_id: str
     table: TensorTable
@@ -209,11 +209,11 @@ class Base:
     root: str
     files: tuple[FileRecord, ...]
     digest: str = ""
-    side_files: tuple[FileRecord, ...] | None = None
+    side_files: tuple[FileRecord, ...] = ()
 
     @property
     def all_files(self) -> tuple[FileRecord, ...]:
-        return (*self.files, *(self.side_files or ()))
+        return (*self.files, *self.side_files)
 
 
 def write_base(base: Base) -> bytes:
@@ -224,7 +224,7 @@ def write_base(base: Base) -> bytes:
             "component": MAIN,
             "root": base.root,
             "files": write_file_records(base.files),
-            **({} if base.side_files is None else {SIDE_FILES: write_file_records(base.side_files)}),
+            **({SIDE_FILES: write_file_records(base.side_files)} if base.side_files else {}),
             "tensors": [
                 [spec.name, spec.dtype, spec.shape, spec.nbytes, lanes]
                 for spec, lanes in zip(base.table, write_lane_rows(base.lanes), strict=True)
@@ -251,7 +251,7 @@ def parse_base(data: bytes) -> Base:
     if root(table, lanes) != stated:
         raise DamagedFile(f"{_BASE_WHAT}: its root is not that of its tensors", remedy="restore the file")
     files = file_records(members, _BASE_WHAT)
-    side = side_records(members, _BASE_WHAT) if SIDE_FILES in members else None
+    side = side_records(members, _BASE_WHAT)
     return Base(run_id(members), table, lanes, stated, files, blake3(data).hexdigest(), side)
 
 

@@ -13,7 +13,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,7 @@ from blake3 import blake3
 from weightcast.shared.base.elements import BLOCK_WORDS, ByteArray, Chunk, TensorTable, Words
 from weightcast.shared.base.errors import Linked, NeedsReseed, Refused, RetryLater
 from weightcast.shared.base.failpoints import failpoint
-from weightcast.shared.channel.run_files import BASE_LIMIT, Base, FileRecord, parse_base, write_base
+from weightcast.shared.channel.run_files import BASE_LIMIT, Base, parse_base
 from weightcast.shared.checkpoint.state.locks import FileLock, Wait, holder, owner_text
 from weightcast.shared.checkpoint.state.state import (
     LANES_BYTES,
@@ -253,12 +253,6 @@ class LocalCheckpoint(TensorFiles):
         state = state.but(host=self.host)
         write_state(self.paths.state, state)
         self.state = state
-
-    def list_side_files(self, listed: tuple[FileRecord, ...] | None) -> None:
-        """In base.json, durable."""
-        if listed != self.base.side_files:
-            self.base = replace(self.base, side_files=listed)
-            durable.replace(self.paths.base, write_base(self.base))
 
     def check_files(self) -> None:
         """Raises NeedsReseed when a path no longer leads to the file that is mapped, or what says where its

@@ -31,7 +31,7 @@ import xxhash
 
 from weightcast.shared.base.elements import ByteArray, Chunk, WordKind, Words
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
-from weightcast.shared.codec import dense, magnitudes, positions, sparse
+from weightcast.shared.codec import dense, sparse
 from weightcast.shared.codec.changes import Changes, Counted, all_of, changes_of, masked_changes, worth_masks
 from weightcast.shared.codec.sparse import DecodedStep
 
@@ -79,7 +79,7 @@ def _dense(
         taken = dense.sample_steps(dense.sampled(counted.pick(old)), after, kind)
         if _steps_pay(taken, len(changes), counted, encoding):
             return Mode.STEPS
-    expected = positions.expected_gap_bits(len(changes), counted.words)
+    expected = sparse.expected_gap_bits(len(changes), counted.words)
     expected += len(changes) + _magnitude_bits(changes, kind)
     raw = 8 * counted.words * kind.width
     if expected <= _UNRELATED * raw:
@@ -92,7 +92,7 @@ def _dense(
 
 def _steps_pay(taken: dense.StepSample, changed: int, counted: Counted, encoding: StepEncoding) -> bool:
     share = changed / counted.words  # contexts, which shorten lengths by up to an eighth, are left out
-    gap_bits = positions.expected_gap_bits(changed, counted.words) / counted.words
+    gap_bits = sparse.expected_gap_bits(changed, counted.words) / counted.words
     expected = gap_bits + share * (1 + taken.length_bits)
     expected = expected * _SPEED if encoding == "fast" else expected - share * _CLASSES_SAVE
     return taken.longer <= _FEW_LONGER * share and taken.bits <= expected
@@ -102,7 +102,7 @@ def _magnitude_bits(changes: Changes, kind: WordKind) -> float:
     """Estimated from a sample of the changes."""
     before = dense.sampled(changes.old)
     some = Changes(changes.index[: len(before)], before, dense.sampled(changes.new))
-    bits = magnitudes.grouped(some, kind).expected_bits
+    bits = sparse.grouped(some, kind).expected_bits
     return bits * len(changes) / len(before)
 
 
@@ -112,9 +112,9 @@ def _changewise(
     """No payload where it would be longer than the raw words."""
     most = counted.words * kind.width
     if encoding == "small" and kind.exponent_mask and len(changes) >= _WORTH_CLASSES:
-        grouped = magnitudes.grouped(changes, kind)
+        grouped = sparse.grouped(changes, kind)
         for exact in (False, True):
-            classes = positions.classify(grouped.steps, old, counted, kind, exact=exact)
+            classes = sparse.classify(grouped.steps, old, counted, kind, exact=exact)
             small = sparse.encode_small(changes.index, old, counted, classes, grouped, kind, most)
             if small is not None:
                 return Mode.SMALL, small

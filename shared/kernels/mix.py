@@ -6,7 +6,7 @@ in progress is uint64[32], 8 lanes each: both sums, both products of the words' 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -26,15 +26,7 @@ from weightcast.shared.kernels.compiler import (
     unwritable,
 )
 from weightcast.shared.kernels.constants import MIX_A, MIX_B
-from weightcast.shared.kernels.vectors import (
-    Arrays,
-    address,
-    load64,
-    on_stack,
-    prefetch,
-    prefetch64,
-    repeated,
-)
+from weightcast.shared.kernels.vectors import Arrays, load64, on_stack, prefetch, prefetch64, repeated
 
 _WORD = ir.IntType(64)
 _LANES = ir.VectorType(_WORD, 8)
@@ -68,12 +60,11 @@ def _products(builder: Any, numbers: Any) -> list[Any]:
 
 
 def _count(
-    builder: Any, place: Callable[[int], Any], row: int, words: Any, products: list[Any], counted: Any
+    arrays: Arrays, builder: Any, sums: int, row: int, words: Any, products: list[Any], counted: Any
 ) -> None:
-    """Adds both mixes of the words that are `counted` to the two sums from `row` on; place(row): pointer
-    to one."""
+    """Adds both mixes of the words that are `counted` to the two sums from `row` of argument `sums` on."""
     for lane, mixed in enumerate((mixed_a, mixed_b)):
-        here = place(row + lane)
+        here = arrays.pointer(sums, ir.Constant(_WORD, 8 * (row + lane)), _LANES)
         chosen = builder.select(counted, mixed(builder, words, products[lane]), _each(0))
         builder.store(builder.add(builder.load(here, align=8), chosen), here, align=8)
 
@@ -81,13 +72,9 @@ def _count(
 class _Rows:
     """Rows of 8 lanes of a uint64 array: loaded, added to, stored."""
 
-    def __init__(
-        self, context: Any, builder: Any, array_type: Any, array: Any, chosen: Iterable[int] = range(4)
-    ) -> None:
-        start = address(context, builder, array_type, array, ir.Constant(_WORD, 0), 64)
-        start = builder.bitcast(start, _LANES.as_pointer())
+    def __init__(self, arrays: Arrays, builder: Any, number: int, chosen: Iterable[int] = range(4)) -> None:
         self._builder = builder
-        self._places = [builder.gep(start, [ir.Constant(_WORD, row)]) for row in chosen]
+        self._places = [arrays.pointer(number, ir.Constant(_WORD, 8 * row), _LANES) for row in chosen]
         self.rows = [builder.load(place, align=8) for place in self._places]
 
     def add(self, row: int, words: Any) -> None:
@@ -109,18 +96,22 @@ class _Sum(_Rows):
         self.add(3, _each(8 * MIX_B[0]))
 
 
+def _lines(builder: Any, like: Any, first: Any) -> list[Any]:
+    """Offsets of the cache lines of 64 words of `like`'s dtype from word `first` on."""
+    width = like.dtype.bitwidth // 8
+    start = builder.mul(first, ir.Constant(_WORD, width))
+    return [builder.add(start, ir.Constant(_WORD, line * _LINE)) for line in range(width)]
+
+
 @intrinsic
 def mix64(typing, data, first, like, sums):
     """Adds 64 words of `like`'s dtype, from word `first` of a byte array on, to a sum in progress."""
 
     def build(context, builder, signature, args):
-        width = signature.args[2].dtype.bitwidth // 8
-        offset = builder.mul(args[1], ir.Constant(_WORD, width))
-        start = address(context, builder, signature.args[0], args[0], offset, 8)
-        running = _Sum(context, builder, signature.args[3], args[3])
-        for line in range(width):
-            place = builder.gep(start, [ir.Constant(_WORD, line * _LINE)])
-            running.move_on(builder.load(builder.bitcast(place, _LANES.as_pointer()), align=1))
+        arrays = Arrays(context, builder, signature.args, args)
+        running = _Sum(arrays, builder, 3)
+        for line in _lines(builder, signature.args[2], args[1]):
+            running.move_on(builder.load(arrays.at_byte(0, line, _LANES), align=1))
         running.store()
         return context.get_dummy_value()
 
@@ -133,21 +124,10 @@ def mix_changed64(typing, old, new, first, like, place, sums):
     `keep8` has them. `place`: a sum in progress; only its products advance."""
 
     def build(context, builder, signature, args):
-        width = signature.args[3].dtype.bitwidth // 8
-        offset = builder.mul(args[2], ir.Constant(_WORD, width))
-        starts = [address(context, builder, signature.args[n], args[n], offset, 8) for n in (0, 1)]
-        products = _Rows(context, builder, signature.args[4], args[4], (2, 3))
-        kept = _Rows(context, builder, signature.args[5], args[5], range(4))
-        for line in range(width):
-            before, after = (
-                builder.load(
-                    builder.bitcast(
-                        builder.gep(start, [ir.Constant(_WORD, line * _LINE)]), _LANES.as_pointer()
-                    ),
-                    align=1,
-                )
-                for start in starts
-            )
+        arrays = Arrays(context, builder, signature.args, args)
+        products, kept = _Rows(arrays, builder, 4, (2, 3)), _Rows(arrays, builder, 5)
+        for line in _lines(builder, signature.args[3], args[2]):
+            before, after = (builder.load(arrays.at_byte(n, line, _LANES), align=1) for n in (0, 1))
             changed = builder.icmp_unsigned("!=", before, after)
             for row, (words, lane) in enumerate(((before, 0), (before, 1), (after, 0), (after, 1))):
                 mixed = (mixed_a, mixed_b)[lane](builder, words, products.rows[lane])
@@ -218,10 +198,7 @@ class _Touched(Arrays):
         self.store(kept, self._args[_AT], picked)
 
     def add(self, words: Any, row: int) -> None:
-        _count(self._builder, self._sum_at, row, words, self._products, self._fresh)
-
-    def _sum_at(self, row: int) -> Any:
-        return self.pointer(_SUMS, ir.Constant(_WORD, 8 * row), _LANES)
+        _count(self, self._builder, _SUMS, row, words, self._products, self._fresh)
 
 
 MARGIN = 8
@@ -263,12 +240,9 @@ def add8(typing, old, merged, places, at, number, sums):
         numbers = builder.add(here, repeated(builder, args[4], 64, 8))
         products = _products(builder, numbers)
         before = lanes.load(0, at, _LANES, align=8)
-
-        def sum_at(row):
-            return lanes.pointer(5, ir.Constant(_WORD, 8 * row), _LANES)
-
-        _count(builder, sum_at, 0, before, products, last)
-        _count(builder, sum_at, 2, builder.xor(before, lanes.load(1, at, _LANES, align=8)), products, last)
+        after = builder.xor(before, lanes.load(1, at, _LANES, align=8))
+        _count(lanes, builder, 5, 0, before, products, last)
+        _count(lanes, builder, 5, 2, after, products, last)
         return context.get_dummy_value()
 
     return types.none(old, merged, places, types.uint64, types.uint64, sums), build

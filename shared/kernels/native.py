@@ -3,7 +3,6 @@
 # ruff: noqa: F401
 from __future__ import annotations
 
-from weightcast.shared.kernels.dense import add_steps, escapes, join_planes, split_planes, step_bytes
 from weightcast.shared.kernels.fast import put_fast, take_steps
 from weightcast.shared.kernels.journal import (
     exchange_all,
@@ -14,5 +13,16 @@ from weightcast.shared.kernels.journal import (
 )
 from weightcast.shared.kernels.mix import hash_pieces, touched
 from weightcast.shared.kernels.rice import plan_contexts, put_magnitudes, put_values, take_gaps, take_values
-from weightcast.shared.kernels.scan import masked, scanned, scatter, split, sums_of_all
+from weightcast.shared.kernels.scan import (
+    add_steps,
+    escapes,
+    join_planes,
+    masked,
+    scanned,
+    scatter,
+    split,
+    split_planes,
+    step_bytes,
+    sums_of_all,
+)
 from weightcast.shared.kernels.small import exponents_of_all, put_classes, take_classes

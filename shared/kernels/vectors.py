@@ -43,8 +43,10 @@ class Arrays:
     def pointer(self, number: int, at: Any, form: Any) -> Any:
         """To a value of type `form` at entry `at` of argument `number`, counted in its integers."""
         bits = getattr(form, "element", form).width
-        offset = self._builder.mul(at, ir.Constant(_WORD, bits // 8))
-        start = address(self._context, self._builder, self._kinds[number], self._args[number], offset, bits)
+        return self.at_byte(number, self._builder.mul(at, ir.Constant(_WORD, bits // 8)), form)
+
+    def at_byte(self, number: int, offset: Any, form: Any) -> Any:
+        start = address(self._context, self._builder, self._kinds[number], self._args[number], offset, 8)
         return self._builder.bitcast(start, form.as_pointer())
 
     def load(self, number: int, at: Any, form: Any, *, align: int = 1) -> Any:

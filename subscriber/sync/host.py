@@ -15,7 +15,6 @@ from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.rate import Rate, Rates
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter, LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
-from weightcast.shared.checkpoint.state.side_files import UNLISTED
 from weightcast.shared.checkpoint.state.state import LocalState, Mark, Phase, Position, write_state
 from weightcast.shared.checkpoint.update.fetch import Awaited
 from weightcast.shared.daemon.status import SOFTWARE
@@ -374,7 +373,6 @@ class StepHost:
         missing = left_text(updater.side_files.missing)
         if updater.side_files.missing:
             self.degrade(f"files of the base are missing; sync once with --base: {missing}")
-        base_files = UNLISTED if updater.side_files.lists_too_few else ""
         position, before = self.position, self._read_before
         self.note(
             left_behind=updater.side_files.left_behind,
@@ -383,7 +381,7 @@ class StepHost:
             engines_to_restart=tuple(
                 name for name in before if self.engines[name].facts.process == before[name]
             ),
-            base_files=f"missing: {missing}" if updater.side_files.missing else base_files,
+            base_files=f"missing: {missing}" if updater.side_files.missing else "",
         )
 
     def tell_reload(self) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from weightcast.shared.base.errors import WrongRun
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.run_files import parse_base
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.side_files import repair_files
 from weightcast.shared.checkpoint.verify.inspect import inspect
@@ -59,30 +57,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
     return tmp_path / "local"
-
-
-@pytest.fixture
-def older(run: Run, tmp_path: Path) -> Iterator[Run]:
-    """A channel whose base.json lists no side files, as older releases wrote it."""
-    older = Run(tmp_path / "older", run.models)
-    shutil.copytree(run.base, older.base)
-    init_channel(older.channel, older.base)
-    path = older.channel / "base.json"
-    members = json.loads(path.read_bytes())
-    del members["side_files"]
-    path.write_text(json.dumps(members))
-    yield older
-
-
-def seeded_by_an_older_release(run: Run, local: Path) -> None:
-    with following(run, local) as updater:
-        catch_up(updater)
-    path = local / ".weightcast" / "base.json"
-    members = json.loads(path.read_bytes())
-    del members["side_files"]
-    path.write_text(json.dumps(members))
-    for name in SIDE:
-        (local / name).unlink()
 
 
 def test_a_host_seeded_from_the_base_has_all_files(run: Run, local: Path) -> None:
@@ -156,54 +130,7 @@ def test_a_link_in_the_place_of_a_subdirectory_is_not_written_through(
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_local_checkpoint_of_an_older_release_is_completed(run: Run, local: Path) -> None:
-    seeded_by_an_older_release(run, local)
-    alone = LocalUpdater(open_store(run.channel), local, None, UpdaterOptions(visible_seconds=0.2))
-    catch_up(alone)
-    assert set(alone.side_files.missing) == set(SIDE)
-    alone.close()
-    with following(run, local) as updater:
-        catch_up(updater)
-        assert updater.side_files.missing == ()
-    assert there(local) == SIDE
-    assert inspect(local).faults == []
-
-
-def test_a_channel_of_an_older_release_still_gives_whole_hosts(older: Run, local: Path) -> None:
-    init_channel(older.channel, older.base)
-    publish(older)
-    with following(older, local) as updater:
-        catch_up(updater)
-        assert updater.side_files.missing == () and not updater.side_files.lists_too_few
-    assert there(local) == SIDE
-    assert read_checkpoint(local) == bytes_of(older.latest)
-    assert inspect(local).faults == []
-
-
-def test_an_older_release_on_both_sides_is_completed_from_the_base_alone(older: Run, local: Path) -> None:
-    publish(older)
-    seeded_by_an_older_release(older, local)
-    alone = LocalUpdater(open_store(older.channel), local, None, UpdaterOptions(visible_seconds=0.2))
-    catch_up(alone)
-    assert (alone.side_files.missing, alone.side_files.lists_too_few) == ((), True)
-    alone.close()
-    other = add(write_checkpoint(local.parent / "other", older.models[0]), {"config.json": b"{1}"})
-    with following(older, local, other) as updater:
-        catch_up(updater)
-        assert updater.side_files.lists_too_few
-    assert there(local) == {}
-    with following(older, local) as updater:
-        catch_up(updater)
-        assert not updater.side_files.lists_too_few
-    assert there(local) == SIDE
-
-
-def test_base_json_of_an_older_release_is_read_as_it_was(older: Run) -> None:
-    assert parse_base((older.channel / "base.json").read_bytes()).side_files is None
-
-
 def test_an_anchor_lists_side_files_apart(run: Run) -> None:
-    """Releases that do not know of them read the rest."""
     path = run.channel / "weight_v000001/anchor/model.safetensors.index.json"
     facts = json.loads(path.read_bytes())["weightcast"]
     assert {row[0] for row in facts["side_files"]} == set(SIDE)

@@ -12,7 +12,7 @@ from weightcast.shared.base.errors import DamagedFile, WeightcastError
 from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import DirectoryStore
-from weightcast.shared.channel.index import CARRIED, ForeignIndex, Index, file_record, object_record
+from weightcast.shared.channel.index import CARRIED, ForeignIndex, Index, object_record
 from weightcast.shared.channel.run_files import Base, FileRecord, carried_records, write_file_records
 from weightcast.shared.channel.store import Store, pieces_of
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
@@ -20,13 +20,10 @@ from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.update.fetch import NotThere, Patience
 from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.verify.hashing import proven
-from weightcast.shared.checkpoint.verify.seed import check_other_files
 from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import Checkpoint, side_files
 from weightcast.shared.files.paths import exists, is_file, matching
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
-
-UNLISTED = "unknown: base.json of an older release does not list them; start once with --base"
 
 
 def repair_files(local: LocalCheckpoint, sources: Sequence[Path]) -> list[str]:
@@ -79,8 +76,6 @@ class SideFiles:
         """small faults in the base that are tolerated"""
         self.changed: list[str] = []
         """carried files that were put in place or removed since the reader cleared this"""
-        self.lists_too_few = False
-        """base.json of an older release may not list all files of the base"""
 
     def sets(self) -> Sets:
         """Empty where no version ever carried anything."""
@@ -171,15 +166,9 @@ class SideFiles:
         return tuple(record.name for record in self.sets().get(position.digest, ()))
 
     def complete(self, local: LocalCheckpoint, channel: Channel | None) -> None:
-        """Copies what an older release left out, or what was removed since: from the base, which need not be
-        the run's, as bytes decide. Raises OSError."""
+        """Copies what was removed since: from the base, which need not be the run's, as bytes decide. Raises
+        OSError."""
         base = self._opened_base()
-        known = local.base.side_files
-        if channel is not None and channel.base is not None and channel.base.side_files is not None:
-            listed = _by_name(known or ()) | _by_name(channel.base.side_files)
-            local.list_side_files(tuple(listed.values()))
-        elif known is None and base is not None:
-            local.list_side_files(_found(local.base, base))
         wanted = [record for record in local.base.all_files if not is_file(local.directory / record.name)]
         self.missing = tuple(
             record.name
@@ -191,7 +180,6 @@ class SideFiles:
         if self.sets():
             with local.patching():
                 self.settle(local)
-        self.lists_too_few = local.base.side_files is None
 
     def _learn(self, position: Position, channel: Channel) -> None:
         """What the local version carries, where it was not noted on the way to it."""
@@ -242,18 +230,6 @@ class SideFiles:
                 self.left_behind, self.base_notes = side_files(base).left, base.notes
                 self._base = base
         return self._base
-
-
-def _found(run: Base, base: Checkpoint) -> tuple[FileRecord, ...] | None:
-    """Side files that no base.json lists; None where `base` is unreadable or of another run: nothing but its
-    tensors, config and tokenizer vouches for them."""
-    known = {record.name for record in run.files}
-    with contextlib.suppress(WeightcastError, OSError):
-        if base.table == run.table:
-            check_other_files(base.directory, {path.name: path for path in base.other_files}, run.files)
-            files = side_files(base).files
-            return tuple(file_record(path, name) for name, path in files.items() if name not in known)
-    return None
 
 
 def _by_name(records: Iterable[FileRecord]) -> dict[str, FileRecord]:

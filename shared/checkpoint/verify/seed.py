@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -67,8 +67,8 @@ class SeedSource:
     @cached_property
     def beside(self) -> Mapping[str, Path]:
         """Side files that are copied, by name: config, tokenizer, code; not the index."""
-        files = side_files(self.checkpoint).files
-        return {name: path for name, path in files.items() if self.listed is None or name in self.listed}
+        known = self.listed or {record.name for record in self.base.all_files}
+        return {name: path for name, path in side_files(self.checkpoint).files.items() if name in known}
 
     @property
     def small_files(self) -> Mapping[str, Path]:
@@ -80,16 +80,6 @@ class SeedSource:
         """Of a file, proven by its record: lanes, compared before, do not protect against forgery."""
         record = None if self.listed is None else self.listed[name]
         return proven(record, durable.pieces_of(path, block_bytes=_BLOCK), path, MEND_CHANNEL)
-
-    @property
-    def local_base(self) -> Base:
-        """`base` for the local checkpoint. It lists every file that is copied: base.json of an older release
-        lists fewer."""
-        listed = {record.name for record in self.base.all_files}
-        more = [file_record(path, name) for name, path in self.beside.items() if name not in listed]
-        if self.anchor is not None and not more:
-            return self.base
-        return replace(self.base, side_files=(*(self.base.side_files or ()), *more))
 
 
 def seed(
@@ -111,7 +101,7 @@ def seed(
     state = _seeding_state(source, keep)
     failpoint("seed.checked", paths.directory)
     with disk_errors(paths.directory):
-        durable.replace(paths.base, write_base(source.local_base))
+        durable.replace(paths.base, write_base(source.base))
         write_state(paths.state, state)
         _copy_files(paths, source, advance)
     opened = LocalCheckpoint.open(paths.directory, threads=threads)
@@ -151,9 +141,7 @@ def _check_source(source: SeedSource, threads: int, advance: Advance | None) -> 
         where = source.checkpoint.directory
         check_table(where, source.checkpoint.table, source.base.table)
         _check_listed(source)
-        # a release that did not know of side files may have written the anchor
-        expected = source.base.all_files if source.anchor is None else source.base.files
-        check_other_files(where, source.beside, expected)
+        check_other_files(where, source.beside, source.base.all_files)
         with ReadCheckpoint(source.checkpoint) as read:
             found = hash_tensors(source.base.table, read, threads=threads, advance=advance)
         if root(source.base.table, found) != source.position.root:
