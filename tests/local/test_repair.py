@@ -252,7 +252,7 @@ TABLE = TensorTable.of(
 @settings(max_examples=50, deadline=None)
 @given(st.sets(st.integers(0, 4)))
 def test_a_walk_without_deltas_reads_the_tensors_alone(tensors: set[int]) -> None:
-    walk = plan_repair(TABLE, RepairSource(Path("base"), True), tensors)
+    walk = plan_repair(TABLE, RepairSource(Path("base"), of_base=True), tensors)
     assert {run.tensor for run in walk.words} == tensors
     assert walk.nbytes == sum(TABLE[tensor].nbytes for tensor in tensors)
 
@@ -271,7 +271,7 @@ def test_the_source_of_fewest_bytes_comes_first(anchored: Run, tmp_path: Path, t
         assert len({plan.nbytes for plan in plans}) == len(plans) > 1
         done = repair(opened, lambda position: ways)
     least = min(plans, key=lambda plan: plan.nbytes)
-    assert (done.source, done.nbytes) == (str(least.way.directory), least.nbytes)
+    assert (done.source, done.nbytes) == (least.way.place, least.nbytes)
 
 
 def test_neighbours_in_a_chunk_are_read_with_it(encoded: Run, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from weightcast.shared.files.strict_json import Members, parse_object, write_obj
 UNLISTED = "unknown: base.json of an older release does not list them; start once with --base"
 
 
-def repair_files(local: LocalCheckpoint, sources: Sequence[Path]) -> list[str]:
+def repair_files(local: LocalCheckpoint, sources: Sequence[Path | Store]) -> list[str]:
     """Replaces side files that differ from the run's by those of a source that has them. Returns
     the names of those that were written."""
     return [
@@ -40,9 +40,12 @@ def repair_files(local: LocalCheckpoint, sources: Sequence[Path]) -> list[str]:
     ]
 
 
-def _copied(source: Path, directory: Path, record: FileRecord) -> bool:
+def _copied(source: Path | Store, directory: Path, record: FileRecord) -> bool:
     with contextlib.suppress(WeightcastError, OSError):
-        pieces = durable.pieces_of(source / record.name)
+        if isinstance(source, Path):
+            pieces = durable.pieces_of(source / record.name)
+        else:
+            pieces = pieces_of(source, record.name)
         durable.replace(durable.make_within(directory, record.name), proven(record, pieces))
         return True
     return False
