@@ -19,11 +19,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
@@ -206,8 +207,8 @@ class Soak:
             "empty": tensor(self.numbers, "BF16", 0, 4),
             "up": tensor(self.numbers, "BF16", 64, 16),
         }
-        self.version, self.faults = 0, Counter[str]()
-        """`version` counts what was handed over"""
+        self.version, self.seconds = 0, defaultdict[str, list[float]](list)
+        """`version` counts what was handed over; `seconds` of each version, by its fault"""
         root.mkdir(parents=True, exist_ok=True)
         write_checkpoint(self.base, self.model)
         self.inbox.mkdir()
@@ -302,12 +303,13 @@ class Soak:
         fault = self.random.choice(list(known)) if self.random.random() < share else ""
         if self.bucket is not None and self.random.random() < 0.5:
             fault = "requests fail"
+        began = time.monotonic()
         with known[fault](self) if fault else contextlib.nullcontext():
-            self.faults[fault or "none"] += 1
             self._hand_over()
             # the fault meets what is under way
             time.sleep(self.random.uniform(0.0, 0.1))
         self._settle(fault)
+        self.seconds[fault or "none"].append(time.monotonic() - began)
         if self.bucket is not None:
             self.bucket.look()
 
@@ -560,7 +562,9 @@ def judge(soak: Soak, console: Console) -> bool:
             str(daemon.samples[-1].threads),
         )
     console.print(table)
-    console.print(", ".join(f"{count} {what}" for what, count in sorted(soak.faults.items())))
+    console.print(
+        ", ".join(f"{len(each)} {what} ({median(each):.1f} s)" for what, each in sorted(soak.seconds.items()))
+    )
     if soak.bucket is not None:
         console.print(f"{soak.bucket.hits} requests disturbed")
     return flat
