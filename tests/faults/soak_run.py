@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import multiprocessing
 import os
 import random
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -337,7 +338,8 @@ class Soak:
         while not self._arrived(wanted):
             if time.monotonic() > deadline:
                 raise LostError(f"step {self.version} after {fault or 'no fault'}:\n{self._words()}")
-            time.sleep(0.005)
+            # each wake costs requests, which the daemons wait for too
+            time.sleep(0.005 if self.bucket is None else 0.1)
             with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
                 for daemon in self.daemons.values():
                     daemon.wake()
@@ -570,7 +572,15 @@ def judge(soak: Soak, console: Console) -> bool:
     return flat
 
 
-def soak(root: Path, versions: int, seconds: float, seed: int, console: Console, channel: str = "") -> bool:
+def soak(
+    root: Path,
+    versions: int,
+    seconds: float,
+    seed: int,
+    console: Console,
+    channel: str = "",
+    samples: Path | None = None,
+) -> bool:
     made = Soak(root, seed, channel)
     deadline = time.monotonic() + seconds
     try:
@@ -579,6 +589,11 @@ def soak(root: Path, versions: int, seconds: float, seed: int, console: Console,
             made.step()
             if made.version % max(1, versions // 200) == 0:
                 made.sample()
+                if samples is not None:
+                    taken = {
+                        name: [asdict(each) for each in one.samples] for name, one in made.daemons.items()
+                    }
+                    samples.write_text(json.dumps(taken))
         console.print(f"seed {seed}: {made.version} versions arrived")
         return judge(made, console)
     except LostError as error:
@@ -594,6 +609,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--patience", type=float, default=1.0, help="multiplies every wait")
+    parser.add_argument("--json", type=Path, default=None, help="write the samples to this file")
     parser.add_argument(
         "--channel", default="", help="s3, or s3://BUCKET of the environment's server; else a directory"
     )
@@ -604,7 +620,7 @@ def main() -> None:
     try:
         with bucket_at(options.channel, root / "s3") as channel:
             limits = (options.versions, options.seconds, options.seed)
-            flat = soak(root / "run", *limits, Console(width=110), channel)
+            flat = soak(root / "run", *limits, Console(width=110), channel, options.json)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     sys.exit(not flat)
