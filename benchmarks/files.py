@@ -202,6 +202,8 @@ class Done:
     anon_bytes: int
     changed: int = 0
     pointer: float | None = None
+    moves: int = 0
+    """of a host, since its start"""
 
 
 @dataclass(frozen=True)
@@ -370,15 +372,10 @@ class Weightcast(Contender):
     def sync(self, version: int) -> Done:
         daemon = self._running
         with _Watched(daemon.process.pid) as watched:
-            daemon.process.send_signal(signal.SIGCONT)
             daemon.post("/v1/wake", None)
             status = daemon.wait(lambda: self._at(version), _ROUND_SECONDS)
-        phases = dict(status["updates"][-1]["seconds"])
-        return Done(phases.pop("total"), phases, watched.cpu, watched.anon_bytes)
-
-    def suspend(self) -> None:
-        """Until the next `sync`: a host that runs would follow."""
-        self._running.process.send_signal(signal.SIGSTOP)
+        phases, moves = dict(status["updates"][-1]["seconds"]), len(status["updates"])
+        return Done(phases.pop("total"), phases, watched.cpu, watched.anon_bytes, moves=moves)
 
     def ended(self, version: int) -> float:
         """Unix time at which the host, which follows, had the version."""

@@ -34,7 +34,17 @@ from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import anchor_key
 from weightcast.shared.channel.store import Store, joined, pieces_of
 
-from .files import DEFAULT, Done, Model, Places, Weightcast, anon_bytes, cores, highest_anon
+from .files import (
+    DEFAULT,
+    ContenderFailed,
+    Done,
+    Model,
+    Places,
+    Weightcast,
+    anon_bytes,
+    cores,
+    highest_anon,
+)
 
 _BEHIND = 8
 """versions that a host takes at once"""
@@ -59,12 +69,22 @@ class _Side:
 
     def __enter__(self) -> _Side:
         self.publisher.start_publisher()
-        self.host.start_host()
+        self.catch_up(0)
         return self
 
     def __exit__(self, *error: object) -> None:
         self.host.stop()
         self.publisher.stop()
+
+    def catch_up(self, version: int) -> Done:
+        """Of a host that starts now: one that runs, or was suspended, may have seen a version on the way.
+        Raises ContenderFailed unless it came in one step."""
+        self.host.start_host()
+        done = self.host.sync(version)
+        self.host.stop()
+        if done.moves != 1:
+            raise ContenderFailed(f"{self.url}: {done.moves} steps to version {version}")
+        return done
 
     @property
     def local(self) -> Path:
@@ -74,8 +94,6 @@ class _Side:
 def _turns(model: Model, root: Path, sides: Sequence[_Side], rounds: int) -> None:
     version = 0
     for _ in range(rounds):
-        for side in sides:
-            side.host.suspend()
         for _ in range(_BEHIND):
             version += 1
             model.step(DEFAULT)
@@ -90,8 +108,9 @@ def _turns(model: Model, root: Path, sides: Sequence[_Side], rounds: int) -> Non
             for one in sides:
                 one.publisher.settle()
             os.sync()
-            side.synced.append(side.host.sync(version))
-            print(f"round {version // _BEHIND}: sync {side.url} {side.synced[-1].seconds:.2f} s", flush=True)
+            side.synced.append(done := side.catch_up(version))
+            phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in done.phases.items())
+            print(f"round {version // _BEHIND}: sync {side.url} {done.seconds:.2f} s: {phases}", flush=True)
 
 
 def deltas(root: Path, base: Path, model: Model, url: str, rounds: int) -> _Figures:

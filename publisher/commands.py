@@ -257,7 +257,7 @@ def _prune(channel: Channel, verdict: Verdict, grace_seconds: float) -> int:
             error.message, remedy="the running publisher prunes when it is started with --keep-versions"
         ) from error
     try:
-        carry_out(channel, verdict, claimed)
+        carry_out(verdict, claimed)
         return empty_trash(channel.store, grace_seconds)
     finally:
         claimed.release()

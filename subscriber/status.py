@@ -8,7 +8,7 @@ from typing import Literal
 
 from weightcast.shared.checkpoint.state.state import Blocked, LocalState, Mark, Phase
 from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
-from weightcast.shared.daemon.status import Facts, Failure, KernelStatus, LoopStatus
+from weightcast.shared.daemon.status import Facts, Failure, FollowerStatus, KernelStatus
 
 KEPT_UPDATES = 32
 
@@ -200,26 +200,15 @@ class GateStatus(Facts):
     """requests that no engine can take now"""
 
 
-class HostStatus(Facts):
-    software: str
-    host: str
-    channel: str
-    local: str
-    target: str
-    """latest, a version or a tag, as configured"""
-    run_id: str | None = None
+class HostStatus(FollowerStatus):
+    """`served_version`: the lowest that an engine confirmed; without engines the local version."""
+
     state: State = "starting"
     progress_bytes: int = 0
     """done in this state"""
-    local_version: int | None = None
     local_root: str | None = None
-    target_version: int | None = None
-    served_version: int | None = None
-    """lowest version that an engine confirmed; without engines the local version"""
     confirmed_by: str = ""
     """the weakest of what the engines' confirmations rest on"""
-    lag_versions: int | None = None
-    """target version less served version"""
     updates: tuple[UpdateStatus, ...] = ()
     """newest last"""
     bytes_read: int = 0
@@ -254,12 +243,7 @@ class HostStatus(Facts):
     waiting_for: WaitingFor | None = None
     """null unless the running step has waited for some seconds"""
     last_error: LastError | None = None
-    report_error: str = ""
-    """why the report could not be written to the channel"""
-    ready: bool = False
-    not_ready_reasons: tuple[str, ...] = ("starting",)
     kernels: KernelStatus = KernelStatus()
-    loop: LoopStatus = LoopStatus()
     group: GroupStatus | None = None
     """null: the host is in no engine group"""
     gate: GateStatus | None = None

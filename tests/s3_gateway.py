@@ -1,6 +1,7 @@
 """A Ceph object gateway on loopback, from Debian's packages: a real S3 server for tests.
 
-`python tests/s3_gateway.py DIR` serves until it is interrupted; DIR/environment has what clients need.
+`python tests/s3_gateway.py DIR` serves until it is interrupted; DIR/environment has what clients need. When
+it stops answering it is restarted, and DIR/outages gets a line.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ import httpx
 from ports import free_port
 
 PACKAGES = "radosgw ceph-mon ceph-osd ceph-mgr ceph-common"
+START_SECONDS = 120.0
+LOOK_SECONDS, PROBE_SECONDS = 5.0, 60.0
+"""between two looks at whether it answers, and how long it may take on a busy machine"""
 
 _CONFIG = """\
 [global]
@@ -77,6 +81,8 @@ class Gateway:
     secret_key: str
     root: Path = Path()
     """for `user`: of the one that this module serves"""
+    daemons: Daemons | None = None
+    """of the process that started them"""
 
     def environment(self) -> dict[str, str]:
         """What S3 clients read."""
@@ -110,7 +116,13 @@ class Gateway:
         self.ask("PUT", f"{bucket}?policy", content=body).raise_for_status()
 
     def ask(
-        self, method: str, path: str, client: httpx.Client | None = None, content: bytes = b"", **query: str
+        self,
+        method: str,
+        path: str,
+        client: httpx.Client | None = None,
+        content: bytes = b"",
+        timeout: float = 300,
+        **query: str,
     ) -> httpx.Response:
         """A signed request (version 2) for `bucket`, `bucket?policy` or `bucket/key`, without a thread of its
         own."""
@@ -121,8 +133,45 @@ class Gateway:
         send = httpx.request if client is None else client.request
         params = query or None
         return send(
-            method, self.endpoint + path, headers=headers, params=params, content=content, timeout=300
+            method, self.endpoint + path, headers=headers, params=params, content=content, timeout=timeout
         )
+
+    def answers(self) -> bool:
+        """Whether it lists buckets, which all of its daemons have to do with."""
+        with contextlib.suppress(httpx.HTTPError):
+            return self.ask("GET", "", timeout=PROBE_SECONDS).is_success
+        return False
+
+
+class Away(RuntimeError):
+    """The gateway does not answer, and nobody restarts it."""
+
+
+class Daemons:
+    """Processes of Ceph that serve from `root`, in the order in which they need each other."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._running = root, dict[tuple[str, ...], subprocess.Popen[bytes]]()
+
+    def start(self, *command: str) -> None:
+        with (self._root / f"{Path(command[0]).name}.out").open("ab") as log:
+            arguments = [*command, "-f", "-c", str(self._root / "ceph.conf")]
+            self._running[command] = subprocess.Popen(arguments, stdout=log, stderr=log)
+
+    @property
+    def have_ended(self) -> bool:
+        return any(daemon.poll() is not None for daemon in self._running.values())
+
+    def stop(self) -> None:
+        for daemon in reversed(self._running.values()):
+            daemon.kill()
+        for daemon in self._running.values():
+            daemon.wait()
+
+    def restart(self) -> None:
+        self.stop()
+        for command in list(self._running):
+            self.start(*command)
 
 
 def _run(root: Path, *command: str) -> str:
@@ -145,13 +194,7 @@ def gateway(root: Path) -> Iterator[Gateway]:
     if missing:
         raise RuntimeError(f"{', '.join(missing)} not found: apt-get install {PACKAGES}")
     root.mkdir(parents=True, exist_ok=True)
-    daemons: list[subprocess.Popen[bytes]] = []
-
-    def start(*command: str) -> None:
-        with (root / f"{Path(command[0]).name}.out").open("wb") as log:
-            arguments = [*command, "-f", "-c", str(root / "ceph.conf")]
-            daemons.append(subprocess.Popen(arguments, stdout=log, stderr=log))
-
+    daemons = Daemons(root)
     try:
         port, mon_port, fsid = free_port(), free_port(), str(uuid.uuid4())
         (root / "ceph.conf").write_text(_CONFIG.format(root=root, port=port, mon_port=mon_port, fsid=fsid))
@@ -167,23 +210,20 @@ def gateway(root: Path) -> Iterator[Gateway]:
         address = f"[v2:127.0.0.1:{mon_port}]"
         _tool("monmaptool", "--create", "--fsid", fsid, "--addv", "a", address, monmap)
         _run(root, "ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap, "--keyring", keyring)
-        start("ceph-mon", "-i", "a")
+        daemons.start("ceph-mon", "-i", "a")
         osd = str(uuid.uuid4())
         _run(root, "ceph", "osd", "new", osd, "0")
         _run(root, "ceph-osd", "--mkfs", "--no-mon-config", "-i", "0", "--osd-uuid", osd, "--monmap", monmap)
-        start("ceph-osd", "-i", "0")
-        start("ceph-mgr", "-i", "a")
-        start("radosgw", "-n", "client.rgw.a")
+        daemons.start("ceph-osd", "-i", "0")
+        daemons.start("ceph-mgr", "-i", "a")
+        daemons.start("radosgw", "-n", "client.rgw.a")
         user = _run(root, "radosgw-admin", "user", "create", "--uid=test", "--display-name=test")
         key = json.loads(user)["keys"][0]
-        found = Gateway(f"http://127.0.0.1:{port}", key["access_key"], key["secret_key"], root)
-        _wait_until_it_answers(found.endpoint, daemons)
+        found = Gateway(f"http://127.0.0.1:{port}", key["access_key"], key["secret_key"], root, daemons)
+        _wait_until_it_answers(found)
         yield found
     finally:
-        for daemon in reversed(daemons):
-            daemon.kill()
-        for daemon in daemons:
-            daemon.wait()
+        daemons.stop()
 
 
 def running_gateway(root: Path) -> Gateway:
@@ -194,16 +234,39 @@ def running_gateway(root: Path) -> Gateway:
     return Gateway(values["AWS_ENDPOINT_URL"], *keys, root)
 
 
-def _wait_until_it_answers(endpoint: str, daemons: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if any(daemon.poll() is not None for daemon in daemons):
+def _wait_until_it_answers(gateway: Gateway) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not gateway.answers():
+        if gateway.daemons is not None and gateway.daemons.have_ended:
             raise RuntimeError("a Ceph daemon ended while the gateway started")
-        with contextlib.suppress(httpx.TransportError):
-            httpx.get(endpoint, timeout=5)
-            return
+        if time.monotonic() > deadline:
+            raise Away(f"the object store at {gateway.endpoint} does not answer")
         time.sleep(0.1)
-    raise RuntimeError(f"{endpoint} does not answer")
+
+
+def keep(gateway: Gateway, daemons: Daemons) -> None:
+    """Starts it again whenever it does not answer, until this process is interrupted."""
+    while True:
+        time.sleep(LOOK_SECONDS)
+        if daemons.have_ended or not gateway.answers():
+            with (gateway.root / "outages").open("a") as file:
+                file.write(f"{time.ctime()}\n")
+            daemons.restart()
+            with contextlib.suppress(RuntimeError):  # it is tried again
+                _wait_until_it_answers(gateway)
+
+
+def outages() -> int:
+    """Of the gateway in WEIGHTCAST_TEST_S3, since it began. A gateway that does not answer is waited for.
+    Raises Away."""
+    served = os.environ.get("WEIGHTCAST_TEST_S3")
+    if served is None:
+        return 0
+    if not (found := running_gateway(Path(served))).answers():
+        time.sleep(LOOK_SECONDS + PROBE_SECONDS)  # until its keeper has noticed
+        _wait_until_it_answers(found)
+    file = Path(served) / "outages"
+    return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 @contextlib.contextmanager
@@ -214,10 +277,27 @@ def bucket_at(channel: str, root: Path) -> Iterator[str]:
         yield channel
         return
     with contextlib.ExitStack() as stack:
-        running = os.environ.get("WEIGHTCAST_TEST_S3")
-        made = running_gateway(Path(running)) if running else stack.enter_context(gateway(root))
+        if "WEIGHTCAST_TEST_S3" not in os.environ:
+            stack.enter_context(_kept(root))
+            os.environ["WEIGHTCAST_TEST_S3"] = str(root)
+        made = running_gateway(Path(os.environ["WEIGHTCAST_TEST_S3"]))
         os.environ.update(made.environment())
         yield f"s3://{made.make_bucket()}"
+
+
+@contextlib.contextmanager
+def _kept(root: Path) -> Iterator[None]:
+    """A process that serves and keeps one."""
+    keeper = subprocess.Popen([sys.executable, __file__, str(root)], stdout=subprocess.DEVNULL)
+    try:
+        while not (root / "environment").exists():
+            if keeper.poll() is not None:
+                raise RuntimeError("the gateway does not start")
+            time.sleep(0.1)
+        yield
+    finally:
+        keeper.terminate()
+        keeper.wait()
 
 
 def gateway_of_environment() -> Gateway:
@@ -227,6 +307,8 @@ def gateway_of_environment() -> Gateway:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with gateway(Path(sys.argv[1]).resolve()) as made:
         made.make_bucket("weightcast")
         lines = "".join(f"export {name}={value}\n" for name, value in made.environment().items())
@@ -234,5 +316,6 @@ if __name__ == "__main__":
         unfinished.write_text(lines)
         unfinished.rename(unfinished.with_suffix(""))
         print(made.endpoint, flush=True)
+        assert made.daemons is not None
         with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
+            keep(made, made.daemons)

@@ -56,13 +56,10 @@ def what_to_prune(channel: Channel, pointer: Pointer, hosts: ActiveHosts, retent
     return decide(Situation(pointer.version, held, time.time(), living, wanted), retention)
 
 
-def prune(channel: Channel, verdict: Verdict, claim: Claim, local: Path | None = None) -> None:
+def prune(verdict: Verdict, claim: Claim, local: Path | None = None) -> None:
     """Carries out what `decide` says. `local`: the publisher's own local checkpoint, if it is here."""
-    store, (file, _) = claim.store, channel.require_ours()
-    if verdict.removals:
-        claim.check()
-    if verdict.removals and verdict.horizon > file.horizon:
-        store.replace(CHANNEL_JSON, write_channel_file(replace(file, horizon=verdict.horizon)))
+    store = claim.store
+    if verdict.removals and raise_horizon(claim, verdict.horizon):
         failpoint("prune.horizon", store.place(CHANNEL_JSON))
         if local is not None:
             keep_channel_file(store, local)
@@ -78,6 +75,16 @@ def prune(channel: Channel, verdict: Verdict, claim: Claim, local: Path | None =
             store.move(name, grave, sync=removal is verdict.removals[-1])
             failpoint("prune.moved", store.place(name))
             _seconds_in(store.within(grave), Uptime.here())
+
+
+def raise_horizon(claim: Claim, version: int) -> bool:
+    """False where it is as high already."""
+    file = parse_channel_file(claim.store.read(CHANNEL_JSON, CHANNEL_FILE_LIMIT))
+    if version <= file.horizon:
+        return False
+    data = write_channel_file(replace(file, horizon=version))
+    claim.store.replace(CHANNEL_JSON, data, allowed=claim.check)
+    return True
 
 
 def keep_channel_file(store: Store, local: Path) -> None:

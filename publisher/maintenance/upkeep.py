@@ -31,8 +31,7 @@ from weightcast.publisher.publish.anchors import Full, write_anchor
 from weightcast.publisher.publish.commit import Signer, drop_strays, drop_unfinished
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
-from weightcast.shared.channel import pins
-from weightcast.shared.channel.chain import versions_in
+from weightcast.shared.channel.chain import is_half_pruned, versions_in
 from weightcast.shared.channel.channel import Channel, look
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME
@@ -41,7 +40,6 @@ from weightcast.shared.channel.layout import (
     Pointer,
     anchor_key,
     base_of,
-    index_key,
     multi_step_key,
     version_name,
 )
@@ -180,7 +178,7 @@ def sweep(channel: Channel, claim: Claim) -> None:
     pruned."""
     for version in versions_in(channel.store):
         files = channel.store.within(version_name(version))
-        if _is_half_pruned(channel, version):
+        if is_half_pruned(channel, version):
             drop_unfinished(claim, version_name(version))
             continue
         entries = list(files.list())
@@ -191,13 +189,6 @@ def sweep(channel: Channel, claim: Claim) -> None:
             ours = epoch.startswith(f"{claim.epoch}-")
             if beside and not ours and (epoch or files.stat(f"{name}/{INDEX_NAME}") is None):
                 drop_unfinished(claim, f"{version_name(version)}/{entry.name}")
-
-
-def _is_half_pruned(channel: Channel, version: int) -> bool:
-    store, horizon = channel.store, channel.require_ours()[0].horizon
-    if store.renames or version >= horizon or store.stat(index_key(version)) is not None:
-        return False
-    return version not in {*pins.kept(store), *pins.tags(store).values()}
 
 
 class Upkeep:
@@ -355,7 +346,7 @@ class Upkeep:
         verdict = what_to_prune(channel, pointer, self._active, self._options.retention)
         # what fails half way is swept up by the next step
         self._swept = not verdict.removals
-        prune(channel, verdict, self._claim, self._local)
+        prune(verdict, self._claim, self._local)
         self._swept = True
         return f"{counted(len(verdict.removals), 'version')} pruned" if verdict.removals else ""
 

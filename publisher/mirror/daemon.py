@@ -20,9 +20,8 @@ from weightcast.shared.channel.signing import Trust
 from weightcast.shared.daemon.http import make_app
 from weightcast.shared.daemon.loop import Stop, Wakeup, Watcher, failure_of, run_daemon
 from weightcast.shared.daemon.metrics import NONE, PREFIX, new_registry, watch_loop
-from weightcast.shared.daemon.reporter import InChannel, Reporter
-from weightcast.shared.daemon.status import LoopStatus, Readiness, Snapshot
-from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.daemon.reporter import open_reporter, report_of
+from weightcast.shared.daemon.status import Failure, LoopStatus, Readiness, Snapshot
 from weightcast.shared.files.paths import shown_address
 
 _NUMBERS = {
@@ -60,12 +59,12 @@ class MirrorDaemon:
         self._heart: Heart | None = None
         self._before = MirrorStatus(channel=shown_address(settings.source), local=shown_address(settings.to))
         """what is shown until the destination is taken"""
-        self._failed: WeightcastError | None = None
+        self._trouble: Failure | None = None
         """why the last pass did not end well"""
-        self._steps = 0
+        self._is_ready = False
         self.refused: Refused | None = None
         """why this mirror may not go on"""
-        self._reporter = Reporter(InChannel(settings.source), settings.report_seconds)
+        self._reporter = open_reporter(settings, settings.source)
 
     def _open(self) -> Mirror:
         settings = self._settings
@@ -77,11 +76,10 @@ class MirrorDaemon:
             take_over=settings.take_over,
             unfenced=settings.unfenced,
         )
-        mirror = Mirror(
-            open_store(settings.source, rates), open_store(settings.to), options, lambda _: self._wait(0.0)
-        )
+        source, to = open_store(settings.source, rates), open_store(settings.to)
+        mirror = Mirror(source, to, options, lambda _: self._wait(0.0))
         self._heart = Heart(mirror.claim)
-        if settings.report:
+        if self._reporter is not None:
             self._reporter.start(self._report)
         return mirror
 
@@ -95,73 +93,62 @@ class MirrorDaemon:
                 self._mirror = self._open()
             self._mirror.step()
         except (WeightcastError, OSError) as error:
-            self._failed = error if isinstance(error, WeightcastError) else disk_error(error, "a file")
-            self._give_up_where_nothing_helps(error)
+            self._is_ready, self._trouble = False, failure_of(error)
+            self.refused = self._final(error)
+            if self.refused is not None:
+                self._stop.set()
             raise
-        self._failed, self._steps = None, self._steps + 1
+        self._is_ready, self._trouble = True, None
 
-    def _give_up_where_nothing_helps(self, error: Exception) -> None:
-        """To wrong settings, and to another owner of the destination."""
+    def _final(self, error: Exception) -> Refused | None:
+        """Wrong settings, and another owner of the destination."""
         if not isinstance(error, Refused):
-            return
-        if self._mirror is None and not isinstance(error, DamagedFile):
-            self.refused = error
-        elif self._mirror is not None:
-            try:
-                self._mirror.claim.check()
-            except Refused as lost:
-                self.refused = lost
-        if self.refused is not None:
-            self._stop.set()
+            return None
+        if self._mirror is None:
+            return None if isinstance(error, DamagedFile) else error
+        try:
+            self._mirror.claim.check()
+        except Refused as lost:
+            return lost
+        return None
 
     def _close(self) -> None:
         if self._mirror is None:
             return
-        self._reporter.stop()
+        if self._reporter is not None:
+            self._reporter.stop()
         if self._heart is not None:
             self._heart.stop()
         if self.refused is None:
             self._mirror.close()
 
     def status(self) -> MirrorStatus:
-        status = self._before if self._mirror is None else self._mirror.status
-        failed = self._failed
-        reason = "starting: no pass has ended" if failed is None else failed.message
+        status, readiness = self._before if self._mirror is None else self._mirror.status, self._readiness()
         return status.but(
             state="stopped" if self._stop.is_set() else status.state,
-            ready=self._is_ready,
-            not_ready_reasons=() if self._is_ready else (reason,),
-            last_error=None if failed is None else failure_of(failed),
-            report_error=self._reporter.error,
+            ready=readiness.ready,
+            not_ready_reasons=readiness.reasons,
+            last_error=self._trouble,
+            report_error="" if self._reporter is None else self._reporter.error,
             loop=self._loop.get(),
         )
 
-    @property
-    def _is_ready(self) -> bool:
-        return self._failed is None and self._steps > 0 and not self._stop.is_set()
+    def _readiness(self) -> Readiness:
+        if self._is_ready and not self._stop.is_set():
+            return Readiness(ready=True)
+        trouble = self._trouble
+        reason = "starting: no pass has ended" if trouble is None else trouble.message
+        return Readiness(ready=False, reasons=(reason,))
 
     def _report(self) -> Report:
         """As a host of the source; `engines` says that it is a mirror."""
-        status = self.status()
-        error = status.last_error
+        status, error = self.status(), self._trouble
         mirror = {"name": "mirror", "kind": "mirror", "state": "", "version": status.served_version}
-        return Report(
-            host=status.host,
-            local=status.local,
-            run_id=status.run_id or "",
-            state="ready" if status.ready else status.state,
-            local_version=status.local_version,
-            served_version=status.served_version,
-            target=status.target,
-            lag=status.lag_versions,
-            last_error="" if error is None else f"{error.error}: {error.message}",
+        return report_of(
+            status,
+            "" if error is None else f"{error.error}: {error.message}",
+            "" if error is None else error.remedy,
             engines=({**mirror, "confirmed_by": "digest"},),
-            counter=0,
-            software=status.software,
-            phase=status.state,
-            target_version=status.target_version,
-            remedy="" if error is None else error.remedy,
-            retries=status.loop.retries,
         )
 
     def _wake(self) -> None:
@@ -174,25 +161,11 @@ class MirrorDaemon:
         registry, settings = new_registry(), self._settings
         watch_loop(registry, self._loop)
         registry.watch(MirrorMetrics(self.status))
-        app = make_app(
-            "weightcast mirror",
-            self.status,
-            lambda: Readiness(ready=self._is_ready, reasons=self.status().not_ready_reasons),
-            registry,
-            None if settings.token is None else settings.token.get_secret_value(),
-            self._wake,
-            MirrorStatus,
-        )
-        source = settings.source
+        token = None if settings.token is None else settings.token.get_secret_value()
+        readiness = self._readiness
+        app = make_app("weightcast mirror", self.status, readiness, registry, token, self._wake, MirrorStatus)
+        source, step, loop, stop = settings.source, self._step, self._loop, self._stop
         with Watcher(source, self._wakeup) if isinstance(source, Path) else nullcontext():
-            run_daemon(
-                app,
-                self._step,
-                self._wakeup,
-                settings,
-                on_stop=self._close,
-                loop=self._loop,
-                stop=self._stop,
-            )
+            run_daemon(app, step, self._wakeup, settings, on_stop=self._close, loop=loop, stop=stop)
         if self.refused is not None:
             raise self.refused

@@ -20,6 +20,7 @@ from weightcast.publisher.maintenance.prune import (
     empty_trash,
     held_versions,
     prune,
+    raise_horizon,
     what_to_prune,
 )
 from weightcast.publisher.maintenance.retention import Retention, Situation, cheapest, decide
@@ -27,6 +28,7 @@ from weightcast.publisher.maintenance.upkeep import sweep
 from weightcast.publisher.publish.commit import (
     Files,
     advance_pointer,
+    announced,
     begin_attempt,
     begin_beside,
     commit_draft,
@@ -75,45 +77,30 @@ from weightcast.shared.channel.signing import SIGNATURE_LIMIT, Trust, signature_
 from weightcast.shared.channel.store import AlreadyExists, NotFound, Store, pieces_of, read_if_there
 from weightcast.shared.checkpoint.verify.hashing import proven
 from weightcast.shared.daemon.logs import get_log
-from weightcast.shared.daemon.status import SOFTWARE, Facts, Failure, LoopStatus
+from weightcast.shared.daemon.status import SOFTWARE, FollowerStatus
 from weightcast.shared.daemon.timing import Due
 
 LOOK_SECONDS = 30.0
 _FILES_AT_ONCE = 4
 _REPAIR_SOURCE = "run `weightcast channel repair` on the source; the mirror goes on once it is right"
+_SIGNATURE = signature_key(INDEX_NAME)
 _NEW_DESTINATION = "give a new destination (--to), or restore the source"
 log = get_log("mirror")
 
 
-class MirrorStatus(Facts):
-    """`channel`: the source; `local`: the destination. `bytes`, `versions`, `mended`: copied, or repaired
-    files, since the start."""
+class MirrorStatus(FollowerStatus):
+    """`channel`: the source; `local`: the destination, whose pointer names the local and the served version.
+    `bytes`, `versions`, `mended`: copied, or repaired files, since the start. `ready`: the last pass ended
+    well."""
 
     role: str = "mirror"
     host: str = field(default_factory=socket.gethostname)
     software: str = SOFTWARE
-    channel: str
-    local: str
-    run_id: str | None = None
-    epoch: int | None = None
-    state: str = "starting"
-    """starting, idle, or what is copied"""
     target: str = LATEST
-    target_version: int | None = None
-    """that the source's pointer names"""
-    local_version: int | None = None
-    served_version: int | None = None
-    """that the destination's pointer names"""
-    lag_versions: int | None = None
-    ready: bool = False
-    """the last pass ended well"""
-    not_ready_reasons: tuple[str, ...] = ("no pass has ended",)
+    epoch: int | None = None
     bytes: int = 0
     versions: int = 0
     mended: int = 0
-    last_error: Failure | None = None
-    report_error: str = ""
-    loop: LoopStatus = field(default_factory=LoopStatus)
 
 
 @dataclass(frozen=True)
@@ -127,18 +114,6 @@ class MirrorOptions:
     trust: Trust | None = None
     take_over: bool = False
     unfenced: bool = False
-    patience: float = 60.0
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """What is committed at once: a version, its anchor or a multi-step delta. `key`: of its directory;
-    `files`: those of the source."""
-
-    version: int
-    key: str
-    files: Store
-    index: Index
 
 
 class Mirror:
@@ -164,9 +139,7 @@ class Mirror:
         require_fences(store, unfenced=options.unfenced)
         # no lower than those whose files are copied: they would look like a newer owner's
         above = current_epoch(source)
-        self.claim = claim(
-            store, this_process(), take_over=options.take_over, patience=options.patience, above=above
-        )
+        self.claim = claim(store, this_process(), take_over=options.take_over, above=above)
         try:
             self._opened()
             self._readable_pointer()
@@ -202,7 +175,9 @@ class Mirror:
                     continue
                 advance_pointer(self.claim, version, None)
                 reached.add(version)
-                self._arrived(version)
+                self._at = version
+                self._show_place(version, pointer.version, versions=self.status.versions + 1)
+                log.info("version mirrored", version=version, lag=self.status.lag_versions)
             if due:
                 self._look(channel, failures)
                 self._prune()
@@ -231,6 +206,11 @@ class Mirror:
         files, before anything is written."""
         channel, theirs = Channel.open(self._source, self._options.trust), self._store
         if channel.file is None:
+            if self._source.stat(LATEST) is not None and self._source.stat(BASE_JSON) is None:
+                raise Refused(
+                    f"{channel.place} is in the slime format, which mirrors do not copy",
+                    remedy="give --from a channel of weightcast's own; copy this one with its own tool",
+                )
             raise NoChannel.within(channel.place)
         file, base = channel.require_ours()
         data = read_if_there(theirs, CHANNEL_JSON, CHANNEL_FILE_LIMIT)
@@ -305,19 +285,9 @@ class Mirror:
     def _table(self) -> TensorTable:
         return self._opened().require_ours()[1].table
 
-    def _arrived(self, version: int) -> None:
-        self._at = version
-        self._show_place(version, self.status.target_version or 0)
-        self._show(versions=self.status.versions + 1)
-        log.info("version mirrored", version=version, lag=self.status.lag_versions)
-
-    def _show_place(self, version: int, target: int) -> None:
-        self._show(
-            target_version=target,
-            local_version=version,
-            served_version=version,
-            lag_versions=target - version,
-        )
+    def _show_place(self, version: int, target: int, **changes: object) -> None:
+        places = {"target_version": target, "local_version": version, "served_version": version}
+        self._show(**places, lag_versions=target - version, **changes)
 
     # ---- versions
 
@@ -331,40 +301,28 @@ class Mirror:
         return {version: held[version] for version in sorted(held.keys() - gone)}
 
     def _bring_version(self, channel: Channel, version: int, shown: Shown) -> None:
-        unit = self._main(channel, version)
-        base_version = unit.index.base_version
+        index = announced(channel, version)
+        base_version = index.base_version
         has_gap = base_version > 0 and self._store.stat(index_key(base_version)) is None
-        if base_version > 0 and not has_gap:
-            self._require_parent(unit.index)
         if has_gap:
-            self._raise_horizon(version)
-        self._bring(unit)
+            raise_horizon(self.claim, version)
+        elif base_version > 0:
+            self._require_parent(index)
+        self._bring(version_name(version), index)
         if has_gap:
             # what leads to it has to be there before it is announced
             self._bring_beside(channel, version, shown)
 
-    def _main(self, channel: Channel, version: int) -> _Unit:
-        index = channel.index(Pointer(version), version, self._table)
-        if not isinstance(index, Index):
-            raise DamagedFile(
-                f"{channel.store.place(index_key(version))} is missing or cut short", remedy=_REPAIR_SOURCE
-            )
-        return _Unit(version, version_name(version), channel.version(Pointer(version), version), index)
-
-    def _beside(self, channel: Channel, version: int, shown: Shown) -> Iterator[_Unit]:
-        """Anchor and multi-step deltas of a version."""
-        anchor = None if shown.anchor is None else channel.anchor(version, self._table)
-        if anchor is not None:
-            yield _Unit(version, anchor_key(version), channel.anchor_files(version), anchor)
-        for base_version in shown.skips:
-            index = channel.skip(version, base_version, self._table)
-            if index is not None:
-                files = channel.multi_step_files(version, base_version)
-                yield _Unit(version, multi_step_key(version, base_version), files, index)
-
     def _bring_beside(self, channel: Channel, version: int, shown: Shown, *, deep: bool = False) -> None:
-        for unit in self._beside(channel, version, shown):
-            self._bring(unit, deep=deep)
+        """Anchor and multi-step deltas of a version."""
+        found: dict[str, Index | None] = {}
+        if shown.anchor is not None:
+            found[anchor_key(version)] = channel.anchor(version, self._table)
+        for base_version in shown.skips:
+            found[multi_step_key(version, base_version)] = channel.skip(version, base_version, self._table)
+        for key, index in found.items():
+            if index is not None:
+                self._bring(key, index, deep=deep)
 
     def _require_parent(self, index: Index) -> None:
         there = self._store.read(index_key(index.base_version), INDEX_LIMIT)
@@ -375,100 +333,83 @@ class Mirror:
                 remedy=_NEW_DESTINATION,
             )
 
-    def _raise_horizon(self, version: int) -> None:
-        file = parse_channel_file(self._store.read(CHANNEL_JSON, CHANNEL_FILE_LIMIT))
-        if version > file.horizon:
-            self._store.replace(
-                CHANNEL_JSON, write_channel_file(replace(file, horizon=version)), allowed=self.claim.check
-            )
-
-    def _bring(self, unit: _Unit, *, deep: bool = False) -> None:
-        """Commits the unit, or repairs what is there of it. Raises Forked for another one."""
-        data, key = unit.files.read(INDEX_NAME, INDEX_LIMIT), f"{unit.key}/{INDEX_NAME}"
-        there = read_if_there(self._store, key, INDEX_LIMIT)
+    def _bring(self, key: str, index: Index, *, deep: bool = False) -> None:
+        """Commits the source's directory `key`, or repairs what is there of it. Raises Forked for another."""
+        files, place = self._source.within(key), f"{key}/{INDEX_NAME}"
+        data, there = files.read(INDEX_NAME, INDEX_LIMIT), read_if_there(self._store, place, INDEX_LIMIT)
         if there == data:
-            self._mend(unit, deep)
+            self._mend(key, index, deep)
             return
         if there is not None:
             with contextlib.suppress(DamagedFile):
                 parse_index(there, self._table)
                 raise Forked(
-                    f"{self._store.place(key)} is not that of the source",
+                    f"{self._store.place(place)} is not that of the source",
                     remedy=f"{_NEW_DESTINATION}; if that file was damaged, delete it: it is copied again",
                 )
-            self._store.delete(key)
-        self._show(state=f"copying {unit.key}")
-        self._commit(unit, data)
+            self._store.delete(place)
+        self._show(state=f"copying {key}")
+        self._commit(index, files, key, data)
 
-    def _commit(self, unit: _Unit, data: bytes) -> None:
-        is_main = "/" not in unit.key
-        attempt = begin_attempt(self.claim, unit.version) if is_main else ""
-        files = Files.of(self._store, attempt) if is_main else begin_beside(self.claim, unit.key)
+    def _commit(self, index: Index, files: Store, key: str, data: bytes) -> None:
+        attempt = "" if "/" in key else begin_attempt(self.claim, index.version)
+        draft = Files.of(self._store, attempt) if attempt else begin_beside(self.claim, key)
+        made = draft.directory
         try:
-            made = files.directory
             with ThreadPoolExecutor(_FILES_AT_ONCE, "mirror") as pool:
-                for size in pool.map(lambda record: self._copy(unit, made, record), unit.index.all_files):
+                for size in pool.map(lambda record: self._copy(files, made, record), index.all_files):
                     self._show(bytes=self.status.bytes + size)
-            signature = read_if_there(unit.files, signature_key(INDEX_NAME), SIGNATURE_LIMIT)
+            signature = read_if_there(files, _SIGNATURE, SIGNATURE_LIMIT)
             if signature is not None:
-                made.replace(signature_key(INDEX_NAME), signature)
+                made.replace(_SIGNATURE, signature)
             failpoint("mirror.copied", made.place())
-            commit_draft(self.claim, files.key, unit.key, unit.index, data, None)
-            failpoint("mirror.committed", self._store.place(unit.key))
+            commit_draft(self.claim, draft.key, key, index, data, None)
+            failpoint("mirror.committed", self._store.place(key))
         except BaseException:
-            files.discard()
+            draft.discard()
             raise
         finally:
-            if is_main and self._store.renames:
+            if attempt and self._store.renames:
                 end_attempt(self._store, attempt)
 
-    def _copy(self, unit: _Unit, made: Store, record: FileRecord) -> int:
+    def _copy(self, files: Store, made: Store, record: FileRecord) -> int:
         """The number of bytes. Only those that the record names get a name, and they are read back."""
 
         def pieces() -> Iterator[bytes]:
-            for piece in pieces_of(unit.files, record.name):
+            for piece in pieces_of(files, record.name):
                 self._advance(len(piece))
                 yield piece
 
-        def write() -> FileRecord:
-            return put(
-                made, record.name, proven(record, pieces(), unit.files.place(record.name), _REPAIR_SOURCE)
-            )
-
-        try:
-            found = write()
-        except AlreadyExists:
-            # damaged, or of an attempt at a version that never was
-            made.delete(record.name)
-            found = write()
-        if found != record:
-            raise DamagedFile(
-                f"{made.place(record.name)} was not written as it was read", remedy="check the store"
-            )
+        # damaged, or of an attempt at a version that never was
+        made.delete(record.name)
+        whole = proven(record, pieces(), files.place(record.name), _REPAIR_SOURCE)
+        if put(made, record.name, whole) != record:
+            place = made.place(record.name)
+            raise DamagedFile(f"{place} was not written as it was read", remedy="check the store")
         return record.size
 
-    def _mend(self, unit: _Unit, deep: bool) -> None:
+    def _mend(self, key: str, index: Index, deep: bool) -> None:
         """Replaces what is missing or has another size; `deep`: or other bytes."""
-        there = self._store.within(unit.key)
-        for record in unit.index.all_files:
+        files, there = self._source.within(key), self._store.within(key)
+        for record in index.all_files:
             if not _is_right(there, record, deep):
-                self._mend_file(unit, record)
+                self.claim.check()
+                self._mend_file(key, index, record)
                 self._show(mended=self.status.mended + 1)
                 log.warning("file repaired", file=there.place(record.name))
-        key = signature_key(INDEX_NAME)
-        signature = read_if_there(unit.files, key, SIGNATURE_LIMIT)
-        if signature is not None and read_if_there(there, key, SIGNATURE_LIMIT) != signature:
-            there.replace(key, signature, allowed=self.claim.check)
+        signature = read_if_there(files, _SIGNATURE, SIGNATURE_LIMIT)
+        if signature is not None and read_if_there(there, _SIGNATURE, SIGNATURE_LIMIT) != signature:
+            there.replace(_SIGNATURE, signature, allowed=self.claim.check)
 
-    def _mend_file(self, unit: _Unit, record: FileRecord) -> None:
-        self.claim.check()
+    def _mend_file(self, key: str, index: Index, record: FileRecord) -> None:
+        files = self._source.within(key)
         if not self._store.renames:
-            self._copy(unit, self._store.within(unit.key), record)
+            self._copy(files, self._store.within(key), record)
             return
-        attempt = begin_attempt(self.claim, unit.version)
+        attempt = begin_attempt(self.claim, index.version)
         try:
-            self._copy(unit, self._store.within(attempt), record)
-            self._store.move(f"{attempt}/{record.name}", f"{unit.key}/{record.name}", sync=True)
+            self._copy(files, self._store.within(attempt), record)
+            self._store.move(f"{attempt}/{record.name}", f"{key}/{record.name}", sync=True)
         finally:
             end_attempt(self._store, attempt)
 
@@ -501,7 +442,7 @@ class Mirror:
 
     def _complete(self, channel: Channel, version: int, shown: Shown, lost: bool, deep: bool) -> None:
         if lost or deep or self._check:
-            self._bring(self._main(channel, version), deep=deep)
+            self._bring(version_name(version), announced(channel, version), deep=deep)
         else:
             there = look(self._store.within(version_name(version)))
             if there is not None:
@@ -524,7 +465,7 @@ class Mirror:
         if self._options.retention.bounded and self._pointed:
             mine = Channel.open(self._store)
             verdict = what_to_prune(mine, Pointer(self._pointed), self._active, self._options.retention)
-            prune(mine, verdict, self.claim)
+            prune(verdict, self.claim)
         empty_trash(self._store, self._options.grace_seconds)
 
     def _require_reached(self, pointer: Pointer, failures: Sequence[DamagedFile | NotFound]) -> None:

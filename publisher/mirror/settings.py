@@ -7,13 +7,13 @@ from typing import Annotated, cast
 from pydantic import BeforeValidator, ByteSize, Field, NonNegativeInt, PositiveInt, create_model
 
 from weightcast.publisher.maintenance.retention import Retention
-from weightcast.shared.daemon.settings import MIRROR_PORT, DaemonSettings, Size
+from weightcast.shared.daemon.settings import MIRROR_PORT, ReportSettings, Size
 from weightcast.shared.files.paths import ChannelAddress, channel_address
 
 _Address = Annotated[ChannelAddress, BeforeValidator(channel_address)]
 
 
-class MirrorPlaces(DaemonSettings):
+class MirrorPlaces(ReportSettings):
     """`MirrorSettings` without `from`, which Python keeps for itself. A text below a setting is its
     description."""
 
@@ -35,10 +35,6 @@ class MirrorPlaces(DaemonSettings):
     """--to keeps versions younger than this."""
     host_versions: NonNegativeInt = 64
     """Maximum number of additional versions kept for hosts that are behind."""
-    report: bool = True
-    """Write a report of this mirror to --from, for `weightcast fleet`."""
-    report_seconds: float = Field(30.0, ge=0.5, le=3600)
-    """Between two reports while nothing changes."""
 
     @property
     def source(self) -> ChannelAddress:

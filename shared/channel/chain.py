@@ -15,6 +15,7 @@ from typing import Literal
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel, FullVersion, look
 from weightcast.shared.channel.claims import CLAIM_LIMIT, current_epoch, parse_claim
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, ForeignIndex, Index, object_record
@@ -89,7 +90,21 @@ def entries(channel: Channel, pointer: Pointer | None) -> Iterator[ChainEntry]:
         # a listing may lack it
         found.add(pointer.version)
     for version in sorted(found):
-        yield read_entry(channel, pointer, version)
+        entry = read_entry(channel, pointer, version)
+        if entry.index is not None or not is_half_pruned(channel, version):
+            yield entry
+
+
+def is_half_pruned(channel: Channel, version: int) -> bool:
+    """Whether a pruning that was killed left files of a version: in an object store its index goes first. The
+    owner deletes them."""
+    store, horizon = channel.store, 0 if channel.file is None else channel.file.horizon
+    if store.renames or version >= horizon or store.stat(index_key(version)) is not None:
+        return False
+    try:
+        return version not in {*pins.kept(store), *pins.tags(store).values()}
+    except (WeightcastError, OSError):
+        return False  # who cannot tell deletes nothing
 
 
 def committed(store: Store, above: int = 0) -> list[int]:

@@ -148,7 +148,7 @@ def repair_local(
         now = updater.local
         if now is not None:
             ways = repair_sources(opened, now.state.position.version, now.table, base)
-            repair_files(now, [way.directory for way in ways])
+            repair_files(now, [way.weights for way in ways])
     return done
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.directory_store import open_store
@@ -17,6 +18,7 @@ from weightcast.shared.channel.reports import Report, pack_report, write_report
 from weightcast.shared.daemon.client import Daemon, parsed
 from weightcast.shared.daemon.fleet import REPORTS_PATH
 from weightcast.shared.daemon.logs import get_log
+from weightcast.shared.daemon.settings import ReportSettings
 from weightcast.shared.daemon.timing import Backoff, Due, jittered
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.paths import ChannelAddress
@@ -94,12 +96,42 @@ class ToPublisher:
         self._daemon.close()
 
 
+_STATED = ("host", "local", "software", "target", "target_version", "local_version", "served_version")
+"""what is reported of a status as it is"""
+
+
+def report_of(status: Any, last_error: str, remedy: str, **more: Any) -> Report:
+    """Of a host's status or a mirror's. `counter` is 0."""
+    return Report(
+        **{name: getattr(status, name) for name in _STATED},
+        run_id=status.run_id or "",
+        state="ready" if status.ready else status.state,
+        lag=status.lag_versions,
+        last_error=last_error,
+        counter=0,
+        phase=status.state,
+        remedy=remedy,
+        retries=status.loop.retries,
+        **more,
+    )
+
+
 def ahead_by(began: float, ended: float, there: float) -> float:
     """Seconds by which a clock that read `began` and then `ended` is ahead of another that read `there` in
     between; 0 when they may agree."""
     if there < began - _TICK:
         return round(began - there, 3)
     return round(ended - there, 3) if there > ended + _TICK else 0.0
+
+
+def open_reporter(settings: ReportSettings, channel: ChannelAddress) -> Reporter | None:
+    """None where nobody is told."""
+    if settings.report_to is not None:
+        token = settings.secret(settings.report_token)
+        return Reporter(ToPublisher(settings.report_to, token), settings.report_seconds)
+    if not settings.report or open_store(channel).is_static:
+        return None
+    return Reporter(InChannel(channel), settings.report_seconds)
 
 
 class Reporter:

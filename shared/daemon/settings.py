@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +22,7 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 from pydantic_core import ErrorDetails
 
@@ -32,6 +33,7 @@ from weightcast.shared.daemon.environment import (
     PREFIX,
     address_of,
     hide_queries,
+    http_parts,
     is_host,
     is_token,
 )
@@ -133,6 +135,43 @@ class ServiceSettings(DaemonSettings):
     """Rate limit of the background check of the local checkpoint, bytes per second; 0: off."""
     hook_seconds: float = Field(300.0, gt=0, le=86400)
     """Timeout of a hook; it is then killed."""
+
+
+class ReportSettings(DaemonSettings):
+    """What those have that report."""
+
+    report: bool = True
+    """Write reports to the channel that is followed, for `weightcast fleet`."""
+    report_to: str | None = Field(None, max_length=2048)
+    """URL of the publisher that reports are posted to, where the channel is read-only here."""
+    report_token: Token | None = None
+    """Bearer token for hosts' reports to the publisher, no more; unset: WEIGHTCAST_TOKEN."""
+    report_seconds: float = Field(30.0, ge=0.5, le=3600)
+    """Between two reports while nothing changes."""
+
+    @model_validator(mode="after")
+    def _check_report_to(self) -> Self:
+        if self.report_to is None:
+            return self
+        if not self.report:
+            raise ValueError("report_to: means nothing without reports (--no-report)")
+        token = self.secret(self.report_token)
+        require_reachable("report_to", self.report_to, token, f"{PREFIX}REPORT_TOKEN")
+        return self
+
+    def secret(self, own: Token | None) -> str | None:
+        """Unset: the daemon's token."""
+        token = self.token if own is None else own
+        return None if token is None else token.get_secret_value()
+
+
+def require_reachable(name: str, url: str, token: str | None, variable: str) -> None:
+    """Raises ValueError for anything but `http(s)://host[:port]`, and without the token that it needs."""
+    at = http_parts(url)
+    if at is None or any((at.path.strip("/"), at.query, at.fragment, at.username, at.password)):
+        raise ValueError(f"{name}: give http://HOST:PORT or https://HOST:PORT, nothing more")
+    if token is None and not is_loopback(at.hostname or ""):
+        raise ValueError(f"{name}: other machines ask for a token; set {variable}")
 
 
 def _complete(value: object) -> object:

@@ -79,6 +79,31 @@ class LoopStatus(Facts):
     """until the next step, unless something wakes the loop"""
 
 
+class FollowerStatus(Facts):
+    """What a host's status and a mirror's have in common."""
+
+    software: str
+    host: str
+    channel: str
+    """that is followed"""
+    local: str
+    target: str
+    """latest, a version or a tag, as configured"""
+    run_id: str | None = None
+    state: str = "starting"
+    local_version: int | None = None
+    target_version: int | None = None
+    served_version: int | None = None
+    lag_versions: int | None = None
+    """target version less served version"""
+    last_error: Failure | None = None
+    report_error: str = ""
+    """why the last report was not delivered"""
+    ready: bool = False
+    not_ready_reasons: tuple[str, ...] = ("starting",)
+    loop: LoopStatus = LoopStatus()
+
+
 log = get_log("kernels")
 
 

@@ -146,7 +146,7 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool, need_inde
         found = (*index.notes, *_index_notes(index.weight_map, held))
         notes += [f"{WEIGHT_INDEX}: {note}" for note in found]
     notes += [f"{name}: {note}" for name, header in headers.items() for note in header.notes]
-    table, spots = _laid_out(tuple(headers.values()))
+    table, spots = laid_out(tuple(headers.values()))
     if len(table) and all(is_adapter_tensor(spec.name) for spec in table):
         raise Refused(_IS_ADAPTER.format(directory, table[0].name), remedy=MERGE_ADAPTER)
     files = [directory / name for name in headers]
@@ -334,9 +334,9 @@ def _held(directory: Path, headers: Mapping[str, Header]) -> dict[str, str]:
 
 
 @lru_cache(maxsize=2)
-def _laid_out(headers: tuple[Header, ...]) -> tuple[TensorTable, tuple[_Spot, ...]]:
-    """Names are unique, within a header and across shards. Remembered, so that checkpoints with the same
-    headers have one table."""
+def laid_out(headers: tuple[Header, ...]) -> tuple[TensorTable, tuple[_Spot, ...]]:
+    """The tensors of these headers, and where each one is. Names are unique, within a header and across
+    shards. Remembered, so that checkpoints with the same headers have one table."""
     specs: list[TensorSpec] = []
     spots: dict[str, _Spot] = {}
     for shard, header in enumerate(headers):

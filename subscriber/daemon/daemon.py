@@ -30,12 +30,13 @@ from weightcast.shared.daemon.http import StrictRoute, make_app
 from weightcast.shared.daemon.logs import get_log, setup_logs
 from weightcast.shared.daemon.loop import Stop, Wakeup, Watcher, begun, run_daemon
 from weightcast.shared.daemon.metrics import DiskMetrics, new_registry, watch_loop
+from weightcast.shared.daemon.reporter import open_reporter
 from weightcast.shared.daemon.status import STATUS, LoopStatus, Readiness, Snapshot, warm_up_in_background
 from weightcast.shared.files.disk_errors import DiskError
 from weightcast.shared.files.paths import exists, require_directory
 from weightcast.subscriber.daemon.announce import Announcer, FailedEngines
 from weightcast.subscriber.daemon.metrics import SubscriberMetrics
-from weightcast.subscriber.daemon.report import describe, open_reporter
+from weightcast.subscriber.daemon.report import describe
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.daemon.wiring import open_engines, open_gate, open_lead, options_of
 from weightcast.subscriber.engines.live import EngineVerify
@@ -87,7 +88,7 @@ class Subscriber:
         self.gate = open_gate(settings, self.sync.engines, self._run_id, self._wake)
         if self.gate is not None:
             self.registry.watch(self.gate)
-        self.reporter = open_reporter(settings)
+        self.reporter = open_reporter(settings, settings.channel)
         self.follower: GroupFollower | None = None
         if settings.group_follower:
             self.follower = GroupFollower(self.sync, Post(self.wakeup.set))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Self
-from urllib.parse import urlsplit
 
 from pydantic import (
     BeforeValidator,
@@ -21,11 +20,12 @@ from pydantic import (
 from weightcast.shared.checkpoint.local_checkpoint import Readers
 from weightcast.shared.daemon.settings import (
     SUBSCRIBER_PORT,
+    ReportSettings,
     ServiceSettings,
     Size,
     Token,
-    is_loopback,
     problem_of,
+    require_reachable,
 )
 from weightcast.shared.files.paths import ChannelAddress, channel_address, require_places
 from weightcast.subscriber.engines.base import (
@@ -37,7 +37,7 @@ from weightcast.subscriber.engines.base import (
 )
 from weightcast.subscriber.engines.rules import ReloadOrder
 from weightcast.subscriber.gate.conditions import UpdatePolicy
-from weightcast.subscriber.groups.messages import LEASE_LIMIT, is_member_url
+from weightcast.subscriber.groups.messages import LEASE_LIMIT
 from weightcast.subscriber.sync.options import parse_target
 
 MOST_MEMBERS = 256
@@ -45,7 +45,7 @@ _UpToADay = Annotated[float, Field(gt=0, le=86400)]
 _Command = Annotated[str, Field(min_length=1)]
 
 
-class SubscriberSettings(ServiceSettings):
+class SubscriberSettings(ServiceSettings, ReportSettings):
     """A text below a setting is its description."""
 
     port: int = Field(SUBSCRIBER_PORT, ge=0, le=65535)
@@ -86,14 +86,6 @@ class SubscriberSettings(ServiceSettings):
     to 1 GiB of weights: all of them, before every reload."""
     readable_by: Readers | None = None
     """Who may read the local checkpoint; unset: whom the umask lets."""
-    report: bool = True
-    """Write a report of this host to the channel."""
-    report_to: str | None = Field(None, max_length=2048)
-    """URL of the publisher that reports are posted to, where the channel is read-only here."""
-    report_token: Token | None = None
-    """Bearer token for hosts' reports to the publisher, no more; unset: WEIGHTCAST_TOKEN."""
-    report_seconds: float = Field(30.0, ge=0.5, le=3600)
-    """Between two reports while nothing changes."""
     gate: int | None = Field(None, ge=0, le=65535)
     """Port of the gate: requests to the engines, each answered by a version that it allows; 0 takes a free
     one, unset: none."""
@@ -156,7 +148,7 @@ class SubscriberSettings(ServiceSettings):
         if self.group_follower and (self.engine or self.group_member):
             raise ValueError("group_follower: engines and members are given to the group's leader")
         for url in self.group_member:
-            _require_reachable("group_member", url, self.secret(self.group_token), "WEIGHTCAST_GROUP_TOKEN")
+            require_reachable("group_member", url, self.secret(self.group_token), "WEIGHTCAST_GROUP_TOKEN")
         if len(set(map(address_of, self.group_member))) < len(self.group_member):
             raise ValueError("group_member: a URL is given twice")
         return self
@@ -167,29 +159,6 @@ class SubscriberSettings(ServiceSettings):
             raise ValueError(f"pre_read: {self.channel} is not a directory; leave the hook out")
         return self
 
-    @model_validator(mode="after")
-    def _check_report_to(self) -> Self:
-        if self.report_to is None:
-            return self
-        if not self.report:
-            raise ValueError("report_to: means nothing without reports (--no-report)")
-        _require_reachable(
-            "report_to", self.report_to, self.secret(self.report_token), "WEIGHTCAST_REPORT_TOKEN"
-        )
-        return self
-
     def missing(self) -> list[str]:
         problem = problem_of(lambda: require_places(self.channel, self.local))
         return [*super().missing(), *filter(None, [problem])]
-
-    def secret(self, own: Token | None) -> str | None:
-        """Unset: the daemon's token."""
-        token = self.token if own is None else own
-        return None if token is None else token.get_secret_value()
-
-
-def _require_reachable(name: str, url: str, token: str | None, variable: str) -> None:
-    if not is_member_url(url):
-        raise ValueError(f"{name}: give http://HOST:PORT or https://HOST:PORT, nothing more")
-    if token is None and not is_loopback(urlsplit(url).hostname or ""):
-        raise ValueError(f"{name}: other machines ask for a token; set {variable}")

@@ -13,7 +13,6 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 
 from weightcast.shared.checkpoint.state.state import Position
-from weightcast.shared.daemon.environment import http_parts
 
 NAME_LIMIT = 300
 REASON_LIMIT = 1000
@@ -29,14 +28,6 @@ OrderPhase = Literal["prepare", "hold"]
 HoldState = Literal["free", "working", "prepared", "held", "refused", "failed"]
 """free: no order. refused: this version is not taken here. failed: it is tried again."""
 _NOTHING_MORE = {"extra": "forbid"}
-
-
-def is_member_url(url: str) -> bool:
-    """Whether it is `http(s)://host[:port]` and nothing more."""
-    parts = http_parts(url)
-    if parts is None:
-        return False
-    return not any((parts.path.strip("/"), parts.query, parts.fragment, parts.username, parts.password))
 
 
 @dataclass(frozen=True)

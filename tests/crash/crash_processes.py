@@ -74,6 +74,8 @@ def kind_of(where: Path) -> str:
         return "claim" if parent == "publishers" else "report"
     if name.startswith("from_v"):
         return "skip"
+    if name.startswith("full-"):
+        return "full weights"
     if name.startswith("anchor."):
         return "anchor"
     if name.startswith("weight_v") or name == "whole":

@@ -29,13 +29,14 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "tests" / "subscriber")]
 
 import crash_processes  # noqa: E402
+import httpx  # noqa: E402
 from crash_failpoints import failpoints_of  # noqa: E402
 from crash_processes import NotReached, Order, preload  # noqa: E402
 from crash_scenarios import DISTURBED, RANDOM, SCENARIOS, Run, Scenario  # noqa: E402
 from crash_world import Shape, World  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
-from s3_gateway import bucket_at  # noqa: E402
+from s3_gateway import Away, bucket_at, outages  # noqa: E402
 
 USES_OF_A_WORLD = 30
 WEIGHTS = {
@@ -263,7 +264,9 @@ class Campaign:
         self.plan = Plan(self._rng, names, row, cover, tally, moments=not errors)
         self.rows: dict[tuple[str, str], Row] = {}
         self.violations: list[Violation] = []
-        self.others = 0
+        self.others = self.left_out = 0
+        """kills on the way; runs in which the object store was away"""
+        self._outages = outages()
         self._worlds: dict[object, tuple[World, int, int]] = {}
         """by what they can be used for: the world, its seed, how often it was used"""
         self._made = 0
@@ -285,16 +288,19 @@ class Campaign:
             self._drop(key)
 
     def once(self) -> Violation | None:
+        """Of a run in which the object store was away nothing counts."""
         name, order = self.plan.next()
         scenario = (DISTURBED if self._errors else SCENARIOS)[name]
         key: object = name if scenario.new else _kind_of(scenario)
-        world, seed = self._world(key, scenario)
-        run = Run(world, order, random.Random(self._rng.getrandbits(32)))
-        world.wake()
+        before = self._outages
         try:
-            scenario.act(run)
-        except NotReached as error:
-            run.check([f"did not come to an end: {error}"])
+            run, seed = self._run(key, scenario, order)
+        except (RuntimeError, httpx.HTTPError):
+            if not self._was_away(before):
+                raise
+            return self._leave_out(key)
+        if run.violations and self._was_away(before):
+            return self._leave_out(key)
         self.plan.learn(name, run)
         self._note(scenario, run)
         if run.order.key and not run.struck:
@@ -306,8 +312,27 @@ class Campaign:
         if run.violations or scenario.new:
             self._drop(key)
         else:
-            world.rest()
+            run.world.rest()
         return violation
+
+    def _was_away(self, before: int) -> bool:
+        self._outages = outages()
+        return self._outages > before
+
+    def _leave_out(self, key: object) -> None:
+        self.left_out += 1
+        if key in self._worlds:
+            self._drop(key)
+
+    def _run(self, key: object, scenario: Scenario, order: Order) -> tuple[Run, int]:
+        world, seed = self._world(key, scenario)
+        run = Run(world, order, random.Random(self._rng.getrandbits(32)))
+        world.wake()
+        try:
+            scenario.act(run)
+        except NotReached as error:
+            run.check([f"did not come to an end: {error}"])
+        return run, seed
 
     def _wear(self, key: object) -> None:
         world, seed, used = self._worlds[key]
@@ -343,6 +368,7 @@ class Campaign:
             world.seeds = 1
             found = world.settle()
             if found:
+                world.close()
                 raise RuntimeError(f"a world does not even start: {found}")
         return world
 
@@ -397,6 +423,7 @@ class Campaign:
             "strikes": self.strikes,
             "rows": [asdict(row) for row in self.rows.values()],
             "others": self.others,
+            "left_out": self.left_out,
             "passed": self.passed(),
             "violations": [asdict(each) for each in self.violations],
         }
@@ -525,11 +552,15 @@ def run_here(arguments: argparse.Namespace, seed: int, console: Console) -> dict
     names = [name for name in arguments.scenario or known if name in known]
     options = {"errors": arguments.errors, "channel": arguments.channel}
     campaign = Campaign(root, seed, names, arguments.row, arguments.cover, tally, **options)
+    away: list[str] = []
     try:
-        missing = run_campaign(arguments, campaign, console)
+        try:
+            missing = run_campaign(arguments, campaign, console)
+        except Away as error:
+            away = missing = [str(error)]
         if arguments.cover and not (arguments.part or arguments.scenario or arguments.row):
             missing += never_reached(tally, arguments.channel)
-        return {**campaign.facts(), "missing": missing, "short": campaign.short()}
+        return {**campaign.facts(), "missing": missing, "short": campaign.short(), "away": away}
     finally:
         campaign.close()
         shutil.rmtree(root)
@@ -564,7 +595,7 @@ def run_parts(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     return {
         **merged,
         "passed": passed,
-        "missing": missing,
+        "missing": missing + merged["away"],
         "short": short(passed, tally, cover),
         "seed": seed,
     }
@@ -617,7 +648,8 @@ def main() -> int:
             console.print(text, style="red", highlight=False)
     violations = len(facts["violations"])
     errors = f", {facts['errors']} disk errors" if facts["errors"] else ""
-    console.print(f"{facts['kills']} kills{errors}, {violations} violations, {facts['seconds']:.0f} s")
+    away = f", {facts['left_out']} runs left out: the store was away" if facts["left_out"] else ""
+    console.print(f"{facts['kills']} kills{errors}, {violations} violations, {facts['seconds']:.0f} s{away}")
     few = facts["errors" if arguments.errors else "kills"] < arguments.kills and not arguments.strikes
     return 1 if violations or facts["missing"] or few else 0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import multiprocessing
 import os
 import random
@@ -19,11 +20,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
@@ -206,8 +208,8 @@ class Soak:
             "empty": tensor(self.numbers, "BF16", 0, 4),
             "up": tensor(self.numbers, "BF16", 64, 16),
         }
-        self.version, self.faults = 0, Counter[str]()
-        """`version` counts what was handed over"""
+        self.version, self.seconds = 0, defaultdict[str, list[float]](list)
+        """`version` counts what was handed over; `seconds` of each version, by its fault"""
         root.mkdir(parents=True, exist_ok=True)
         write_checkpoint(self.base, self.model)
         self.inbox.mkdir()
@@ -302,12 +304,13 @@ class Soak:
         fault = self.random.choice(list(known)) if self.random.random() < share else ""
         if self.bucket is not None and self.random.random() < 0.5:
             fault = "requests fail"
+        began = time.monotonic()
         with known[fault](self) if fault else contextlib.nullcontext():
-            self.faults[fault or "none"] += 1
             self._hand_over()
             # the fault meets what is under way
             time.sleep(self.random.uniform(0.0, 0.1))
         self._settle(fault)
+        self.seconds[fault or "none"].append(time.monotonic() - began)
         if self.bucket is not None:
             self.bucket.look()
 
@@ -335,7 +338,8 @@ class Soak:
         while not self._arrived(wanted):
             if time.monotonic() > deadline:
                 raise LostError(f"step {self.version} after {fault or 'no fault'}:\n{self._words()}")
-            time.sleep(0.005)
+            # each wake costs requests, which the daemons wait for too
+            time.sleep(0.005 if self.bucket is None else 0.1)
             with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
                 for daemon in self.daemons.values():
                     daemon.wake()
@@ -560,13 +564,23 @@ def judge(soak: Soak, console: Console) -> bool:
             str(daemon.samples[-1].threads),
         )
     console.print(table)
-    console.print(", ".join(f"{count} {what}" for what, count in sorted(soak.faults.items())))
+    console.print(
+        ", ".join(f"{len(each)} {what} ({median(each):.1f} s)" for what, each in sorted(soak.seconds.items()))
+    )
     if soak.bucket is not None:
         console.print(f"{soak.bucket.hits} requests disturbed")
     return flat
 
 
-def soak(root: Path, versions: int, seconds: float, seed: int, console: Console, channel: str = "") -> bool:
+def soak(
+    root: Path,
+    versions: int,
+    seconds: float,
+    seed: int,
+    console: Console,
+    channel: str = "",
+    samples: Path | None = None,
+) -> bool:
     made = Soak(root, seed, channel)
     deadline = time.monotonic() + seconds
     try:
@@ -575,6 +589,11 @@ def soak(root: Path, versions: int, seconds: float, seed: int, console: Console,
             made.step()
             if made.version % max(1, versions // 200) == 0:
                 made.sample()
+                if samples is not None:
+                    taken = {
+                        name: [asdict(each) for each in one.samples] for name, one in made.daemons.items()
+                    }
+                    samples.write_text(json.dumps(taken))
         console.print(f"seed {seed}: {made.version} versions arrived")
         return judge(made, console)
     except LostError as error:
@@ -590,6 +609,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--patience", type=float, default=1.0, help="multiplies every wait")
+    parser.add_argument("--json", type=Path, default=None, help="write the samples to this file")
     parser.add_argument(
         "--channel", default="", help="s3, or s3://BUCKET of the environment's server; else a directory"
     )
@@ -600,7 +620,7 @@ def main() -> None:
     try:
         with bucket_at(options.channel, root / "s3") as channel:
             limits = (options.versions, options.seconds, options.seed)
-            flat = soak(root / "run", *limits, Console(width=110), channel)
+            flat = soak(root / "run", *limits, Console(width=110), channel, options.json)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     sys.exit(not flat)

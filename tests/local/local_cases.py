@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from core_cases import Model, every_dtype, some_changed, write_checkpoint
+from memory_store import MemoryStore
 from opening import open_publisher
 
 from weightcast.publisher import init_channel
@@ -67,6 +68,15 @@ def make_run(root: Path, versions: int = 3, *, files: int = 1, seed: int = 7, **
     for _ in range(versions):
         models.append(some_changed(models[-1], rng))
     return run_of(root, models, files=files, **options)
+
+
+def in_memory(run: Run) -> MemoryStore:
+    """A copy of the channel in an object store."""
+    store = MemoryStore()
+    for path in run.channel.rglob("*"):
+        if path.is_file():
+            store.create(path.relative_to(run.channel).as_posix(), path.read_bytes())
+    return store
 
 
 @contextlib.contextmanager

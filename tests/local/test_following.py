@@ -25,6 +25,7 @@ from local_cases import (
     catch_up,
     edit_state,
     following,
+    in_memory,
     make_run,
     patch_keeping_undo,
     phase_of,
@@ -32,7 +33,6 @@ from local_cases import (
     state_of,
     step_to,
 )
-from memory_store import MemoryStore
 
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.channel.channel import Channel
@@ -493,10 +493,8 @@ def test_the_field_s_state_is_taken_away_and_its_lock_held(run: Run, local: Path
 
 
 def test_an_anchor_that_cannot_be_mapped_is_streamed(tmp_path: Path) -> None:
-    run, store, local = make_run(tmp_path / "run", 3, anchor_every=2), MemoryStore(), tmp_path / "local"
-    for path in run.channel.rglob("*"):
-        if path.is_file():
-            store.create(path.relative_to(run.channel).as_posix(), path.read_bytes())
+    run, local = make_run(tmp_path / "run", 3, anchor_every=2), tmp_path / "local"
+    store = in_memory(run)
     with contextlib.closing(LocalUpdater(store, local, None)) as updater:
         updater.update_to(Channel.open(store))
         assert updater.local is not None and full_hash(updater.local).intact

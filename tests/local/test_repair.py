@@ -16,6 +16,7 @@ from local_cases import (
     catch_up,
     edit_state,
     following,
+    in_memory,
     make_run,
     patch_keeping_undo,
     phase_of,
@@ -26,6 +27,7 @@ from local_cases import (
 from weightcast.shared.base.elements import TensorSpec, TensorTable
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.state import EngineState, Mark, read_state, write_state
@@ -57,10 +59,12 @@ def followed(run: Run, local: Path) -> Path:
     return local
 
 
-def repaired(run: Run, local: Path, base: Path | None) -> Repaired | None:
-    updater = LocalUpdater(open_store(run.channel), local, base, UpdaterOptions(visible_seconds=0.2))
+def repaired(run: Run, local: Path, base: Path | None, store: Store | None = None) -> Repaired | None:
+    """From the run's channel, or a copy of it in `store`."""
+    store = open_store(run.channel) if store is None else store
+    updater = LocalUpdater(store, local, base, UpdaterOptions(visible_seconds=0.2))
     try:
-        channel = Channel.open(open_store(run.channel))
+        channel = Channel.open(store)
         updater.load(channel)
         updater.rehash()
         return updater.repair(channel)
@@ -107,6 +111,24 @@ def test_from_an_anchor_where_there_is_no_base(anchored: Run, tmp_path: Path) ->
     done = repaired(anchored, local, None)
     assert done is not None and done.source.endswith("weight_v000002/anchor")
     holds(anchored, local)
+
+
+def test_from_an_anchor_in_an_object_store_by_the_ranges_that_are_needed(
+    anchored: Run, tmp_path: Path
+) -> None:
+    """Seeding would read the whole anchor, and refuse it."""
+    local, store = tmp_path / "local", in_memory(anchored)
+    with following(anchored, local) as updater:
+        step_to(updater, 2)
+    shutil.copytree(anchored.channel / "weight_v000002/anchor", tmp_path / "anchor")
+    rot(tmp_path / "anchor", "odd.first", 2)
+    [shard] = (tmp_path / "anchor").glob("*.safetensors")
+    store.replace(f"weight_v000002/anchor/{shard.name}", shard.read_bytes())
+    rot(local, "long", 77)
+    done = repaired(anchored, local, None, store)
+    assert done is not None and (done.tensors, done.words) == (("long",), 1)
+    assert done.source == store.place("weight_v000002/anchor")
+    holds(anchored, local, 2)
 
 
 @pytest.mark.parametrize("damaged", ["base", "channel/weight_v000002/anchor"])
@@ -252,7 +274,7 @@ TABLE = TensorTable.of(
 @settings(max_examples=50, deadline=None)
 @given(st.sets(st.integers(0, 4)))
 def test_a_walk_without_deltas_reads_the_tensors_alone(tensors: set[int]) -> None:
-    walk = plan_repair(TABLE, RepairSource(Path("base"), True), tensors)
+    walk = plan_repair(TABLE, RepairSource(Path("base"), of_base=True), tensors)
     assert {run.tensor for run in walk.words} == tensors
     assert walk.nbytes == sum(TABLE[tensor].nbytes for tensor in tensors)
 
@@ -271,7 +293,7 @@ def test_the_source_of_fewest_bytes_comes_first(anchored: Run, tmp_path: Path, t
         assert len({plan.nbytes for plan in plans}) == len(plans) > 1
         done = repair(opened, lambda position: ways)
     least = min(plans, key=lambda plan: plan.nbytes)
-    assert (done.source, done.nbytes) == (str(least.way.directory), least.nbytes)
+    assert (done.source, done.nbytes) == (least.way.place, least.nbytes)
 
 
 def test_neighbours_in_a_chunk_are_read_with_it(encoded: Run, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import ssl
 import subprocess
 import threading
@@ -16,11 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from core_cases import bytes_of, read_checkpoint, some_changed
+from forked import weightcast as weightcast_process
 from http_faults import http_faults
 from in_process import Command
 from ports import free_ports
@@ -116,6 +119,48 @@ def test_a_host_follows_a_static_server(place: Place, run: Run, server: Server) 
     run.publish(5)
     assert _synced(server.url, place.host, place.base).status.local_version == 6
     assert read_checkpoint(place.host) == run.bytes
+
+
+@contextlib.contextmanager
+def _daemon(place: Place, channel: str) -> Iterator[Callable[[], dict[str, Any]]]:
+    """A running subscriber; gives its status. It is stopped at the end."""
+    port = place.root / "port"
+    port.unlink(missing_ok=True)
+    with (place.root / "daemon.log").open("ab") as log:
+        words = ("--local", place.host, "--base", place.base, "--threads", 1, "--poll-seconds", 0.1)
+        process = weightcast_process(
+            *("subscriber", "run", "--channel", channel, "--port", 0, "--port-file", port, *words), stderr=log
+        )
+
+    def status() -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"http://127.0.0.1:{int(port.read_text())}/v1/status").json()
+        return found
+
+    try:
+        wait_until(port.exists, what=f"{place.root / 'daemon.log'}")
+        yield status
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def test_a_daemon_follows_a_static_server_and_goes_on_after_a_restart(
+    place: Place, run: Run, server: Server
+) -> None:
+    for versions in (2, 5):
+        with _daemon(place, server.url) as status:
+            for _ in range(2):
+                run.publish(versions)
+                wanted = int((place.channel / "latest").read_bytes())
+                wait_until(lambda: status()["local_version"] == wanted)  # noqa: B023
+                wait_until(lambda: status()["ready"])
+                assert read_checkpoint(place.host) == run.bytes
+            found = status()
+            assert (found["channel"], found["report_error"]) == (server.url, "")
+            # as of a host that was here before, no full weights are read again
+            assert bool(found["bytes_by_cause"]["step"]) and not found["bytes_by_cause"]["anchor"]
 
 
 def test_a_host_joins_and_catches_up_without_a_listing(place: Place, run: Run, server: Server) -> None:

@@ -284,6 +284,7 @@ def test_what_a_killed_pruning_left_of_a_version_is_deleted(world: World, restar
             publisher.make_due()
         assert bool(left) is not world.store.renames and "weight_v000001" not in left
         assert bool([key for key in objects(world.store) if left and key.startswith(left[0])]) is bool(left)
+        assert verify(Channel.open(world.store)) == []
         if not restarted:
             publisher.make_due()
     with world.publisher(KEEP) as publisher:
@@ -308,7 +309,7 @@ def test_a_listing_without_its_newest_half_costs_no_tagged_version(world: World)
     verdict = what_to_prune(channel, Pointer(6), ActiveHosts(), Retention(1))
     assert verdict.removals == ()
     verdict = what_to_prune(channel, Pointer(6), ActiveHosts(), Retention(1))
-    prune(channel, verdict, held)
+    prune(verdict, held)
     assert world.versions() == [2, 3, 4, 5, 6]
     with world.host(3, base=False):
         pass

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -288,19 +289,29 @@ def test_two_mirrors_of_one_destination_are_kept_apart(run: Run, to: Store) -> N
     require_equal(run.store, to)
 
 
-POINTS = (
-    *("file.begun", "file.written", "file.synced", "file.linked", "file.renamed", "directory.synced"),
-    *(
-        "attempt.begun",
-        "mirror.copied",
-        "mirror.committed",
-        "index.allowed",
-        "pointer.allowed",
-        "pointer.moved",
-    ),
-    *("trash.moved", "trash.deleted", "prune.moved", "prune.emptying", "prune.deleted"),
+OF_ANY = (
+    "attempt.begun",
+    "mirror.copied",
+    "mirror.committed",
+    "index.allowed",
+    "pointer.allowed",
+    "pointer.moved",
 )
+POINTS = {
+    "directory": (
+        *OF_ANY,
+        *("file.begun", "file.written", "file.synced", "file.linked", "file.renamed", "directory.synced"),
+        *("trash.moved", "trash.deleted", "prune.moved", "prune.emptying", "prune.deleted"),
+    ),
+    "s3": (*OF_ANY, "object.begun", "object.written", "index.deleted"),
+}
+"""of a mirror, by the kind of its destination"""
+KINDS = [("directory", "directory"), ("directory", "s3"), ("s3", "s3")]
 CHILD = Path(__file__).with_name("mirror_child.py")
+
+
+def marks(kinds: tuple[str, str]) -> list[pytest.MarkDecorator]:
+    return [S3] if "s3" in kinds else []
 
 
 @pytest.fixture(scope="module")
@@ -314,31 +325,64 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def pass_by(point: str, number: int, source: Path, to: Path) -> tuple[int, str]:
-    return ended(start(CHILD, point, number, source, to, 2))
+@dataclass(frozen=True)
+class Sites:
+    """Where `grown` is mirrored from and to."""
+
+    source: Store
+    """`a` and `early` are within it"""
+    to: Store
+
+    def pass_by(self, point: str, number: int, name: str) -> tuple[int, str]:
+        source = self.source.within(name).place()
+        return ended(start(CHILD, point, number, source, self.to.place(), 2))
 
 
-def test_the_failpoints_of_a_mirror(grown: Run, tmp_path: Path) -> None:
-    assert pass_by("", 0, grown.root / "early", tmp_path / "b")[0] == 0
-    (tmp_path / "b/weight_v000004" / INDEX).unlink()
-    code, said = pass_by("", 0, grown.root / "a", tmp_path / "b")
+@pytest.fixture
+def sites(grown: Run, make_store: MakeStore, kinds: tuple[str, str]) -> Sites:
+    source, to = DirectoryStore(grown.root), make_store(kinds[1], "b")
+    if kinds[0] == "directory":
+        return Sites(source, to)
+    copied = make_store(kinds[0], "grown")
+    for name in ("a", "early"):
+        for key, data in objects(source, name).items():
+            copied.create(key, data)
+    return Sites(copied, to)
+
+
+@pytest.mark.parametrize("kinds", [pytest.param(kinds, marks=marks(kinds)) for kinds in KINDS])
+def test_the_failpoints_of_a_mirror(sites: Sites, kinds: tuple[str, str]) -> None:
+    assert sites.pass_by("", 0, "early")[0] == 0
+    sites.to.delete(f"weight_v000004/{INDEX}")
+    code, said = sites.pass_by("", 0, "a")
     passed = {word.partition("=")[0] for word in said.splitlines()[-1].split()}
-    assert code == 0 and passed == {*POINTS}, said
+    assert code == 0 and passed == {*POINTS[kinds[1]]}, said
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_killed_at(grown: Run, tmp_path: Path, point: str) -> None:
-    to, whole = DirectoryStore(tmp_path / "b"), DirectoryStore(tmp_path / "whole")
+@pytest.mark.parametrize(
+    ("kinds", "point"),
+    [pytest.param(kinds, point, marks=marks(kinds)) for kinds in KINDS for point in POINTS[kinds[1]]],
+)
+def test_killed_at(
+    grown: Run, sites: Sites, make_store: MakeStore, kinds: tuple[str, str], point: str
+) -> None:
+    to, whole = sites.to, make_store(kinds[1], "whole")
+    times = 7 if point.startswith("object") else 1
     for number, source in ((1, "early"), (2, "a"), (3, "a")):
-        code, said = pass_by(point, number, grown.root / source, to.directory)
+        code, said = sites.pass_by(point, number * times, source)
         assert code in (-signal.SIGKILL, 0), said
-        if (tmp_path / "b/channel.json").exists():
+        if to.stat("channel.json") is not None:
             assert verify(Channel.open(to)) == []
     for place in (to, whole):
         grown.copy(place, verify=True, retention=Retention(2, host_versions=0), grace_seconds=-1.0)
     assert verify(Channel.open(to)) == []
-    assert not objects(whole).keys() - objects(to).keys()
-    assert objects(whole)["latest"] == objects(to)["latest"]
-    left = [path for path in to.directory.rglob("*") if path.is_dir()]
-    assert not [path for path in left if ".parts" in path.name or re.search(r"\.\d+-", path.name)]
-    grown.arrives(to, f"new-{point}", base=False)
+    there = objects(to)
+    assert not objects(whole).keys() - there.keys()
+    assert objects(whole)["latest"] == there["latest"]
+    assert {key.split("/")[0] for key in there if key.startswith("weight_v")} == {
+        f"weight_v{version:06d}" for version in versions(to)
+    }
+    if isinstance(to, DirectoryStore):
+        left = [path for path in to.directory.rglob("*") if path.is_dir()]
+        assert not [path for path in left if ".parts" in path.name or re.search(r"\.\d+-", path.name)]
+    grown.arrives(to, f"new-{'-'.join(kinds)}-{point}", base=False)

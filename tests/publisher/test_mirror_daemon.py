@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,17 +36,20 @@ class Daemon:
     port: int = 0
 
     @classmethod
+    def of(
+        cls, root: Path, source: object, to: object, *flags: object, token: str = ""
+    ) -> AbstractContextManager[Daemon]:
+        words = ("mirror", "run", "--from", source, "--to", to, "--report-seconds", 0.5)
+        return cls.started(root, *words, *flags, token=token)
+
+    @classmethod
     @contextmanager
-    def of(cls, root: Path, source: object, to: object, *flags: object, token: str = "") -> Iterator[Daemon]:
+    def started(cls, root: Path, *words: object, token: str = "") -> Iterator[Daemon]:
         root.mkdir(exist_ok=True)
         (root / "port").unlink(missing_ok=True)
-        words = ("--port", 0, "--port-file", root / "port", "--poll-seconds", 0.1, "--report-seconds", 0.5)
+        more = ("--port", 0, "--port-file", root / "port", "--poll-seconds", 0.1)
         with (root / "log").open("ab") as log:
-            process = weightcast(
-                *("mirror", "run", "--from", source, "--to", to, *words, *flags),
-                stderr=log,
-                env={**os.environ, "WEIGHTCAST_TOKEN": token},
-            )
+            process = weightcast(*words, *more, stderr=log, env={**os.environ, "WEIGHTCAST_TOKEN": token})
         try:
             yield cls(process, root / "log")
         finally:
@@ -59,7 +62,11 @@ class Daemon:
             wait_until(lambda: file.exists() or self.process.poll() is not None)
             assert self.process.poll() is None, self.log.read_text()
             self.port = int(file.read_text())
-        return httpx.get(f"http://127.0.0.1:{self.port}{path}", timeout=20, headers=headers)
+        return httpx.get(f"{self.url}{path}", timeout=20, headers=headers)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def ready(self) -> Daemon:
         wait_until(lambda: self.get("/readyz").is_success, what=f"{self.log}")
@@ -155,6 +162,23 @@ def test_status_metrics_and_a_token(run: Run, tmp_path: Path, weightcast: Comman
     assert reported["standing"] == "stopped"
 
 
+def test_its_report_reaches_a_publisher_over_http(run: Run, tmp_path: Path, weightcast: Command) -> None:
+    places = ("--channel", run.store.place(), "--base", run.base, "--local", tmp_path / "pub")
+    with (
+        Daemon.started(tmp_path / "publisher", "publisher", "run", *places) as publisher,
+        Daemon.of(
+            *(tmp_path / "one", run.store.place(), tmp_path / "b"),
+            *("--report-to", publisher.ready().url),
+        ) as mirror,
+    ):
+        mirror.ready()
+        wait_until(lambda: weightcast("fleet", "--url", publisher.url, "--json").json["counts"]["ready"] == 1)
+        [row] = weightcast("fleet", "--url", publisher.url, "--json").json["hosts"]
+        assert (row["local"], row["engines"][0]["kind"]) == (str(tmp_path / "b"), "mirror")
+        assert mirror.status()["report_error"] == ""
+        assert mirror.stop() == publisher.stop() == 0
+
+
 def test_it_waits_for_its_source_and_says_what_is_wrong_with_it(run: Run, tmp_path: Path) -> None:
     with Daemon.of(tmp_path / "one", tmp_path / "later", tmp_path / "b") as mirror:
         assert "later" in mirror.get("/readyz").json()["reasons"][0]
@@ -173,6 +197,12 @@ def test_a_wrong_destination_and_another_owner_end_it(run: Run, tmp_path: Path) 
     with Daemon.of(tmp_path / "one", run.store.place(), other) as mirror:
         assert mirror.process.wait(60) == 3
         assert "the source of run run" in mirror.log.read_text()
+    slime = tmp_path / "slime"
+    (slime / "weight_v000001").mkdir(parents=True)
+    (slime / "latest").write_text("000001")
+    with Daemon.of(tmp_path / "three", slime, tmp_path / "c") as mirror:
+        assert mirror.process.wait(60) == 3
+        assert "slime format" in mirror.log.read_text()
     with Daemon.of(tmp_path / "two", run.store.place(), tmp_path / "b") as mirror:
         mirror.ready()
         claim(open_store(tmp_path / "b"), this_process(), take_over=True)

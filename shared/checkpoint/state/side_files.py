@@ -26,7 +26,7 @@ from weightcast.shared.files.paths import exists, is_file, matching
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
 
-def repair_files(local: LocalCheckpoint, sources: Sequence[Path]) -> list[str]:
+def repair_files(local: LocalCheckpoint, sources: Sequence[Path | Store]) -> list[str]:
     """Replaces side files that differ from the run's by those of a source that has them. Returns
     the names of those that were written."""
     return [
@@ -37,9 +37,12 @@ def repair_files(local: LocalCheckpoint, sources: Sequence[Path]) -> list[str]:
     ]
 
 
-def _copied(source: Path, directory: Path, record: FileRecord) -> bool:
+def _copied(source: Path | Store, directory: Path, record: FileRecord) -> bool:
     with contextlib.suppress(WeightcastError, OSError):
-        pieces = durable.pieces_of(source / record.name)
+        if isinstance(source, Path):
+            pieces = durable.pieces_of(source / record.name)
+        else:
+            pieces = pieces_of(source, record.name)
         durable.replace(durable.make_within(directory, record.name), proven(record, pieces))
         return True
     return False

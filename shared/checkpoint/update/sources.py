@@ -257,11 +257,16 @@ def repair_sources(
             of_base = isinstance(route.plan, Seed) and route.plan.version == base_version
             if isinstance(route.plan, Seed) and not (of_base and base is None):
                 deltas = tuple(route.delta(version) for leg in route.plan.then.legs for version in leg)
-                directory = full_weights(route, route.plan.version, base)
-                one = RepairSource(directory, of_base=of_base, deltas=deltas)
+                weights, index = _full_weights(route, route.plan.version, base)
+                shards: tuple[str, ...] = ()
+                if isinstance(index, Index):
+                    shards = tuple(sorted(set(index.weight_map.values())))
+                elif not isinstance(weights, Path):
+                    weights = directory_of(weights)
+                one = RepairSource(weights, shards, of_base=of_base, deltas=deltas)
                 # repairs read shards where they are, proven by lanes alone: no guard against who can write
                 # there
-                is_safe = channel.trust is None or (directory == base and not deltas)
+                is_safe = channel.trust is None or (of_base and not deltas)
                 if is_safe and one not in found:
                     found.append(one)
     return found
@@ -274,20 +279,14 @@ def base_digest(channel: Channel, base: Path | None) -> str | None:
     return "" if channel.base is None else channel.base.digest
 
 
-def full_weights(route: Route, version: int, base: Path | None, spool: Path | None = None) -> Path:
+def full_weights(route: Route, version: int, base: Path | None, spool: Path) -> Path:
     """The directory with the full weights of a version that the plan of `route` seeds from: its files are
-    mapped. From a channel that is not in a directory they are streamed into `spool`; None: Refused."""
-    if version == route.base_version:
-        if base is None:
-            raise Refused("the base checkpoint is unknown", remedy="give --base")
-        return base
-    index = _main_index(route, version)
-    is_full = isinstance(index, FullVersion) or (isinstance(index, Index) and index.kind == "anchor")
-    files = route.files(version) if is_full else route.channel.anchor_files(version)
-    if spool is None or may_map(files):
+    mapped. From a channel that is not in a directory they are streamed into `spool`."""
+    files, index = _full_weights(route, version, base)
+    if isinstance(files, Path):
+        return files
+    if may_map(files):
         return directory_of(files)
-    if not is_full and route.channel.base is not None:
-        index = route.channel.anchor(version, route.channel.base.table)
     if isinstance(index, Index):
         names: Iterable[str] = [INDEX_NAME, *(file.name for file in index.all_files)]
     else:
@@ -296,6 +295,19 @@ def full_weights(route: Route, version: int, base: Path | None, spool: Path | No
     for key in names:
         durable.replace(durable.make_within(target, key), pieces_of(files, key), sync=False)
     return target
+
+
+def _full_weights(route: Route, version: int, base: Path | None) -> tuple[Path | Store, AnyIndex | None]:
+    """The base's directory, or where the channel has the full weights of `version`, and their index."""
+    if version == route.base_version:
+        if base is None:
+            raise Refused("the base checkpoint is unknown", remedy="give --base")
+        return base, None
+    index, described = _main_index(route, version), route.channel.base
+    is_anchor = isinstance(index, Index) and index.kind == "anchor"
+    if is_anchor or isinstance(index, FullVersion) or described is None:
+        return route.files(version), index
+    return route.channel.anchor_files(version), route.channel.anchor(version, described.table)
 
 
 def _keys(files: Store, prefix: str = "") -> Iterator[str]:

@@ -1,12 +1,14 @@
 """Repair: tensors of a local checkpoint that differ from the recorded version are rebuilt and put in place.
 
 They are built in a scratch file, from full weights (base or anchor) and the deltas since, restricted to
-the chunks that they lie in, and proven by their lanes before the first word is written. The state says
+the chunks that contain them: a store is asked for these ranges alone. They are proven by their lanes before
+the first word is written. The state says
 `dirty` meanwhile: killed in between, the next start reads every byte again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +23,9 @@ from weightcast.shared.base.elements import ByteArray, Chunk, Part, Segment, Spa
 from weightcast.shared.base.errors import Stopped, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.delta import open_delta
+from weightcast.shared.channel.delta import open_delta, read_exactly, read_shard_header
 from weightcast.shared.channel.index import STEP_ENCODINGS, ForeignIndex, Index
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, TensorFiles, gather
 from weightcast.shared.checkpoint.state.state import Mark, Phase, Position, Step
 from weightcast.shared.checkpoint.update.buffer_reuse import make_room
@@ -32,7 +35,7 @@ from weightcast.shared.checkpoint.verify.hashing import Differs, differing, full
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint, check_table
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_errors, error_text
-from weightcast.shared.files.hf_checkpoint import Place, open_checkpoint
+from weightcast.shared.files.hf_checkpoint import Place, laid_out, open_checkpoint
 
 _PIECE = 4 << 20
 """words compared and written at a time; a multiple of 8"""
@@ -41,11 +44,25 @@ AnyDelta = Index | ForeignIndex
 
 @dataclass(frozen=True)
 class RepairSource:
-    """Full weights of some version in `directory`, and the deltas from it to the version to be repaired."""
+    """Full weights of some version, and the deltas from it to the version to be repaired. `weights`: a
+    checkpoint directory, or an anchor in a channel with its `shards`."""
 
-    directory: Path
-    of_base: bool
+    weights: Path | Store
+    shards: tuple[str, ...] = ()
+    of_base: bool = False
     deltas: tuple[Delta, ...] = ()
+
+    @property
+    def place(self) -> str:
+        return str(self.weights) if isinstance(self.weights, Path) else self.weights.place()
+
+    def opened(self) -> contextlib.AbstractContextManager[TensorFiles]:
+        """Reads headers. Raises what reading raises."""
+        if not isinstance(self.weights, Path):
+            return contextlib.nullcontext(StoredTensors(self.weights, self.shards))
+        return ReadCheckpoint(
+            open_checkpoint(self.weights, follow_links=self.of_base, need_index=not self.of_base)
+        )
 
 
 @dataclass(frozen=True)
@@ -139,6 +156,20 @@ def _payload_chunks(table: TensorTable, index: AnyDelta, cover: _Cover) -> tuple
     return tuple(grid(table, part)), size
 
 
+class StoredTensors(TensorFiles):
+    """Full weights in a channel, read by ranges. Raises NotFound and DamagedFile."""
+
+    def __init__(self, files: Store, shards: Sequence[str]) -> None:
+        table, spots = laid_out(tuple(read_shard_header(files, shard) for shard in shards))
+        super().__init__(table, [Place(Path(shards[shard]), at, nbytes) for shard, at, nbytes in spots])
+        self._files = files
+
+    def bytes_at(self, place: Place) -> ByteArray:
+        name = place.file.name
+        data = read_exactly(self._files, name, place.offset, place.nbytes, self._files.place(name))
+        return np.frombuffer(data, np.uint8)
+
+
 class _Scratch(TensorFiles):
     """Words of some tensors in a sparse file without a name, each tensor at a place of its own. Not mapped: a
     store into it on a full disk must be an error, not a signal."""
@@ -216,7 +247,7 @@ def repair(
         raise Differs(f"{local.directory}: {', '.join(names[:3])} cannot be written", damage.position, names)
     require_files(local)
     _arrive(local, damage.position, hashed=began if damage.whole else None)
-    return Repaired(damage.position, damage.tensors, words, str(walk.way.directory), walk.nbytes)
+    return Repaired(damage.position, damage.tensors, words, walk.way.place, walk.nbytes)
 
 
 def _way_back(local: LocalCheckpoint) -> tuple[Step, ...]:
@@ -251,11 +282,11 @@ def _build(
         except Stopped:
             raise
         except (WeightcastError, OSError) as error:
-            reasons.append(f"{walk.way.directory}: {error_text(error)}")
+            reasons.append(f"{walk.way.place}: {error_text(error)}")
             continue
         if not wrong:
             return walk
-        reasons.append(f"{walk.way.directory} gives other bytes of {wrong[0]}")
+        reasons.append(f"{walk.way.place} gives other bytes of {wrong[0]}")
     raise Differs(
         f"{local.directory}: {counted(len(tensors), 'tensor')} cannot be repaired: "
         f"{'; '.join(reasons) or 'no base or anchor leads to this version'}",
@@ -275,11 +306,8 @@ def _words_bytes(table: TensorTable, runs: Iterable[Segment]) -> int:
 
 def _follow(table: TensorTable, scratch: _Scratch, walk: RepairPlan, advance: Advance | None) -> None:
     """Full weights, then each delta, into the scratch. Raises what reading raises, and OSError."""
-    checkpoint = open_checkpoint(
-        walk.way.directory, follow_links=walk.way.of_base, need_index=not walk.way.of_base
-    )
-    check_table(walk.way.directory, checkpoint.table, table)
-    with ReadCheckpoint(checkpoint) as full:
+    with walk.way.opened() as full:
+        check_table(walk.way.place, full.table, table)
         for run in walk.words:
             for start, stop in _pieces(run.start, run.stop):
                 scratch.put(run.tensor, start, full.words_in(run.tensor, start, stop))

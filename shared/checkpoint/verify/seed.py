@@ -171,7 +171,7 @@ def _check_listed(source: SeedSource) -> None:
             )
 
 
-def check_table(where: Path, found: TensorTable, expected: TensorTable) -> None:
+def check_table(where: Path | str, found: TensorTable, expected: TensorTable) -> None:
     """WrongRun that names tensors missing, extra, re-typed or re-shaped: the first, and how many more."""
     problems = table_problems(found, expected)
     if problems:
