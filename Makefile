@@ -106,7 +106,7 @@ test-s3: install
 
 # Emulators of other object stores: Microsoft's azurite (Azure Blob Storage) and moto (S3).
 EMULATORS := .venv-stores
-AZURITE := azurite@3.37.0
+AZURITE := azurite@3.35.0
 
 $(EMULATORS)/.installed: constraints-stores.txt Makefile
 	@command -v npm >/dev/null || { echo "npm is missing: apt install npm"; exit 2; }

@@ -364,7 +364,8 @@ class ObjectStore(Placed):
 
     def _erase(self, prefix: str, keys: Keys) -> None:
         """`keys`: in the bucket."""
-        with self._named(prefix):
+        # Azure says so of objects that another process, or a request whose answer was lost, deleted
+        with contextlib.suppress(NotFound), self._named(prefix):
             obstore.delete(self._client, keys)
 
     def _below(self, prefix: str) -> Keys:

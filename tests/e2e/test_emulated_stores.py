@@ -93,6 +93,7 @@ def proxy(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpF
         yield proxy
 
 
+@pytest.mark.parametrize("emulator", ["moto"], indirect=True)
 @pytest.mark.parametrize("ignored", ["if-none-match", "if-match"])
 def test_a_store_that_ignores_conditions_is_refused_by_whatever_writes(
     emulator: Emulator, proxy: HttpFaults, ignored: str, tmp_path: Path, weightcast: Command
@@ -119,6 +120,17 @@ def test_a_store_that_ignores_conditions_is_refused_by_whatever_writes(
     assert done.code != 0 and ignored in done.out
 
 
+def test_what_was_deleted_meanwhile_is_deleted(emulator: Emulator, proxy: HttpFaults) -> None:
+    store = open_store(f"{emulator.make_bucket()}/run")
+    for name in ("one", "two"):
+        store.create(f"weight_v000001/{name}", b"bytes")
+    store.create("tags/best", b"000001")
+    proxy.faults = [Fault("repeat", "POST", times=2)]
+    store.discard("weight_v000001")
+    assert store.delete("tags/best") and not store.delete("tags/best")
+    assert store.names() == [] and proxy.faults[0].hits == 2
+
+
 def test_errors_name_what_is_wrong_and_no_credential(
     emulator: Emulator, proxy: HttpFaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,5 +150,5 @@ def test_errors_name_what_is_wrong_and_no_credential(
             proxy.faults = [Fault("status", method, status=status)]
             with pytest.raises(Unavailable, match=rf"access to {url}/.* was denied \(") as raised:
                 use()
-            assert raised.value.remedy and raised.value.lasting
+            assert raised.value.remedy and raised.value.exit_code == 3
             assert not [key for key in keys if key in str(raised.value)]
