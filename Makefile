@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-nginx test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak dist clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak dist clean
 
 install: $(STAMP) .typing/weightcast/subscriber
 
@@ -104,6 +104,20 @@ test-slurm: install
 test-s3: install
 	$(BIN)/python -m pytest -q -m s3 tests $(PYTEST_ARGS)
 
+# Emulators of other object stores: Microsoft's azurite (Azure Blob Storage) and moto (S3).
+EMULATORS := .venv-stores
+AZURITE := azurite@3.35.0
+
+$(EMULATORS)/.installed: constraints-stores.txt Makefile
+	@command -v npm >/dev/null || { echo "npm is missing: apt install npm"; exit 2; }
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q -c $< 'moto[server]'
+	npm install --prefix $(@D) --no-audit --no-fund --no-save --silent $(AZURITE)
+	@touch $@
+
+test-stores: install $(EMULATORS)/.installed
+	$(BIN)/python -m pytest -q -n 2 -m stores tests $(PYTEST_ARGS)
+
 # Channels over HTTP behind nginx with the files of deploy/nginx (apt-get install nginx-light).
 test-nginx: install
 	$(BIN)/python -m pytest -q -m nginx tests/publisher/test_channel_over_http.py $(PYTEST_ARGS)
@@ -155,4 +169,4 @@ lint: install
 	PYTHONPATH=.typing $(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) $(ENGINES) $(ENGINES_OLD) $(SGLANG) $(SGLANG_SERVER) .typing build dist *.egg-info demo-run
+	rm -rf $(VENV) $(TRAINERS) $(EMULATORS) $(ENGINES) $(ENGINES_OLD) $(SGLANG) $(SGLANG_SERVER) .typing build dist *.egg-info demo-run

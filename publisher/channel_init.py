@@ -12,6 +12,7 @@ from weightcast.publisher.publish.commit import Signer
 from weightcast.publisher.weights.config import CONFIG, read_config
 from weightcast.shared.base.errors import Refused, WrongRun
 from weightcast.shared.channel.channel import Channel, may_lie_before
+from weightcast.shared.channel.claims import require_fences
 from weightcast.shared.channel.directory_store import mounted, open_store
 from weightcast.shared.channel.layout import BASE_JSON, CHANNEL_JSON, LATEST, version_of
 from weightcast.shared.channel.run_files import (
@@ -52,11 +53,13 @@ def init_channel(
     run_id: str | None = None,
     threads: int = 1,
     advance: Callable[[int], None] | None = None,
+    unfenced: bool = False,
     sign_key: str | Path | None = None,
     trusted_keys: Sequence[str | Path] = (),
 ) -> ChannelFile:
     """Makes `channel` for runs that start from the checkpoint directory `base`; returns what is there when it
-    was made from the same base before. With the key in the file `sign_key` its base is signed.
+    was made from the same base before. With the key in the file `sign_key` its base is signed. `unfenced`: as
+    of PublisherOptions.
 
     Raises Refused for a directory that holds anything else or lies in the base, WrongRun for another base,
     Untrusted for a channel that is there and whose base neither that key nor one of `trusted_keys` signed.
@@ -70,6 +73,7 @@ def init_channel(
         _check_rules(made, frozen, aliases or {})
         return _same(made, checkpoint, threads, advance)
     _refuse_foreign(store)
+    require_fences(store, unfenced=unfenced)
     described = describe(
         checkpoint, run_id or f"run-{secrets.token_hex(6)}", threads=threads, advance=advance
     )

@@ -14,7 +14,7 @@ from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import entries, faults, verify
 from weightcast.shared.channel.channel import Channel, look
-from weightcast.shared.channel.claims import claim, this_process
+from weightcast.shared.channel.claims import claim, require_fences, this_process
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import BASE_JSON
 from weightcast.shared.channel.signing import (
@@ -38,11 +38,13 @@ def repair_channel(
     *,
     take_over: bool = False,
     patience: float = 60.0,
+    unfenced: bool = False,
     advance: Advance | None = None,
     sign_key: Path | None = None,
     trusted_keys: Sequence[str | Path] = (),
 ) -> Repairs:
-    """`local`: the publisher's own local checkpoint, for what only its bytes can restore.
+    """`local`: the publisher's own local checkpoint, for what only its bytes can restore; `unfenced`: as of
+    PublisherOptions.
 
     Raises OwnerAlive while a publisher owns the channel, and what `repair` raises."""
     trust = Trust.load(trusted_keys)
@@ -54,10 +56,11 @@ def repair_channel(
         with Publisher.open(
             store,
             local=local or "",
-            options=PublisherOptions(sign_key=sign_key, trusted_keys=trusted_keys),
+            options=PublisherOptions(unfenced=unfenced, sign_key=sign_key, trusted_keys=trusted_keys),
         ) as own:
             return own.version if own.write_anchor() else None
 
+    require_fences(store, unfenced=unfenced)
     held = claim(store, this_process(), take_over=take_over, patience=patience)
     try:
         return repair(held, local, write_anchor, advance=advance, trust=trust)

@@ -25,7 +25,7 @@ from weightcast.publisher.maintenance.retention import Retention, Verdict
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.claims import OwnerAlive, claim, this_process
+from weightcast.shared.channel.claims import OwnerAlive, claim, require_fences, this_process
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import Pointer, index_key
 from weightcast.shared.channel.signing import load_private_key
@@ -40,6 +40,7 @@ from weightcast.shared.cli.options import (
     sign_key_option,
     threads_option,
     trusted_key_option,
+    unfenced_option,
 )
 from weightcast.shared.cli.output import Output, facts_table, time_text
 from weightcast.shared.cli.settings_options import settings_command, show_settings_command
@@ -66,6 +67,7 @@ def run(settings: PublisherSettings) -> None:
 @channel_option
 @option("--local", type=path, help="Local checkpoint of the stopped publisher, to restore from.")
 @option("--take-over", is_flag=True, help="Take the channel over from a publisher that seems alive.")
+@unfenced_option
 @sign_key_option
 @trusted_key_option
 @json_option
@@ -73,6 +75,7 @@ def repair(
     channel: ChannelAddress,
     local: Path | None,
     take_over: bool,
+    unfenced: bool,
     sign_key: Path | None,
     trusted_key: tuple[str, ...],
     as_json: bool,
@@ -86,6 +89,7 @@ def repair(
                 open_store(channel),
                 local,
                 take_over=take_over,
+                unfenced=unfenced,
                 advance=advance,
                 sign_key=sign_key,
                 trusted_keys=trusted_key,
@@ -117,6 +121,7 @@ def _show_repairs(console: Console, done: Repairs) -> None:
 @option("--frozen", multiple=True, help="Glob of tensors that never change; repeatable.")
 @option("--alias", multiple=True, metavar="A=B", help="Tensor A always equals B; repeatable.")
 @threads_option
+@unfenced_option
 @sign_key_option
 @json_option
 def init(
@@ -125,6 +130,7 @@ def init(
     frozen: Sequence[str],
     alias: Sequence[str],
     threads: int | None,
+    unfenced: bool,
     sign_key: Path | None,
     as_json: bool,
 ) -> None:
@@ -139,6 +145,7 @@ def init(
             aliases=aliases,
             threads=working_threads(threads),
             advance=advance,
+            unfenced=unfenced,
             sign_key=sign_key,
         )
     made, opened = base_facts(Channel.open(open_store(channel))), open_base(base)
@@ -209,6 +216,7 @@ version_argument = click.argument("version", type=click.IntRange(min=0), help="A
     help="Seconds that pruned versions stay in the trash.",
 )
 @option("--dry-run", is_flag=True, help="Only list what would be removed, and why.")
+@unfenced_option
 @json_option
 def prune(
     channel: ChannelAddress,
@@ -217,6 +225,7 @@ def prune(
     host_versions: int,
     grace_seconds: float,
     dry_run: bool,
+    unfenced: bool,
     as_json: bool,
 ) -> None:
     """Move versions that nobody needs to the trash, and empty it. A running publisher does this itself with
@@ -228,6 +237,7 @@ def prune(
     verdict = what_to_prune(opened, pointer, ActiveHosts(), retention)
     deleted = 0
     if not dry_run and (verdict.removals or is_due(opened.store, grace_seconds)):
+        require_fences(opened.store, unfenced=unfenced)
         deleted = _prune(opened, verdict, grace_seconds)
     facts = {
         "channel": str(channel),

@@ -36,6 +36,7 @@ from weightcast.shared.cli.options import (
     size,
     threads_option,
     trusted_key_option,
+    unfenced_option,
 )
 from weightcast.shared.cli.output import Output, facts_table, or_dash
 from weightcast.shared.daemon.environment import working_threads
@@ -67,11 +68,7 @@ if TYPE_CHECKING:
     help="Maximum span of multi-step deltas, in versions; 0: none.",
 )
 @option("--anchor", is_flag=True, help="Also write full weights for new hosts.")
-@option(
-    "--unfenced",
-    is_flag=True,
-    help="Publish also to a store that ignores conditions of writes: nothing keeps a second publisher out.",
-)
+@unfenced_option
 @option("--publish-rate", type=size, help="Bytes per second to write, e.g. 50MB; 0: no limit.")
 @option(
     "--non-finite",

@@ -2,7 +2,9 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ if os.environ.get("WEIGHTCAST_TEST_ORACLE"):  # before anything imports the kern
 
     numpy_kernels.install()
 
+from emulators import EMULATORS, Emulator
 from in_process import Command, Done
 from s3_gateway import Gateway, gateway, running_gateway
 
@@ -71,9 +74,32 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         yield made
 
 
+@pytest.fixture(scope="session")
+def emulators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Emulator]]:
+    """A running one by its name, for tests with the mark `stores`."""
+    with ExitStack() as stack:
+        yield cache(lambda name: stack.enter_context(EMULATORS[name](tmp_path_factory.mktemp(name))))
+
+
 @pytest.fixture
-def bucket(s3: Gateway, monkeypatch: pytest.MonkeyPatch) -> str:
-    """URL of a new bucket, with its credentials in the environment."""
-    for name, value in s3.environment().items():
-        monkeypatch.setenv(name, value)
-    return f"s3://{s3.make_bucket()}"
+def make_bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """URL of a new bucket of a dialect of tests/emulators.py, with its credentials in the environment."""
+
+    def make(dialect: str) -> str:
+        if dialect == "s3":
+            s3 = request.getfixturevalue("s3")
+            environment, url = s3.environment(), f"s3://{s3.make_bucket()}"
+        else:
+            emulator = request.getfixturevalue("emulators")(dialect)
+            environment, url = emulator.environment, emulator.make_bucket()
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return url
+
+    return make
+
+
+@pytest.fixture
+def bucket(make_bucket: Callable[[str], str]) -> str:
+    """Of the real S3 server."""
+    return make_bucket("s3")

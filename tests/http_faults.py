@@ -47,7 +47,8 @@ class Fault:
 
 class HttpFaults:
     """`requests`: all of them, as (method, path); `sent`: with their headers, lower case names; `answers`:
-    statuses of those that were answered. Of `faults` the first that matches a request counts."""
+    statuses of those that were answered. Of `faults` the first that matches a request counts. `dropped`:
+    headers, in lower case, that the server does not get."""
 
     def __init__(self, upstream: str) -> None:
         self.upstream = upstream
@@ -55,6 +56,7 @@ class HttpFaults:
         self.requests: list[tuple[str, str]] = []
         self.sent: list[tuple[str, str, dict[str, str]]] = []
         self.answers: list[int] = []
+        self.dropped: frozenset[bytes] = frozenset()
         self.port = 0
         self._first: dict[str, tuple[int, list[tuple[bytes, bytes]], bytes]] = {}
         self._client = httpx.AsyncClient(timeout=60, trust_env=False)
@@ -128,7 +130,8 @@ class HttpFaults:
     async def _forward(
         self, request: h11.Request, body: bytes
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        headers = [(name, value) for name, value in request.headers if name not in _NOT_FORWARDED]
+        left_out = _NOT_FORWARDED | self.dropped
+        headers = [(name, value) for name, value in request.headers if name not in left_out]
         answer = await self._client.request(
             request.method.decode(), self.upstream + request.target.decode(), headers=headers, content=body
         )

@@ -92,6 +92,7 @@ def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
             aliases=settings.aliases,
             threads=settings.worker_threads,
             advance=meter.advance,
+            unfenced=settings.unfenced,
             sign_key=settings.sign_key,
             trusted_keys=settings.trusted_key,
         )

@@ -77,7 +77,7 @@ class PublisherSettings(ServiceSettings):
     port: int = Field(PUBLISHER_PORT, ge=0, le=65535)
     """Its port; 0 takes a free one."""
     channel: Annotated[ChannelAddress, BeforeValidator(channel_address)]
-    """Directory or URL (s3://, gs://) of the channel; created from the base if it is missing."""
+    """Directory or URL (s3://, gs://, az://) of the channel; created from the base if it is missing."""
     base: Path | None = None
     """HF checkpoint directory that the run starts from. Required to create the channel; later remembered for
     the user and machine that created it."""

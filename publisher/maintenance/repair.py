@@ -20,7 +20,7 @@ from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
 from weightcast.publisher.publish.anchors import write_weights
 from weightcast.publisher.publish.commit import Files, begin_attempt, end_attempt, put
 from weightcast.shared.base.elements import Part, grid
-from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
+from weightcast.shared.base.errors import DamagedFile, Refused, Untrusted, WeightcastError
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import (
     Problem,
@@ -61,8 +61,8 @@ from weightcast.shared.channel.run_files import (
     parse_channel_file,
     write_channel_file,
 )
-from weightcast.shared.channel.signing import Trust, signature_key
-from weightcast.shared.channel.store import NotFound, Store
+from weightcast.shared.channel.signing import SIGNATURE_LIMIT, Trust, signature_key
+from weightcast.shared.channel.store import NotFound, Store, read_if_there
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.side_files import SideFiles
 from weightcast.shared.checkpoint.state.state import Position, read_state
@@ -111,7 +111,7 @@ def repair(
     if own is not None:
         own.restore_channel_file()
         own.restore_base()
-        own.make_again()
+        own.make_again(trust)
     channel = Channel.open(store, trust)
     if channel.foreign:
         raise Refused(f"{channel.place} belongs to another tool", remedy="repair it with that tool")
@@ -122,7 +122,7 @@ def repair(
         repairs.done.append(f"latest restored to version {version}, the newest intact one")
         if own is not None:
             # what failed before may succeed now: full weights are written only for what is lost
-            own.make_again()
+            own.make_again(trust)
     _move_away(channel, claim, repairs, advance)
     if own is not None:
         own.write_anchor(write_anchor)
@@ -227,14 +227,14 @@ class _OwnState:
             )
         return state.position.version
 
-    def make_again(self) -> None:
+    def make_again(self, trust: Trust | None) -> None:
         """What the publisher's own bytes and journals still give."""
         try:
             file = parse_channel_file(self._store.read(CHANNEL_JSON, CHANNEL_FILE_LIMIT))
             newest = self.version(file.run_id)
             if _points_somewhere(self._store):
                 newest = _pointed(self._store)
-            found = remake(self.claim, self.local, range(max(1, file.horizon), newest + 1))
+            found = remake(self.claim, self.local, range(max(1, file.horizon), newest + 1), trust=trust)
         except (WeightcastError, OSError) as error:
             self.repairs.notes.append(f"cannot restore anything from {self.local}: {error}")
             return
@@ -300,9 +300,12 @@ def _move_away(channel: Channel, claim: Claim, repairs: Repairs, advance: Advanc
                 repairs.done.append(f"{key} moved to .trash")
 
 
-def remake(claim: Claim, local: Path, there: range, *, only: int | None = None) -> Repairs:
+def remake(
+    claim: Claim, local: Path, there: range, *, only: int | None = None, trust: Trust | None = None
+) -> Repairs:
     """What was made, and what could not be. `there`: versions that must be in the channel; others may be gone
-    on purpose, or were never announced. `only`: the one version to look at. Raises RetryLater and NeedsReseed
+    on purpose, or were never announced. `only`: the one version to look at. With `trust` a signature that it
+    refuses is replaced by the one that was kept. Raises RetryLater and NeedsReseed
     when the local checkpoint cannot be read now."""
     found = Repairs()
     with ReplayLog(local) as log:
@@ -311,7 +314,7 @@ def remake(claim: Claim, local: Path, there: range, *, only: int | None = None) 
             if not is_meant or not (version in there or claim.store.names(version_name(version))):
                 continue
             try:
-                for line in _Remake(log, claim, position).lines():
+                for line in _Remake(log, claim, position, trust).lines():
                     found.done.append(line)
             except (WeightcastError, OSError) as error:
                 found.notes.append(f"version {version} cannot be restored: {error}")
@@ -325,6 +328,7 @@ class _Remake:
     log: ReplayLog
     claim: Claim
     position: Position
+    trust: Trust | None
 
     def lines(self) -> Iterator[str]:
         """Makes what can be made again; says what was."""
@@ -346,14 +350,28 @@ class _Remake:
                     yield f"{version}/{name} written again byte for byte"
             finally:
                 end_attempt(store, draft)
+        key, signature = f"{version}/{INDEX_NAME}", self.log.journals.signature(index.version)
         if lost:
             self.claim.check()
-            key, signature = f"{version}/{INDEX_NAME}", self.log.journals.signature(index.version)
             put_copy_away(store, key)
             if signature is not None:
                 store.replace(signature_key(key), signature)
             store.replace(key, data)
             yield f"{key} restored byte for byte"
+        elif signature is not None and self._is_better(signature, signature_key(key)):
+            self.claim.check()
+            store.replace(signature_key(key), signature)
+            yield f"{signature_key(key)} restored byte for byte"
+
+    def _is_better(self, kept: bytes, key: str) -> bool:
+        """Whether a key that is trusted made the kept signature, and not the one that is there."""
+        there = read_if_there(self.claim.store, key, SIGNATURE_LIMIT)
+        return self._is_trusted(kept) and not self._is_trusted(there)
+
+    def _is_trusted(self, signature: bytes | None) -> bool:
+        with suppress(Untrusted):
+            return self.trust is not None and bool(self.trust.check(signature, "", self.position.digest))
+        return False
 
     def _index(self) -> tuple[bytes | None, bool]:
         """What was committed, and whether the channel lost it. None where nobody knows it."""

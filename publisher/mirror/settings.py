@@ -20,7 +20,7 @@ class MirrorPlaces(ReportSettings):
     port: int = Field(MIRROR_PORT, ge=0, le=65535)
     """Its port; 0 takes a free one."""
     to: _Address
-    """The channel that it is copied into: a directory, or a URL (s3://, gs://)."""
+    """The channel that it is copied into: a directory, or a URL (s3://, gs://, az://)."""
     take_over: bool = False
     """Take --to over from a mirror that seems alive."""
     unfenced: bool = False
@@ -51,7 +51,7 @@ MirrorSettings = create_model(
     **{
         "from": (
             _Address,
-            Field(description="The channel that is copied: a directory, or a URL (s3://, gs://)."),
+            Field(description="The channel that is copied: a directory, or a URL (s3://, gs://, az://)."),
         )
     },  # type: ignore[call-overload]
 )

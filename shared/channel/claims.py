@@ -159,23 +159,21 @@ class Claim:
         self.record = record
 
 
-_FENCED: set[str] = set()
-"""channels whose stores were tried by this process"""
+_IGNORED: dict[str, str] = {}
+"""by channel: what `Store.ignored` said when this process tried it"""
 
 
 def require_fences(store: Store, *, unfenced: bool) -> None:
     """Claims keep publishers apart only where the store honours conditions of writes: tried once per process
     and channel. Raises Refused unless `unfenced` allows it."""
     place = store.place()
-    if place in _FENCED:
-        return
-    ignored = store.ignored()
+    ignored = _IGNORED[place] if place in _IGNORED else store.ignored()
+    _IGNORED[place] = ignored
     lost = f"{place}: the store ignores {ignored}: two publishers would overwrite each other's versions"
     if ignored and not unfenced:
         raise Refused(lost, remedy="use another store; or give --unfenced and never run two publishers")
     if ignored:
         _log.warning("%s; --unfenced was given: never run two publishers", lost)
-    _FENCED.add(place)
 
 
 class OwnerAlive(Refused):

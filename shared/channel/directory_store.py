@@ -26,9 +26,11 @@ from weightcast.shared.channel.store import (
     AlreadyExists,
     Changed,
     Entry,
+    Placed,
     Stat,
     Store,
     StoreError,
+    check_head,
     check_key,
     fill,
     store_error,
@@ -108,22 +110,13 @@ def _mapped(path: Path) -> Iterator[None]:
         raise store_error(error, str(path)) from error
 
 
-class DirectoryStore:
+class DirectoryStore(Placed):
     """`root`: the channel's directory, where this one is within it. A root may be a symbolic link; below it
     no link is followed."""
 
     def __init__(self, directory: Path, root: Path | None = None, rates: Rates = NO_RATES) -> None:
         self.directory, self.rates = directory, rates
         self._root = directory if root is None else root
-
-    def __repr__(self) -> str:
-        return f"DirectoryStore({str(self.directory)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DirectoryStore) and other.directory == self.directory
-
-    def __hash__(self) -> int:
-        return hash(self.directory)
 
     renames, is_static = True, False
 
@@ -392,8 +385,7 @@ class _FileWriter:
             self._sent = self._end
 
     def write_head(self, head: bytes) -> None:
-        if len(head) != self._reserve:
-            raise DamagedFile(f"{self._path}: header of {len(head)} bytes, {self._reserve} are reserved")
+        check_head(str(self._path), head, self._reserve)
         self._put(head, 0)
 
     def _put(self, data: bytes | memoryview, offset: int) -> None:

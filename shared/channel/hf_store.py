@@ -12,27 +12,31 @@ import errno
 import importlib
 import secrets
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
+from weightcast.shared.base.errors import Refused, WeightcastError
 from weightcast.shared.channel.object_store import Keys, ObjectStore
 from weightcast.shared.channel.rate import NO_RATES, Rates
 from weightcast.shared.channel.store import (
     POLLED_BYTES,
     AlreadyExists,
-    Changed,
     Entry,
     NotFound,
     Stat,
     Unavailable,
+    denied,
     fill,
     joined,
+    too_large,
 )
 from weightcast.shared.files import durable
+
+if TYPE_CHECKING:
+    from obstore import UpdateVersion
 
 
 def open_hf_store(url: str, rates: Rates = NO_RATES) -> HfStore:
@@ -58,8 +62,6 @@ class HfStore(ObjectStore):
     def __init__(self, api: Any, bucket: str, prefix: str = "", rates: Rates = NO_RATES) -> None:
         super().__init__(api, f"hf://buckets/{bucket}", prefix, rates)
         self._api, self._bucket = api, bucket
-        self._pointers: dict[str, tuple[bytes, str]] = {}
-        """small objects as they were read last, with their hashes"""
 
     def ignored(self) -> str:
         return "if-none-match and if-match"
@@ -90,18 +92,17 @@ class HfStore(ObjectStore):
                 return found
         raise NotFound.at(self.place(key))
 
-    def _read(self, key: str, limit: int) -> tuple[bytes, str]:
+    def _read(self, key: str, limit: int) -> tuple[bytes, UpdateVersion]:
         info = self._info(key)
         if info.size > limit:
-            raise DamagedFile(
-                f"{self.place(key)} exceeds the {limit}-byte limit", remedy="restore it, or remove it"
-            )
-        known = self._pointers.get(key)
-        if known is None or known[1] != info.xet_hash:
+            raise too_large(self.place(key), limit)
+        now: UpdateVersion = {"e_tag": info.xet_hash}
+        known = self._polled.get(key)
+        if known is None or known[1] != now:
             with self._downloaded(key, info) as file:
-                known = file.read(), info.xet_hash
+                known = file.read(), now
             if info.size <= POLLED_BYTES:
-                self._pointers[key] = known
+                self._polled[key] = known
         return known
 
     def read_range(self, key: str, offset: int, length: int) -> bytes:
@@ -120,24 +121,9 @@ class HfStore(ObjectStore):
             self._api.download_bucket_files(self._bucket, [(info, path)])
             return FileIO(path)
 
-    def create(self, key: str, data: bytes) -> None:
-        if self.stat(key) is not None:
+    def _put(self, key: str, data: bytes, mode: Any = "overwrite") -> None:
+        if mode == "create" and self.stat(key) is not None:
             raise AlreadyExists.at(self.place(key))
-        self._change(key, add=[(data, self._key(key))])
-
-    def replace(
-        self,
-        key: str,
-        data: bytes,
-        *,
-        expected: bytes | None = None,
-        allowed: Callable[[], None] | None = None,
-        sync: bool = True,
-    ) -> None:
-        if expected is not None and not self._has(key, expected):
-            raise Changed.at(self.place(key))
-        if allowed is not None:
-            allowed()
         self._change(key, add=[(data, self._key(key))])
 
     def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
@@ -168,12 +154,6 @@ class HfStore(ObjectStore):
 
     def _erase(self, prefix: str, keys: Keys) -> None:
         self._change(prefix, delete=keys)
-
-    def delete(self, key: str) -> bool:
-        if self.stat(key) is None:
-            return False
-        self._change(key, delete=[self._key(key)])
-        return True
 
     def now(self, prefix: str = "") -> float:
         key = joined(prefix, f".weightcast-tmp-clock-{secrets.token_hex(4)}")
@@ -215,13 +195,7 @@ class HfStore(ObjectStore):
                     remedy="create it, correct the URL, or set HF_TOKEN",
                 ) from error
             if status in (401, 403):
-                raise Unavailable(
-                    f"access to {place} was denied",
-                    errno.EACCES,
-                    place,
-                    remedy="check HF_TOKEN, and its rights to this bucket",
-                    lasting=True,
-                ) from error
+                raise denied(place, "check HF_TOKEN, and its rights to this bucket") from error
             if status == 404:
                 raise NotFound.at(place) from error
             reason = f"the hub answered {status}" if status else f"the hub failed: {type(error).__name__}"

@@ -20,17 +20,20 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 
-from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.rate import NO_RATES, Rates
 from weightcast.shared.channel.store import (
     POLLED_BYTES,
     Entry,
     NotFound,
+    Placed,
     Stat,
     Unavailable,
     bad_certificate,
     check_key,
+    denied,
     joined,
+    too_large,
 )
 
 TOKEN, USER, PASSWORD = (f"WEIGHTCAST_CHANNEL_{name}" for name in ("TOKEN", "USER", "PASSWORD"))
@@ -79,22 +82,13 @@ def open_http_store(url: str, rates: Rates = NO_RATES) -> HttpStore:
     return HttpStore(_Client(client), bare, rates)
 
 
-class HttpStore:
+class HttpStore(Placed):
     """`url`: of the channel, or of a directory within it, without a slash at its end."""
 
     def __init__(self, client: _Client, url: str, rates: Rates) -> None:
         self._client, self._url, self.rates = client, url, rates
         self._polled: dict[str, tuple[bytes, str]] = {}
         """content and tag"""
-
-    def __repr__(self) -> str:
-        return f"HttpStore({self._url!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HttpStore) and other._url == self._url
-
-    def __hash__(self) -> int:
-        return hash(self._url)
 
     renames = False
     is_static = True
@@ -135,9 +129,7 @@ class HttpStore:
             for piece in answer.iter_raw(_BLOCK):
                 data += piece
                 if len(data) > limit:
-                    raise DamagedFile(
-                        f"{self.place(key)} exceeds the {limit}-byte limit", remedy="restore it, or remove it"
-                    )
+                    raise too_large(self.place(key), limit)
         self._polled.pop(key, None)
         if len(data) <= POLLED_BYTES and _tag(answer) and _is_settled(answer):
             self._polled[key] = bytes(data), _tag(answer)
@@ -220,7 +212,7 @@ def _judge(answer: httpx.Response, place: str) -> None:
         raise NotFound.at(place)
     if code in (401, 403, 407):
         remedy = f"set {TOKEN}, or {USER} and {PASSWORD}, in the environment; check their rights"
-        raise Unavailable(f"access to {place} was denied", errno.EACCES, place, remedy=remedy, lasting=True)
+        raise denied(place, remedy)
     if answer.is_redirect:
         remedy = "give the URL that it redirects to; redirects are not followed"
         raise Unavailable(f"{place}: redirected ({code})", errno.EIO, place, remedy=remedy, lasting=True)

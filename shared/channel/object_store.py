@@ -1,4 +1,4 @@
-"""A channel in an object store (S3, Google Cloud Storage, memory), through obstore.
+"""A channel in an object store (S3, Azure Blob Storage, Google Cloud Storage, memory), through obstore.
 
 Conditional puts replace renames: `create` is a put with if-none-match, `replace` one with if-match of the
 ETag that was read, and a version is committed by creating its index last. A put whose answer was lost is
@@ -40,18 +40,22 @@ from weightcast.shared.channel.store import (
     Changed,
     Entry,
     NotFound,
+    Placed,
     Stat,
     StoreError,
     Unavailable,
     bad_certificate,
+    check_head,
     check_key,
+    denied,
     fill,
     joined,
+    too_large,
 )
 from weightcast.shared.files import durable
 
 if TYPE_CHECKING:
-    from obstore import GetOptions
+    from obstore import GetOptions, UpdateVersion
     from obstore.store import ClientConfig, RetryConfig
 
 Keys: TypeAlias = list[str]
@@ -60,14 +64,20 @@ _PART = 8 << 20
 """bytes per request of a large object"""
 _AHEAD = 4
 """requests at a time of an object that is read: so many parts wait in memory"""
-_UPLOADS = 8
+_UPLOADS, _PACED_UPLOADS = 8, 4
 _PARTS = 10_000
 """of an upload, at most: as S3 has it"""
+_LEAST_PART = {"s3": 5 << 20, "gs": 5 << 20}
+"""bytes; by scheme, elsewhere a MiB"""
 _CLIENT: ClientConfig = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
 _RETRY: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=20)}
 """of a request; the callers of a store try again as their own deadlines say"""
-_SCHEMES = ("s3", "gs")
-_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""by scheme of a URL: variables that name another server than the provider's"""
 _CLOCK, _PROBE = ".weightcast-tmp-clock", ".weightcast-tmp-probe"
 _PROBE_BYTES = 100
 _SHA256 = "stitch-sha256"
@@ -77,13 +87,14 @@ _STATUS = re.compile(r"status code: (\d{3}[^:\n]{0,40})")
 
 
 def open_object_store(url: str, rates: Rates = NO_RATES, *, stitch: bool = False) -> ObjectStore:
-    """`s3://bucket/prefix` or `gs://bucket/prefix`. `stitch`: as of ObjectStore. Credentials come from the
-    environment and the clients' own chains. Raises Refused for invalid URLs, and for credentials in a URL."""
+    """`s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`. `stitch`: as of ObjectStore.
+    Credentials come from the environment and the clients' own chains. Raises Refused for invalid URLs, and
+    for credentials in a URL."""
     parts = urlsplit(url)
-    if parts.scheme not in _SCHEMES:
+    if parts.scheme not in _ENDPOINTS:
         raise Refused(
             f"channels at {parts.scheme}:// are not supported",
-            remedy="give a directory, or a URL that begins with s3:// or gs://",
+            remedy="give a directory, or a URL that begins with s3://, gs:// or az://",
         )
     if parts.username or parts.password or parts.query:
         raise Refused(
@@ -91,7 +102,7 @@ def open_object_store(url: str, rates: Rates = NO_RATES, *, stitch: bool = False
             remedy="put credentials into the environment; see docs/stores.md",
         )
     # a plain endpoint in the environment is the user's word for it; nothing else is sent unencrypted
-    plain = any(value.startswith("http://") for name, value in os.environ.items() if name in _ENDPOINTS)
+    plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS[parts.scheme])
     bucket = f"{parts.scheme}://{parts.netloc}"
     try:
         client = from_url(
@@ -107,7 +118,7 @@ def open_object_store(url: str, rates: Rates = NO_RATES, *, stitch: bool = False
     return ObjectStore(client, bucket, parts.path.strip("/"), rates, stitch=stitch)
 
 
-class ObjectStore:
+class ObjectStore(Placed):
     """`client`: of obstore, for the bucket; `url`: of the bucket; `prefix`: of every key; `stitch`: objects
     get their SHA-256 as user metadata."""
 
@@ -116,17 +127,7 @@ class ObjectStore:
     ) -> None:
         self._client, self._url, self._prefix, self.rates = client, url, prefix, rates
         self._stitch = stitch
-        self._polled: dict[str, tuple[bytes, str]] = {}
-        """content and tag"""
-
-    def __repr__(self) -> str:
-        return f"ObjectStore({self.place()!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObjectStore) and other.place() == self.place()
-
-    def __hash__(self) -> int:
-        return hash(self.place())
+        self._polled: dict[str, tuple[bytes, UpdateVersion]] = {}
 
     renames = is_static = False
 
@@ -162,8 +163,9 @@ class ObjectStore:
     def read(self, key: str, limit: int) -> bytes:
         return self._read(key, limit)[0]
 
-    def _read(self, key: str, limit: int) -> tuple[bytes, str]:
-        """Content and tag. What is as small as a pointer is polled: it is asked for by its last tag."""
+    def _read(self, key: str, limit: int) -> tuple[bytes, UpdateVersion]:
+        """Content, and what a conditional put names: in Google Cloud Storage the version, elsewhere the tag.
+        What is as small as a pointer is polled: it is asked for by its last tag."""
         known = self._polled.get(key)
         known = None if known is None or len(known[0]) > limit else known
         with self._named(key) as full:
@@ -174,11 +176,9 @@ class ObjectStore:
                     raise
                 return known
             if found.meta["size"] > limit:
-                raise DamagedFile(
-                    f"{self.place(key)} exceeds the {limit}-byte limit", remedy="restore it, or remove it"
-                )
-            content = bytes(found.bytes()), found.meta["e_tag"] or ""
-        if len(content[0]) <= POLLED_BYTES and content[1]:
+                raise too_large(self.place(key), limit)
+            content = bytes(found.bytes()), _version(found.meta)
+        if len(content[0]) <= POLLED_BYTES and "e_tag" in content[1]:
             self._polled[key] = content
         return content
 
@@ -241,27 +241,28 @@ class ObjectStore:
             self._put(key, data)
             return
         try:
-            there, tag = self._read(key, len(expected))
+            there, seen = self._read(key, len(expected))
         except (NotFound, DamagedFile) as error:
             raise Changed.at(self.place(key)) from error
         if there != expected:
             raise Changed.at(self.place(key))
         if allowed is not None:
             allowed()
-        self._put_if_match(key, data, tag)
+        self._put_if_match(key, data, seen)
 
-    def _put_if_match(self, key: str, data: bytes, tag: str) -> None:
+    def _put_if_match(self, key: str, data: bytes, seen: UpdateVersion) -> None:
         """Ceph 16 and some others answer 412 to a quoted ETag that matches: it is sent again unquoted. Raises
         Changed."""
+        tag = seen.get("e_tag") or ""
         for attempt in dict.fromkeys((tag, tag.strip('"'))):
             try:
-                self._put(key, data, {"e_tag": attempt})
+                self._put(key, data, {**seen, "e_tag": attempt})
                 return
             except Changed:
                 there, now = self._read(key, 1 << 20)
                 if there == data:
                     return  # the answer to our own put was lost
-                if now != tag:
+                if now != seen:
                     raise
         raise Changed.at(self.place(key))
 
@@ -276,25 +277,35 @@ class ObjectStore:
             return fill(self.write(key), pieces)
         if self.stat(key) is not None:
             raise AlreadyExists.at(self.place(key))
-        head, rest = bytearray(), self._paced(pieces)
+        head, rest, part = bytearray(), self._paced(pieces), self._part_size()
         for piece in rest:
             head += piece
-            if len(head) > _PART:
+            if len(head) > part:
                 break
-        if len(head) <= _PART:
+        if len(head) <= part:
             self._send(key, head, use_multipart=False)
             return
-        self._send(key, chain([memoryview(head)], rest), chunk_size=_PART, max_concurrency=_UPLOADS)
+        self._send_parts(key, chain([memoryview(head)], rest), part)
 
     def upload_file(self, key: str, file: IO[bytes], size: int) -> None:
-        part = max(_PART, size // (_PARTS - 1))
+        part = max(self._part_size(), size // (_PARTS - 1))
         attributes = None
         if self._stitch:
             attributes = {_SHA256: file_digest(cast(BufferedRandom, file), "sha256").hexdigest()}
             file.seek(0)
         pieces = self._paced(iter(partial(file.read, _PART), b""))
         body = pieces if self.rates.publish.limits else file
-        self._send(key, body, attributes=attributes, chunk_size=part, max_concurrency=_UPLOADS)
+        self._send_parts(key, body, part, attributes=attributes)
+
+    def _part_size(self) -> int:
+        """Bytes of a part. Whatever waits for a rate moves in parts as small as the store allows, and few at
+        a time: a part that is complete is sent at once, at any speed."""
+        least = _LEAST_PART.get(urlsplit(self._url).scheme, 1 << 20)
+        return max(least, min(_PART, self.rates.publish.piece))
+
+    def _send_parts(self, key: str, data: Any, part: int, **how: Any) -> None:
+        uploads = _PACED_UPLOADS if self.rates.publish.limits else _UPLOADS
+        self._send(key, data, chunk_size=part, max_concurrency=uploads, **how)
 
     def _paced(self, pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
         return (piece for whole in pieces for piece in self.rates.publish.pieces(whole))
@@ -353,7 +364,8 @@ class ObjectStore:
 
     def _erase(self, prefix: str, keys: Keys) -> None:
         """`keys`: in the bucket."""
-        with self._named(prefix):
+        # Azure says so of objects that another process, or a request whose answer was lost, deleted
+        with contextlib.suppress(NotFound), self._named(prefix):
             obstore.delete(self._client, keys)
 
     def _below(self, prefix: str) -> Keys:
@@ -363,8 +375,7 @@ class ObjectStore:
     def delete(self, key: str) -> bool:
         if self.stat(key) is None:
             return False
-        with self._named(key) as full:
-            obstore.delete(self._client, full)
+        self._erase(key, [self._key(key)])
         return True
 
     def ignored(self) -> str:
@@ -373,12 +384,12 @@ class ObjectStore:
             for data in (b"first", b"second"):
                 with contextlib.suppress(AlreadyExists):
                     self.create(key, data)
-            there, tag = self._read(key, _PROBE_BYTES)
+            there, seen = self._read(key, _PROBE_BYTES)
             if there != b"first":
                 return "if-none-match"
             self._put(key, b"third")
             with contextlib.suppress(Changed):
-                self._put_if_match(key, b"fourth", tag)
+                self._put_if_match(key, b"fourth", seen)
             if self.read(key, _PROBE_BYTES) != b"third":
                 return "if-match"
             self.replace(key, b"fifth", expected=b"third")
@@ -422,13 +433,8 @@ class ObjectStore:
                 raise bad_certificate(place, "") from error
             if _is_denied(error):
                 request = _REQUEST.search(text)
-                raise Unavailable(
-                    f"access to {place} was denied ({request[1] if request else 'no rights'})",
-                    errno.EACCES,
-                    place,
-                    remedy="check the credentials in the environment and their rights; see docs/stores.md",
-                    lasting=True,
-                ) from error
+                remedy = "check the credentials in the environment and their rights; see docs/stores.md"
+                raise denied(place, remedy, request[1] if request else "no rights") from error
             _check_bucket(place, error)
             reason = f"the server answered {found[1].strip()}" if found else "the server cannot be reached"
             raise Unavailable(
@@ -440,11 +446,11 @@ def _is_denied(error: exceptions.BaseError) -> bool:
     """Refused lists and deletes are errors without a class of their own."""
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         return True
-    return re.search("status code: 40[13]|AccessDenied", str(error)) is not None
+    return re.search("code: 40[13]|AccessDenied", str(error)) is not None
 
 
 def _check_bucket(place: str, error: Exception) -> None:
-    if re.search("NoSuchBucket|The specified bucket does not exist", str(error)):
+    if re.search("NoSuchBucket|The specified (bucket|container) does not exist", str(error)):
         raise Refused(
             f"{place}: the bucket does not exist", remedy="create it, or correct the URL"
         ) from error
@@ -452,11 +458,17 @@ def _check_bucket(place: str, error: Exception) -> None:
 
 def _stat(meta: Any) -> Stat:
     # in whole seconds: a listing has fractions that other answers lack
-    return Stat(meta["size"], int(meta["last_modified"].timestamp()) * 10**9, meta["e_tag"] or "")
+    # and Azure's has tags without quotes
+    tag = (meta["e_tag"] or "").strip('"')
+    return Stat(meta["size"], int(meta["last_modified"].timestamp()) * 10**9, tag)
 
 
-def _unless(known: tuple[bytes, str] | None) -> GetOptions:
-    return {} if known is None else {"if_none_match": known[1]}
+def _version(meta: Any) -> UpdateVersion:
+    return cast("UpdateVersion", {name: meta[name] for name in ("e_tag", "version") if meta[name]})
+
+
+def _unless(known: tuple[bytes, UpdateVersion] | None) -> GetOptions:
+    return {} if known is None else {"if_none_match": known[1]["e_tag"]}
 
 
 class _Body(AbstractContextManager["_Body"]):
@@ -505,9 +517,7 @@ class _Writer:
         self._file.write(data)
 
     def write_head(self, head: bytes) -> None:
-        if len(head) != self._reserve:
-            place = self._store.place(self._key)
-            raise DamagedFile(f"{place}: header of {len(head)} bytes, {self._reserve} are reserved")
+        check_head(self._store.place(self._key), head, self._reserve)
         self._file.seek(0)
         self._file.write(head)
 

@@ -93,6 +93,22 @@ def unavailable(error: OSError, place: str) -> Unavailable:
     return kept
 
 
+def denied(place: str, remedy: str, request: str = "") -> Unavailable:
+    """`request`: its method, or the reason."""
+    text = f"access to {place} was denied{f' ({request})' if request else ''}"
+    return Unavailable(text, errno.EACCES, place, remedy=remedy, lasting=True)
+
+
+def too_large(place: str, limit: int) -> DamagedFile:
+    return DamagedFile(f"{place} exceeds the {limit}-byte limit", remedy="restore it, or remove it")
+
+
+def check_head(place: str, head: bytes, reserve: int) -> None:
+    """Raises DamagedFile for a head that does not fill the room that was reserved."""
+    if len(head) != reserve:
+        raise DamagedFile(f"{place}: header of {len(head)} bytes, {reserve} are reserved")
+
+
 def bad_certificate(place: str, reason: str) -> Unavailable:
     return Unavailable(
         f"{place}: the server's certificate is not valid{reason}",
@@ -125,6 +141,22 @@ class Entry:
     name: str
     kind: Kind
     stat: Stat | None = None
+
+
+class Placed:
+    """Stores at one place are equal."""
+
+    def place(self, key: str = "") -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.place()!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placed) and other.place() == self.place()
+
+    def __hash__(self) -> int:
+        return hash(self.place())
 
 
 class Body(AbstractContextManager["Body"], Protocol):

@@ -51,7 +51,7 @@ def option(*names: str, **attributes: Any) -> Callable[[F], F]:
 _CHANNEL: dict[str, Any] = {
     "type": channel_address,
     "envvar": "WEIGHTCAST_CHANNEL",
-    "help": "The channel: a directory, or a URL (s3://, gs://; to read it also http[s]://).",
+    "help": "The channel: a directory, or a URL (s3://, gs://, az://; to read it also http[s]://).",
 }
 channel_option = option("--channel", required=True, **_CHANNEL)
 any_channel_option = option("--channel", **_CHANNEL)
@@ -73,6 +73,11 @@ sign_key_option = option(
 )
 threads_option = option(
     "--threads", type=click.IntRange(min=1), help="Worker threads; unset: all usable cores."
+)
+unfenced_option = option(
+    "--unfenced",
+    is_flag=True,
+    help="Write also to a store that ignores conditions of writes: nothing keeps a second publisher out.",
 )
 token_option = option("--token", envvar="WEIGHTCAST_TOKEN", help="Bearer token of the daemon.")
 json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")

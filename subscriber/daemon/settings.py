@@ -51,7 +51,7 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     port: int = Field(SUBSCRIBER_PORT, ge=0, le=65535)
     """Its port; 0 takes a free one."""
     channel: Annotated[ChannelAddress, BeforeValidator(channel_address)]
-    """The channel: a directory, or a URL (s3://, gs://, http[s]://)."""
+    """The channel: a directory, or a URL (s3://, gs://, az://, http[s]://)."""
     local: Path
     """Local checkpoint: the directory that engines load from."""
     base: Path | None = None

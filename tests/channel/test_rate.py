@@ -11,7 +11,9 @@ import httpx
 import numpy as np
 import pytest
 from core_cases import Model, tensor, write_checkpoint
+from emulators import AZURE, S3, Emulator
 from forked import run_weightcast, weightcast
+from http_faults import http_faults
 from memory_store import MemoryStore
 from waiting import wait_until
 
@@ -19,7 +21,7 @@ from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.base.errors import Stopped
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.rate import Rate, Rates
-from weightcast.shared.channel.store import Store, pieces_of
+from weightcast.shared.channel.store import Store, fill, pieces_of
 
 RATE = 1_000_000
 
@@ -89,12 +91,11 @@ def _opened(kind: str, tmp_path: Path, request: pytest.FixtureRequest, rates: Ra
     if kind == "memory":
         return MemoryStore(rates)
     (tmp_path / "channel").mkdir()
-    return open_store(
-        f"{request.getfixturevalue('bucket')}/run" if kind == "s3" else tmp_path / "channel", rates
-    )
+    make_bucket = request.getfixturevalue("make_bucket")
+    return open_store(tmp_path / "channel" if kind == "directory" else f"{make_bucket(kind)}/run", rates)
 
 
-@pytest.mark.parametrize("kind", ["directory", "memory", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.mark.parametrize("kind", ["directory", "memory", S3, AZURE])
 def test_stores_move_no_more_than_their_rate(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -116,7 +117,7 @@ def test_stores_move_no_more_than_their_rate(
     assert written.now == before
 
 
-@pytest.mark.parametrize("kind", ["directory", "memory", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.mark.parametrize("kind", ["directory", "memory", S3, AZURE])
 def test_a_wait_may_be_stopped(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     def stop(seconds: float) -> None:
         raise Stopped("the process ends")
@@ -131,6 +132,31 @@ def test_a_wait_may_be_stopped(kind: str, tmp_path: Path, request: pytest.Fixtur
     store.create("small", bytes(RATE))
     with pytest.raises(Stopped):
         list(pieces_of(store, "small"))
+
+
+@pytest.mark.stores
+@pytest.mark.parametrize(("dialect", "part"), [("azure", 1 << 20), ("moto", 5 << 20)])
+def test_uploads_that_wait_move_in_small_parts(
+    dialect: str,
+    part: int,
+    emulators: Callable[[str], Emulator],
+    make_bucket: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A part is sent as fast as the network takes it."""
+    url, emulator, clock = make_bucket(dialect), emulators(dialect), Clock()
+    with http_faults(emulator.origin) as proxy:
+        for name, value in emulator.environment.items():
+            monkeypatch.setenv(name, value.replace(emulator.origin, proxy.endpoint))
+        store = open_store(f"{url}/run", Rates(publish=Rate(RATE, clock.wait, lambda: clock.now)))
+        pieces = [bytes(RATE)] * 12
+        store.upload("streamed", iter(pieces))
+        fill(store.write("whole"), pieces)
+        puts = [headers for method, _, headers in proxy.sent if method == "PUT"]
+        sizes = [int(headers.get("content-length", 0)) for headers in puts]
+        assert max(sizes) == part and sum(sizes) >= 2 * 12 * RATE
+        for key in ("streamed", "whole"):
+            assert b"".join(pieces_of(store, key)) == b"".join(pieces)
 
 
 def _model(seed: int) -> Model:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from emulators import AZURE, MOTO, S3
 from memory_store import MemoryStore
 
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
@@ -13,8 +14,6 @@ from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.hf_store import HfStore
 from weightcast.shared.channel.object_store import open_object_store
 from weightcast.shared.channel.store import AlreadyExists, Body, Changed, NotFound, Store, StoreError
-
-MakeStore = Callable[[Path, pytest.FixtureRequest], Store]
 
 
 def _directory(path: Path) -> Store:
@@ -26,18 +25,19 @@ def _hub() -> Store:
     return HfStore(pytest.importorskip("hf_double").Hub(), "owner/bucket", "runs/seven")
 
 
-STORES: dict[str, MakeStore] = {
-    "directory": lambda path, _: _directory(path),
-    "memory": lambda *_: MemoryStore(),
-    "hf": lambda *_: _hub(),
-    "s3": lambda _, request: open_object_store(f"{request.getfixturevalue('bucket')}/runs/seven"),
+STORES: dict[str, Callable[[Path], Store]] = {
+    "directory": _directory,
+    "memory": lambda _: MemoryStore(),
+    "hf": lambda _: _hub(),
 }
 INDEX = "index.json"
 
 
-@pytest.fixture(params=["directory", "memory", "hf", pytest.param("s3", marks=pytest.mark.s3)])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return STORES[request.param](tmp_path, request)
+@pytest.fixture(params=[*STORES, S3, AZURE, MOTO])
+def store(request: pytest.FixtureRequest, tmp_path: Path, make_bucket: Callable[[str], str]) -> Store:
+    if request.param in STORES:
+        return STORES[request.param](tmp_path)
+    return open_object_store(f"{make_bucket(request.param)}/runs/seven")
 
 
 def _bytes(body: Body) -> bytes:

@@ -166,7 +166,7 @@ def test_a_server_that_repeats_what_it_was_sent(status: int | None, tmp_path: Pa
 def test_credentials_in_a_url_are_not_repeated(tmp_path: Path) -> None:
     search = Search(tmp_path, "http://127.0.0.1:1", MARKS)
     base = write_checkpoint(tmp_path / "base", _model(0))
-    for channel in (f"s3://{ACCESS}:markedsessiontoken@bucket/run", f"s3://bucket/run?token={SESSION}"):
+    for channel in (f"s3://{ACCESS}:markedsessiontoken@bucket/run", f"az://box/run?sig={SESSION}"):
         _use(search, channel, base, base)
     assert not search.found()
 

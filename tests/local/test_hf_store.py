@@ -54,7 +54,7 @@ def test_a_host_follows_a_copy_of_a_channel(tmp_path: Path) -> None:
 def test_publishing_needs_a_word(tmp_path: Path) -> None:
     run = make_run(tmp_path, 2)
     store = HfStore(Hub(), "owner/bucket", "run")
-    init_channel(store, run.base)
+    init_channel(store, run.base, unfenced=True)
     with pytest.raises(Refused, match="ignores if-none-match and if-match"):
         Publisher.open(store, local=tmp_path / "publisher", base=run.base)
     options = PublisherOptions(unfenced=True)

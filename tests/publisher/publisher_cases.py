@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from core_cases import Model, Tensor, bytes_of, every_dtype, read_checkpoint, write_checkpoint
+from emulators import AZURE, S3
 from memory_store import MemoryStore
 from opening import open_publisher
 
@@ -102,14 +103,16 @@ def make_place(root: Path, model: Model | None = None, *, config: str = "{}", **
     return place
 
 
-STORES: dict[str, Callable[[Path, pytest.FixtureRequest], Store]] = {
-    "directory": lambda root, _: DirectoryStore(root / "channel"),
-    "memory": lambda *_: MemoryStore(),
-    "s3": lambda _, request: open_object_store(request.getfixturevalue("bucket")),
-}
+STORE_PARAMS = ["directory", "memory", S3, AZURE]
 
 
-STORE_PARAMS = ["directory", "memory", pytest.param("s3", marks=pytest.mark.s3)]
+def make_store(request: pytest.FixtureRequest, root: Path) -> Store:
+    """The one that a fixture's parameter names, as of STORE_PARAMS."""
+    if request.param == "directory":
+        return DirectoryStore(root / "channel")
+    if request.param == "memory":
+        return MemoryStore()
+    return open_object_store(request.getfixturevalue("make_bucket")(request.param))
 
 
 @dataclass(frozen=True)

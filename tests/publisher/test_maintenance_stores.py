@@ -17,8 +17,8 @@ import pytest
 from core_cases import Model, bytes_of, every_dtype, read_checkpoint, some_changed, write_checkpoint
 from disk_errors import watched
 from faulty_store import Fault, FaultyStore
-from memory_store import MemoryStore
 from opening import open_publisher
+from publisher_cases import STORE_PARAMS, make_store
 
 from weightcast.publisher import init_channel
 from weightcast.publisher.api import Publisher
@@ -31,14 +31,12 @@ from weightcast.publisher.maintenance.repair import ChannelCheck, Repairs
 from weightcast.publisher.maintenance.replay_log import ReplayLog
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
-from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
+from weightcast.shared.base.errors import DamagedFile, Refused, Untrusted, WeightcastError
 from weightcast.shared.channel import chain, pins
 from weightcast.shared.channel.chain import faults, verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import claim, this_process
-from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.layout import Pointer, report_key
-from weightcast.shared.channel.object_store import open_object_store
 from weightcast.shared.channel.reports import Report, pack_report, read_reports, write_report
 from weightcast.shared.channel.run_files import ChannelFile, parse_channel_file
 from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
@@ -127,20 +125,9 @@ class World:
         return repair_channel(self.store, self.pub, patience=0.0, **options)
 
 
-def _directory(root: Path) -> Store:
-    return DirectoryStore(root / "channel")
-
-
-STORES: dict[str, Callable[[Path, pytest.FixtureRequest], Store]] = {
-    "directory": lambda path, _: _directory(path),
-    "memory": lambda *_: MemoryStore(),
-    "s3": lambda _, request: open_object_store(request.getfixturevalue("bucket")),
-}
-
-
-@pytest.fixture(params=["directory", "memory", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture(params=STORE_PARAMS)
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    inner = STORES[request.param](tmp_path, request)
+    inner = make_store(request, tmp_path)
     world = World(tmp_path, FaultyStore(inner))
     init_channel(inner, write_checkpoint(tmp_path / "base", world.models[0]), run_id="run")
     return world
@@ -598,6 +585,37 @@ def test_a_channel_is_signed_anew(world: World, fault: Fault | None) -> None:
     world.damage(world.shard(1), flipped)
     with pytest.raises(DamagedFile, match="is not signed"):
         sign_channel(world.store, PrivateKey.generate())
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "of another key", "of another version"])
+def test_a_damaged_signature_is_found_and_restored(world: World, damage: str, tmp_path: Path) -> None:
+    key, signature = PrivateKey.generate(), f"weight_v000002/{INDEX}.sig"
+    write_private_key(tmp_path / "key", key)
+    sign_channel(world.store, key)
+    world.run(3, sign_key=tmp_path / "key")
+    before, trust = objects(world.store), Trust.of([key.public])
+    if damage == "of another key":
+        sign_channel(world.store, PrivateKey.generate())
+        for name, data in before.items():
+            if name.endswith(".sig") and name != signature:
+                world.store.replace(name, data)
+    elif damage == "of another version":
+        world.store.replace(signature, before[f"weight_v000001/{INDEX}.sig"])
+    else:
+        world.damage(signature, None if damage == "gone" else half)
+    damaged = objects(world.store)
+    assert "weight_v000002" in str(faults(world.store, None, trust)) and faults(world.store) == []
+    with pytest.raises(Untrusted), world.host(3, trust):
+        pass
+    # whoever trusts no key looks at no signature
+    assert world.repair() == Repairs() and objects(world.store) == damaged
+    assert repair_channel(world.store, patience=0.0, trusted_keys=[str(key.public)]).left
+    assert objects(world.store) == damaged
+    done = world.repair(trusted_keys=[str(key.public)])
+    assert done.done == [f"{signature} restored byte for byte"] and done.left == []
+    assert objects(world.store) == before
+    with world.host(3, trust):
+        pass
 
 
 @pytest.mark.parametrize("left", ["signature", "config", "both"])

@@ -7,10 +7,12 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 from core_cases import ended, start, write_checkpoint
+from emulators import S3
 from memory_store import MemoryStore
 from mirrors import LIMIT, Run, objects, require_equal
 
@@ -31,26 +33,27 @@ from weightcast.shared.channel.store import NotFound, Store
 
 INDEX = "model.safetensors.index.json"
 BESIDE = UpkeepOptions(skip_span=4, history_share=1000.0)
-S3 = pytest.mark.s3
 PAIRS = [
     ("directory", "directory"),
     ("directory", "memory"),
     ("memory", "directory"),
-    pytest.param(("directory", "s3"), marks=S3),
-    pytest.param(("s3", "directory"), marks=S3),
-    pytest.param(("s3", "s3"), marks=S3),
+    pytest.param(("directory", "s3"), marks=pytest.mark.s3),
+    pytest.param(("s3", "directory"), marks=pytest.mark.s3),
+    pytest.param(("s3", "s3"), marks=pytest.mark.s3),
+    pytest.param(("azure", "azure"), marks=pytest.mark.stores),
 ]
 MakeStore = Callable[[str, str], Store]
 
 
 @pytest.fixture
-def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
+def make_store(make_bucket: Callable[[str], str], tmp_path: Path) -> MakeStore:
     """Of a kind, under a name."""
+    bucket = cache(make_bucket)
 
     def make(kind: str, name: str) -> Store:
-        if kind == "s3":
-            return open_object_store(f"{request.getfixturevalue('bucket')}/{name}")
-        return MemoryStore().within(name) if kind == "memory" else DirectoryStore(tmp_path / name)
+        if kind == "directory":
+            return DirectoryStore(tmp_path / name)
+        return MemoryStore().within(name) if kind == "memory" else open_object_store(f"{bucket(kind)}/{name}")
 
     return make
 
@@ -91,7 +94,7 @@ def run(tmp_path: Path) -> Run:
     return Run.begin(tmp_path, DirectoryStore(tmp_path / "a"))
 
 
-@pytest.fixture(params=["directory", "memory", pytest.param("s3", marks=S3)])
+@pytest.fixture(params=["directory", "memory", S3])
 def to(request: pytest.FixtureRequest, make_store: MakeStore) -> Store:
     return make_store(request.param, "b")
 

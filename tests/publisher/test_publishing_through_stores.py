@@ -10,7 +10,7 @@ import pytest
 from core_cases import Model, all_changed, some_changed, write_checkpoint
 from disk_errors import watched
 from faulty_store import Fault, FaultyStore
-from publisher_cases import ENCODINGS, STORE_PARAMS, STORES, StorePlace, numpy_model
+from publisher_cases import ENCODINGS, STORE_PARAMS, StorePlace, make_store, numpy_model
 from sharded_world import along, cut_model, published, world_of
 
 from weightcast.publisher import init_channel
@@ -37,7 +37,7 @@ def model() -> Model:
 @pytest.fixture(params=STORE_PARAMS)
 def inner(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     (tmp_path / "channel").mkdir()
-    return STORES[request.param](tmp_path, request)
+    return make_store(request, tmp_path)
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from core_cases import Model, all_changed
 from disk_errors import watched
+from emulators import S3
 from memory_store import MemoryStore
-from publisher_cases import STORE_PARAMS, StorePlace, numpy_model
+from publisher_cases import StorePlace, numpy_model
 
 from weightcast.shared.base.errors import Forked, Refused, RetryLater, WeightcastError
 from weightcast.shared.channel.chain import committed
@@ -22,7 +23,7 @@ from weightcast.shared.channel.object_store import open_object_store
 from weightcast.shared.channel.store import Changed, Store
 
 
-@pytest.fixture(params=STORE_PARAMS)
+@pytest.fixture(params=["directory", "memory", S3])
 def make_store(request: pytest.FixtureRequest) -> Callable[[Path], Store]:
     if request.param == "directory":
         return lambda root: DirectoryStore(root / "channel")

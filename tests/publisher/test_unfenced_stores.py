@@ -14,6 +14,7 @@ from memory_store import MemoryStore
 from publisher_cases import Place, StorePlace, numpy_model
 
 from weightcast.publisher import init_channel
+from weightcast.publisher.channel_repair import repair_channel
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.doctor.observe import RunFacts, observe_bucket
 from weightcast.shared.doctor.rules import judge_bucket
@@ -38,7 +39,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     model = numpy_model(np.random.default_rng(3))
     made = StorePlace(tmp_path, model, store)
     write_checkpoint(made.base, model)
-    init_channel(store, made.base, run_id=f"run-{request.param}")
+    init_channel(store, made.base, run_id=f"run-{request.param}", unfenced=True)
     return made
 
 
@@ -56,6 +57,19 @@ def test_one_publisher_may_use_it_and_is_told(place: StorePlace, caplog: pytest.
         assert place.publish(model, unfenced=True) == 1
     assert "never run two publishers" in caplog.text
     place.arrives(model, 1)
+
+
+def test_init_and_repair_refuse_it_and_change_nothing(place: StorePlace) -> None:
+    place.store.create("latest", b"000009")
+    before = sorted(place.store.names())
+    with pytest.raises(Refused, match="ignores if-") as raised:
+        repair_channel(place.store)
+    assert "--unfenced" in raised.value.remedy and sorted(place.store.names()) == before
+    repair_channel(place.store, unfenced=True)
+    other = Unfenced("if-match")
+    with pytest.raises(Refused, match="ignores if-"):
+        init_channel(other, place.base)
+    assert other.names() == []
 
 
 def test_doctor_recognises_it(place: StorePlace) -> None:
