@@ -100,19 +100,21 @@ class Asked:
     rids: tuple[str, ...] = ()
     is_stitch: bool = False
 
-
-def read_body(body: bytes) -> Asked:
-    """A body that is not an object stays as it is. Raises BadCondition."""
-    value = _members(body, (MEMBER, stitch.MEMBER, "rid"))
-    member = value.pop(MEMBER, None)
-    if not isinstance(member, dict | None):
-        raise BadCondition(f"{MEMBER} must be an object")
-    rid, foreign = value.get("rid"), value.get(stitch.MEMBER)
-    rids = tuple(one for one in (rid if isinstance(rid, list) else [rid]) if isinstance(one, str))
-    is_stitch = isinstance(foreign, dict)
-    if is_stitch:
-        member = stitch.conditions(value.pop(stitch.MEMBER)) | (member or {})
-    return Asked(member or {}, body if member is None else json.dumps(value).encode(), rids, is_stitch)
+    @classmethod
+    def of(cls, body: bytes) -> Asked:
+        """A body that is not an object stays as it is. Raises BadCondition."""
+        value = _members(body, (MEMBER, stitch.MEMBER, "rid"))
+        given = len(value)
+        member = value.pop(MEMBER, None)
+        if not isinstance(member, dict | None):
+            raise BadCondition(f"{MEMBER} must be an object")
+        rid, foreign = value.get("rid"), value.get(stitch.MEMBER)
+        rids = tuple(one for one in (rid if isinstance(rid, list) else [rid]) if isinstance(one, str))
+        is_stitch = isinstance(foreign, dict)
+        if is_stitch:
+            member = stitch.conditions(value.pop(stitch.MEMBER)) | (member or {})
+        left = body if len(value) == given else json.dumps(value).encode()
+        return cls(member or {}, left, rids, is_stitch)
 
 
 def with_members(body: bytes, added: Mapping[str, str]) -> bytes:

@@ -26,19 +26,29 @@ import aiohttp
 import uvicorn
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import Message, Receive, Scope, Send
-from yarl import URL
+from starlette.types import Receive, Scope, Send
 
 from weightcast.shared.daemon.environment import port_of
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import CLOSE_SECONDS, listen, server_config
 from weightcast.shared.daemon.metrics import counted
 from weightcast.subscriber.gate import stitch
-from weightcast.subscriber.gate.conditions import Asked, BadCondition, Conditions, read_body, with_members
+from weightcast.subscriber.gate.conditions import Asked, BadCondition, Conditions, with_members
+from weightcast.subscriber.gate.exchange import (
+    BODY_LIMIT,
+    CLOSE,
+    end_with_caller,
+    headers_of,
+    open_session,
+    passed_back,
+    passed_headers,
+    read_body,
+    say,
+    url_at,
+)
 from weightcast.subscriber.gate.traffic import Call, NotAdmitted, Traffic
 from weightcast.subscriber.status import GateStatus
 
-BODY_LIMIT = 32 << 20
 REPLY_LIMIT = 64 << 20
 """bytes of an answer that is labelled in its body; a stream may be longer"""
 _BLOCKED = (
@@ -48,10 +58,6 @@ _BLOCKED = (
     "start_profile", "stop_profile", "set_internal_state", "save_",
 )  # fmt: skip
 """beginnings of paths that change an engine, or its weights"""
-_HOP_BY_HOP = frozenset((
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
-    "trailer", "transfer-encoding", "upgrade", "content-length", "host", "expect",
-))  # fmt: skip
 MOST_CONNECTIONS = 4096
 _CONNECT_AGAIN = 0.2
 """seconds"""
@@ -135,15 +141,7 @@ class Gate(Collector):
         await receive()
         watchers = [asyncio.create_task(self._watch(name)) for name in self._upstreams]
         for name, engine in self._upstreams.items():
-            # servers drop what is idle after five seconds
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3, ssl=engine.trust)
-            self._sessions[name] = aiohttp.ClientSession(
-                connector=connector,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
-                auto_decompress=False,
-                skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
-            )
+            self._sessions[name] = open_session(engine.trust)
         await send({"type": "lifespan.startup.complete"})
         await receive()
         for watcher in watchers:
@@ -170,33 +168,33 @@ class Gate(Collector):
             await asyncio.sleep(_CONNECT_AGAIN)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = _headers(scope)
+        headers = headers_of(scope)
         path = scope["path"].lstrip("/")
         if path == "healthz":
-            await _say(send, 200, {"ok": True})
+            await say(send, 200, {"ok": True})
         elif self._expected is not None and not hmac.compare_digest(
             headers.get("authorization", "").encode("latin-1"), self._expected
         ):
-            await _say(
+            await say(
                 send, 401, {"error": "this gate requires a bearer token"}, {"www-authenticate": "Bearer"}
             )
         elif path == "readyz":
             served = self.traffic.served
             facts = {**self.status().by_name(), "target": self.traffic.target}
-            await _say(send, 200 if served is not None else 503, facts)
+            await say(send, 200 if served is not None else 503, facts)
         elif path == "health":
             error = "" if self.traffic.is_healthy else "no engine serves here"
-            await _say(send, 503 if error else 200, stitch.health(error))
+            await say(send, 503 if error else 200, stitch.health(error))
         elif path == "server_info" and self.traffic.served is None:
-            await _say(send, 200, self._server_info())
+            await say(send, 200, self._server_info())
         elif path == "wake" and scope["method"] == "POST":
             self._wake()
-            await _say(send, 200, self._server_info())
+            await say(send, 200, self._server_info())
         elif path in ("abort", "abort_request") and scope["method"] == "POST":
             await self._abort(receive, send, by_rid=path == "abort_request")
         elif path.startswith(_BLOCKED):
             error = f"/{path} changes an engine; its subscriber alone does that"
-            await _say(send, 403, {"error": error})
+            await say(send, 403, {"error": error})
         else:
             await self._answer(scope, headers, receive, send)
 
@@ -220,10 +218,10 @@ class Gate(Collector):
     async def _abort(self, receive: Receive, send: Send, *, by_rid: bool) -> None:
         """`by_rid`: as SGLang is asked."""
         try:
-            asked = json.loads(await _body(receive) or b"{}")
+            asked = json.loads(await read_body(receive) or b"{}")
             session, version = asked.get("session"), asked.get("version")
         except (ValueError, AttributeError):
-            await _say(send, 400, {"error": "send {}, or an object with session or version"})
+            await say(send, 400, {"error": "send {}, or an object with session or version"})
             return
 
         def fits(call: Call) -> bool:
@@ -231,18 +229,18 @@ class Gate(Collector):
                 return asked.get("abort_all") is True or asked.get("rid") in call.rids
             return session in (None, call.conditions.session) and version in (None, call.low)
 
-        await _say(send, 200, {"aborted": self.traffic.end(fits)})
+        await say(send, 200, {"aborted": self.traffic.end(fits)})
 
     async def _answer(self, scope: Scope, headers: Mapping[str, str], receive: Receive, send: Send) -> None:
-        body = await _body(receive)
+        body = await read_body(receive)
         if body is None:
-            await _say(send, 413, {"error": f"the body has more than {BODY_LIMIT} bytes"}, _CLOSE)
+            await say(send, 413, {"error": f"the body has more than {BODY_LIMIT} bytes"}, CLOSE)
             return
         try:
-            asked = read_body(body)
+            asked = Asked.of(body)
             conditions = Conditions.of(headers, asked.member)
         except BadCondition as error:
-            await _say(send, 400, {"error": str(error)})
+            await say(send, 400, {"error": str(error)})
             return
         task = asyncio.current_task()
         assert task is not None
@@ -257,7 +255,7 @@ class Gate(Collector):
             answer.edit = lambda value: value.update(self._server_info(answered=1))
         elif asked.is_stitch:
             answer.edit = lambda value: stitch.add_versions(value, call.low, call.high)
-        gone = asyncio.create_task(_disconnect(receive, task))
+        gone = asyncio.create_task(end_with_caller(receive, task))
         try:
             await self.traffic.admit(call)
             async with await self._send_on(scope, headers, asked, call) as response:
@@ -289,7 +287,7 @@ class Gate(Collector):
         facts |= {"served": served, "target": target}
         if error.status == 409 and is_stitch:
             facts = stitch.not_ready(error.error, served, target)
-        await _say(send, error.status, facts, {"retry-after": "1"})
+        await say(send, error.status, facts, {"retry-after": "1"})
 
     def _compare(self, call: Call, label: str) -> None:
         """What an engine calls the weights of its answer, which is passed on as it is."""
@@ -330,7 +328,7 @@ class Gate(Collector):
     async def _send_on(
         self, scope: Scope, headers: Mapping[str, str], asked: Asked, call: Call
     ) -> aiohttp.ClientResponse:
-        engine, query = self._upstreams[call.engine], scope["query_string"].decode("ascii")
+        engine = self._upstreams[call.engine]
         added = {}
         if scope["method"] == "POST":
             salt = "extra_key" if engine.kind == "sglang" else "cache_salt"
@@ -338,20 +336,11 @@ class Gate(Collector):
             if engine.kind == "sglang" and not asked.rids:
                 added["rid"] = call.rids[0]
         body = with_members(asked.body, added)
-        listed = headers.get("connection", "").lower().replace(",", " ").split()
-        own = {"authorization", *_HOP_BY_HOP, *listed}
-        passed = {
-            name: value
-            for name, value in headers.items()
-            if name not in own and not name.startswith("weightcast-")
-        }
-        passed |= {"accept-encoding": "identity", **self._key_of(call.engine)}
-        target = scope["raw_path"].decode("ascii") + (f"?{query}" if query else "")
         ask = partial(
             self._sessions[call.engine].request,
             scope["method"],
-            URL(engine.url + target, encoded=True),
-            headers=passed,
+            url_at(engine.url, scope),
+            headers=passed_headers(headers) | self._key_of(call.engine),
             data=body or None,
             allow_redirects=False,
         )
@@ -424,15 +413,15 @@ class _Answer:
             # as SGLang answers a request that is aborted in its queue
             reason = {"type": "abort", "message": "aborted before an engine took it"}
             facts = {"id": self._call.rids[0], "finish_reason": reason, "completion_tokens": 0}
-            await _say(self._send, 200, {"text": "", "output_ids": [], "meta_info": facts})
+            await say(self._send, 200, {"text": "", "output_ids": [], "meta_info": facts})
         else:
             facts = {"error": f"ended by an {self._call.ended_by}; nothing was generated", **self._label()}
-            await _say(self._send, 503, {**facts, "retryable": True}, {"retry-after": "0"})
+            await say(self._send, 503, {**facts, "retryable": True}, {"retry-after": "0"})
 
     async def fail(self, error: str) -> None:
         """An error of ours; an answer that has begun is cut, so that it cannot pass for a whole one."""
         if not self._begun:
-            await _say(self._send, 503, {"error": error, "retryable": True}, {"retry-after": "1"})
+            await say(self._send, 503, {"error": error, "retryable": True}, {"retry-after": "1"})
             return
         raise ConnectionError(error)
 
@@ -449,11 +438,7 @@ class _Answer:
 
     async def _begin(self, response: aiohttp.ClientResponse, length: int | None = None) -> None:
         self._begun = True
-        headers = [
-            (name, value)
-            for name, value in response.raw_headers
-            if name.lower().decode("latin-1") not in _HOP_BY_HOP
-        ]
+        headers = passed_back(response)
         headers.append((b"weightcast-version", str(self._call.low).encode()))
         if length is not None:
             headers.append((b"weightcast-last-version", str(self._call.high).encode()))
@@ -466,54 +451,8 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
-_CLOSE = {"connection": "close"}
 _TAIL = 64 << 10
 _LABEL = re.compile(rb'"weight_version" ?: ?"([^"\\]{1,64})"')
-
-
-def _headers(scope: Scope) -> dict[str, str]:
-    """With names in lower case; of a name that comes again, all its values."""
-    found: dict[str, str] = {}
-    for raw_name, raw_value in scope["headers"]:
-        name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
-        found[name] = f"{found[name]}, {value}" if name in found else value
-    return found
-
-
-async def _body(receive: Receive) -> bytes | None:
-    """None where it is longer than BODY_LIMIT."""
-    pieces, size = [], 0
-    while True:
-        message: Message = await receive()
-        if message["type"] == "http.disconnect":
-            raise asyncio.CancelledError
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > BODY_LIMIT:
-            return None
-        if not message.get("more_body", False):
-            return b"".join(pieces)
-
-
-async def _disconnect(receive: Receive, task: asyncio.Task[Any]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    task.cancel()
-
-
-async def _say(
-    send: Send, status: int, facts: Mapping[str, object], headers: Mapping[str, str] | None = None
-) -> None:
-    body = json.dumps(facts).encode()
-    fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [(name.encode(), value.encode()) for name, value in fields.items()],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})
 
 
 def _tokens(tail: bytes) -> int | None:
