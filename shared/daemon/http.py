@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import resource
 import socket
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
@@ -18,6 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
+from h11._receivebuffer import ReceiveBuffer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel, TypeAdapter
 from starlette.datastructures import Headers
@@ -369,16 +371,42 @@ def prepare(listener: socket.socket) -> None:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_SECONDS * 1000))
 
 
+_AMBIGUOUS = re.compile(
+    rb"(?<!\r)\n|\r(?!\n)|\n[ \t]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]"
+    rb"|\ncontent-length:[^\n]*,|\A[^\n]* http/(?!1\.[01]\r)"
+)
+"""in a head or trailer in lower case: what HTTP tolerates, and servers in a row may read in different ways"""
+
+
+def _is_ambiguous(head: bytes) -> bool:
+    lengths, codings = head.count(b"\ncontent-length:"), head.count(b"\ntransfer-encoding:")
+    is_old = b" http/1.0\r" in head.partition(b"\n")[0]
+    return lengths + codings > 1 or (is_old and codings > 0) or _AMBIGUOUS.search(head) is not None
+
+
+class _StrictBuffer(ReceiveBuffer):
+    """h11's own tolerates bare line feeds, folded lines, and a length next to chunks."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        before = bytes(self._data)
+        lines = super().maybe_extract_lines()
+        if lines and _is_ambiguous(before[: len(before) - len(self._data)].lower()):
+            raise h11.RemoteProtocolError("ambiguous head")
+        return lines
+
+
 class Connection(H11Protocol):
-    """Closed when its request does not arrive in time. When there are too many, the one waiting longest
-    makes room for the newest: a health check gets through a crowd of idle ones. When all
-    have a request under way, the newest is answered with 503 (uvicorn's `limit_concurrency`)."""
+    """A request that can be read in two ways is refused, and one that does not arrive in time closes it. When
+    there are too many, the one waiting longest makes room for the newest: a health check gets through a crowd
+    of idle ones. When all have a request under way, the newest is answered with 503 (uvicorn's
+    `limit_concurrency`)."""
 
     _deadline: asyncio.TimerHandle | None = None
     """None: the request is here, and is being answered"""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn._receive_buffer = _StrictBuffer()
         self._await_request()
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             waiting = {

@@ -65,9 +65,10 @@ async def end_with_caller(receive: Receive, task: asyncio.Task[Any]) -> None:
 
 
 def url_at(base: str, scope: Scope) -> URL:
-    """Path and query of the request, unchanged, at another server."""
+    """Path and query of the request, unchanged, at another server: behind a slash, so that no text of theirs
+    can become part of its name."""
     query = scope["query_string"].decode("ascii")
-    target = scope["raw_path"].decode("ascii") + (f"?{query}" if query else "")
+    target = "/" + scope["raw_path"].decode("ascii").removeprefix("/") + (f"?{query}" if query else "")
     return URL(base + target, encoded=True)
 
 
@@ -84,11 +85,12 @@ def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def passed_back(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    """What the caller gets of an answer's headers. The length of its body is not among them."""
+    """What the caller gets of an answer's headers: without the length of its body, and its date, which the
+    server here adds."""
     return [
         (name, value)
         for name, value in response.raw_headers
-        if name.lower().decode("latin-1") not in _HOP_BY_HOP
+        if name.lower().decode("latin-1") not in (*_HOP_BY_HOP, "date")
     ]
 
 

@@ -29,6 +29,7 @@ from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from weightcast.shared.daemon.environment import port_of
+from weightcast.shared.daemon.http import HEADER_LIMIT
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import CLOSE_SECONDS, listen, server_config
 from weightcast.shared.daemon.metrics import counted
@@ -135,7 +136,9 @@ class Gate(Collector):
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] == "http":
-            await self._route(scope, receive, send)
+            # of a caller who left
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._route(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -170,7 +173,11 @@ class Gate(Collector):
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = headers_of(scope)
         path = scope["path"].lstrip("/")
-        if path == "healthz":
+        if not scope["raw_path"].startswith(b"/"):
+            await say(send, 400, {"error": "the target must be a path"}, CLOSE)
+        elif _head_size(scope) > HEADER_LIMIT:
+            await say(send, 431, {"error": f"headers above {HEADER_LIMIT} bytes"}, CLOSE)
+        elif path == "healthz":
             await say(send, 200, {"ok": True})
         elif self._expected is not None and not hmac.compare_digest(
             headers.get("authorization", "").encode("latin-1"), self._expected
@@ -365,7 +372,7 @@ class _Answer:
 
     @property
     def engine_label(self) -> str:
-        """The last one that its engine named."""
+        """By which its engine named its weights last."""
         found = _LABEL.findall(self._last)
         return str(found[-1].decode("latin-1")) if found else ""
 
@@ -449,6 +456,11 @@ class _Answer:
 
     async def _piece(self, piece: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+
+
+def _head_size(scope: Scope) -> int:
+    headers = sum(len(name) + len(value) for name, value in scope["headers"])
+    return headers + len(scope["raw_path"]) + len(scope["query_string"])
 
 
 _TAIL = 64 << 10
