@@ -221,7 +221,7 @@ class _Gate:
         if scope["path"] == OPEN_PATH:
             return None
         if self._expected is None:
-            return _browser_refusal(scope["method"], headers)
+            return browser_refusal(scope["method"], headers)
         if scope["path"] in self._open_paths and scope["method"] in _SAFE_METHODS:
             return None
         given = headers.get("authorization", "").encode("latin-1", "replace")
@@ -244,7 +244,7 @@ def _bearer(token: str) -> bytes:
     return f"Bearer {token}".encode()
 
 
-def _browser_refusal(method: str, headers: Headers) -> Response | None:
+def browser_refusal(method: str, headers: Headers) -> Response | None:
     """Without a token the API is open to this machine's users, but not to web pages that their browsers
     show: those come with a foreign Origin, or (a rebound name) with a Host that is not an address."""
     host = headers.get("host", "")

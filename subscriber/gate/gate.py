@@ -26,10 +26,11 @@ import aiohttp
 import uvicorn
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from weightcast.shared.daemon.environment import port_of
-from weightcast.shared.daemon.http import HEADER_LIMIT
+from weightcast.shared.daemon.http import HEADER_LIMIT, browser_refusal
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import CLOSE_SECONDS, listen, server_config
 from weightcast.shared.daemon.metrics import counted
@@ -179,6 +180,8 @@ class Gate(Collector):
             await say(send, 431, {"error": f"headers above {HEADER_LIMIT} bytes"}, CLOSE)
         elif path == "healthz":
             await say(send, 200, {"ok": True})
+        elif self._expected is None and (page := browser_refusal(scope["method"], Headers(scope=scope))):
+            await page(scope, receive, send)
         elif self._expected is not None and not hmac.compare_digest(
             headers.get("authorization", "").encode("latin-1"), self._expected
         ):
