@@ -1,5 +1,5 @@
-"""One exchange of a proxy: a request is read whole, its answer is passed back piece by piece. Headers of one hop,
-credentials and conditions stay on their side."""
+"""One exchange of a proxy: a request is read whole, its answer is passed back piece by piece. Headers of one
+hop, credentials and conditions stay on their side."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import hmac
 import json
 import math
 import secrets
+import socket
 import ssl
 import threading
 import time
@@ -99,12 +100,13 @@ class Gate(Collector):
         self.outcomes = dict.fromkeys(OUTCOMES, 0)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
-        self.port = 0
+        self.port, self.url = 0, ""
 
-    def start(self, host: str, port: int) -> None:
-        """Raises Refused if the address cannot be bound."""
+    def start(self, host: str, port: int, url: str | None = None) -> None:
+        """`url`: at which other machines reach it. Raises Refused if the address cannot be bound."""
         listener = listen(host, port)
         self.port = listener.getsockname()[1]
+        self.url = f"http://{_reachable(host)}:{self.port}" if url is None else url.rstrip("/")
         self._server = uvicorn.Server(server_config(self, MOST_CONNECTIONS))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="gate", daemon=True
@@ -188,7 +190,13 @@ class Gate(Collector):
     def status(self) -> GateStatus:
         traffic = self.traffic
         requests = {name: len(door.calls) for name, door in traffic.doors.items()}
-        return GateStatus(port=self.port, version=traffic.served, requests=requests, waiting=traffic.waiting)
+        return GateStatus(
+            port=self.port,
+            url=self.url,
+            version=traffic.served,
+            requests=requests,
+            waiting=traffic.waiting,
+        )
 
     async def _abort(self, receive: Receive, send: Send) -> None:
         try:
@@ -382,6 +390,12 @@ class _Answer:
 
 
 _TAIL = 64 << 10
+
+
+def _reachable(host: str) -> str:
+    """A name of this machine, where it listens on all its addresses."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"[{name}]" if ":" in name else name
 
 
 def _tokens(tail: bytes) -> int | None:
