@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 import click
-from pydantic import ValidationError
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,12 +25,14 @@ from weightcast.shared.cli.options import Number, any_channel_option, json_optio
 from weightcast.shared.cli.output import Output, is_unread, or_dash, to_json
 from weightcast.shared.daemon.client import Daemon
 from weightcast.shared.daemon.fleet import (
+    FLEET_PATH,
     WORST_FIRST,
     Fleet,
     FleetReader,
     Host,
     age,
     names_of,
+    parse_fleet,
     require_gone,
     short,
     short_names_of,
@@ -42,7 +43,6 @@ from weightcast.shared.daemon.wait import wait_for_version
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.paths import ChannelAddress, printable
 
-FLEET_PATH = "/v1/fleet"
 MOST = 50
 """hosts, unless all are wanted: a thousand take seconds to lay out, and nobody reads them"""
 _WATCH_SECONDS = 1.0
@@ -179,7 +179,7 @@ class _Source:
         """`updates`: of each host that are needed."""
         if self.url is not None:
             with Daemon(self.url, self.token) as daemon:
-                yield lambda: _parsed(daemon.get(FLEET_PATH), daemon.url)
+                yield lambda: parse_fleet(daemon.get(FLEET_PATH), daemon.url)
         elif self.channel is not None:
             store = open_store(self.channel)
             reader = FleetReader(store, updates=updates)
@@ -204,16 +204,6 @@ class _Source:
                     f"the report of {host.host} cannot be deleted: {disk_text(error, self.channel)}",
                     remedy="give --url of the publisher, or access to hosts/ in the channel",
                 ) from error
-
-
-def _parsed(body: bytes, address: str) -> Fleet:
-    try:
-        return Fleet.model_validate_json(body)
-    except ValidationError as error:
-        raise Refused(
-            f"{address} did not answer with a fleet: {error.error_count()} members are wrong",
-            remedy="check that a weightcast publisher of this release listens there",
-        ) from None
 
 
 def _watch(look: LookAtFleet, as_json: bool) -> None:

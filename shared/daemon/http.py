@@ -74,10 +74,12 @@ def make_app(
     status_model: type[BaseModel | Facts],
     open_paths: Collection[str] = (),
     path_tokens: Mapping[str, str] | None = None,
+    beyond: ASGIApp | None = None,
 ) -> FastAPI:
     """`/healthz`, `/readyz`, `/v1/status`, `/v1/wake`, `/metrics`, `/docs`, `/openapi.json`. With a token
     everything but `/healthz` asks for it, and reading `open_paths`; a path of `path_tokens` takes its own
-    token too, which opens nothing else. `status_model` is what OpenAPI shows of the status.
+    token too, which opens nothing else. `status_model` is what OpenAPI shows of the status. `beyond` takes
+    the paths that are not routes here, with bodies of any length.
     `app.state.dead`, a function set by `run_daemon`, gives the reason for an unhealthy answer ("" when all is
     well)."""
     bearer = [Depends(HTTPBearer(auto_error=False))] if token is not None else []
@@ -114,7 +116,12 @@ def make_app(
         return Response(status_code=202)
 
     app.add_middleware(
-        _Gate, token=token, open_paths=frozenset(open_paths), path_tokens=dict(path_tokens or {})
+        _Gate,
+        token=token,
+        open_paths=frozenset(open_paths),
+        path_tokens=dict(path_tokens or {}),
+        beyond=beyond,
+        own_paths=frozenset(getattr(route, "path", "") for route in app.routes),
     )
     return app
 
@@ -186,9 +193,15 @@ class _Gate:
     requests that no route takes."""
 
     def __init__(
-        self, app: ASGIApp, token: str | None, open_paths: frozenset[str], path_tokens: Mapping[str, str]
+        self,
+        app: ASGIApp,
+        token: str | None,
+        open_paths: frozenset[str],
+        path_tokens: Mapping[str, str],
+        beyond: ASGIApp | None,
+        own_paths: frozenset[str],
     ) -> None:
-        self._app = app
+        self._app, self._beyond, self._own_paths = app, beyond, own_paths
         self._open_paths = open_paths
         self._expected = None if token is None else _bearer(token)
         self._path_tokens = {path: _bearer(each) for path, each in path_tokens.items()}
@@ -204,6 +217,9 @@ class _Gate:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         refusal, body = self._refusal(scope, headers), None
+        if refusal is None and self._beyond is not None and scope["path"] not in self._own_paths:
+            await self._beyond(scope, receive, send)
+            return
         if refusal is None:
             body = await _read_body(headers, receive)
         if body is not None:

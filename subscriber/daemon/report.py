@@ -43,6 +43,7 @@ def describe(status: HostStatus) -> Report:
         retries=status.loop.retries,
         bytes={str(cause): nbytes for cause, nbytes in status.bytes_by_cause.items()},
         updates=tuple(map(_update, reversed(status.updates[-UPDATES_LIMIT:]))),
+        gate="" if status.gate is None else status.gate.url,
     )
 
 

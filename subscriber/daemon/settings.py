@@ -97,6 +97,8 @@ class SubscriberSettings(ServiceSettings):
     gate: int | None = Field(None, ge=0, le=65535)
     """Port of the gate: requests to the engines, each answered by a version that it allows; 0 takes a free
     one, unset: none."""
+    gate_url: str | None = Field(None, max_length=256)
+    """URL at which a gateway reaches the gate; unset: its port at this machine's name, or at --host."""
     gate_token: Token | None = None
     """Bearer token of the gate's callers; unset: WEIGHTCAST_TOKEN."""
     gate_updates: UpdatePolicy = "pass"
@@ -177,6 +179,13 @@ class SubscriberSettings(ServiceSettings):
             "report_to", self.report_to, self.secret(self.report_token), "WEIGHTCAST_REPORT_TOKEN"
         )
         return self
+
+    @field_validator("gate_url", mode="after")
+    @classmethod
+    def _check_gate_url(cls, value: str | None) -> str | None:
+        if value is not None and not is_member_url(value):
+            raise ValueError("give http://HOST:PORT or https://HOST:PORT, nothing more")
+        return value
 
     def missing(self) -> list[str]:
         problem = problem_of(lambda: require_places(self.channel, self.local))

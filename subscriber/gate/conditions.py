@@ -63,6 +63,13 @@ class Conditions:
         least = max(self.min_version or 0, 0 if self.max_lag is None else target - self.max_lag)
         return version >= least
 
+    def for_gate(self, target: int) -> dict[str, str]:
+        """Headers for a gate, whose target may be older: all but the session, which is text, and the time to
+        wait, which is the gateway's."""
+        least = max(self.min_version or 0, 0 if self.max_lag is None else target - self.max_lag)
+        asked = {"min-version": least or None, "exact-version": self.exact_version, "max-lag": self.max_lag}
+        return {_HEADER + name: str(value) for name, value in asked.items() if value is not None}
+
     def asked(self) -> dict[str, object]:
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in found.items() if value not in (None, "")}

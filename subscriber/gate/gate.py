@@ -13,6 +13,7 @@ import json
 import math
 import re
 import secrets
+import socket
 import ssl
 import threading
 import time
@@ -104,12 +105,13 @@ class Gate(Collector):
         self._mislabeled = 0
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
-        self.port = 0
+        self.port, self.url = 0, ""
 
-    def start(self, host: str, port: int) -> None:
-        """Raises Refused if the address cannot be bound."""
+    def start(self, host: str, port: int, url: str | None = None) -> None:
+        """`url`: at which other machines reach it. Raises Refused if the address cannot be bound."""
         listener = listen(host, port)
         self.port = listener.getsockname()[1]
+        self.url = f"http://{_reachable(host)}:{self.port}" if url is None else url.rstrip("/")
         self._server = uvicorn.Server(server_config(self, MOST_CONNECTIONS))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="gate", daemon=True
@@ -211,7 +213,13 @@ class Gate(Collector):
     def status(self) -> GateStatus:
         traffic = self.traffic
         requests = {name: len(door.calls) for name, door in traffic.doors.items()}
-        return GateStatus(port=self.port, version=traffic.served, requests=requests, waiting=traffic.waiting)
+        return GateStatus(
+            port=self.port,
+            url=self.url,
+            version=traffic.served,
+            requests=requests,
+            waiting=traffic.waiting,
+        )
 
     def _server_info(self, answered: int = 0) -> dict[str, object]:
         """`answered`: requests under way that ask for this."""
@@ -468,6 +476,12 @@ def _head_size(scope: Scope) -> int:
 
 _TAIL = 64 << 10
 _LABEL = re.compile(rb'"weight_version" ?: ?"([^"\\]{1,64})"')
+
+
+def _reachable(host: str) -> str:
+    """A name of this machine, where it listens on all its addresses."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"[{name}]" if ":" in name else name
 
 
 def _tokens(tail: bytes) -> int | None:
