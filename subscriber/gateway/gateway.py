@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from weightcast.shared.daemon.metrics import Metrics
 from weightcast.shared.daemon.timing import jittered
-from weightcast.subscriber.gate.conditions import MEMBER, BadCondition, Conditions, split_body
+from weightcast.subscriber.gate.conditions import MEMBER, Asked, BadCondition, Conditions
 from weightcast.subscriber.gate.exchange import (
     BODY_LIMIT,
     CLOSE,
@@ -176,12 +176,14 @@ class Gateway:
     async def _take(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         headers = headers_of(scope)
         try:
-            member, body = split_body(body, {})
-            conditions = Conditions.of(headers, member)
+            asked = Asked.of(body)
+            conditions = Conditions.of(headers, asked.member)
         except BadCondition as error:
             await say(send, 400, {"error": str(error)})
             return
-        if "session" in member:
+        # the gate answers in Stitch's dialect where it was asked in it
+        body = body if asked.is_stitch else asked.body
+        if "session" in asked.member:
             # not as a header: it may be any text
             body = _with_session(body, conditions.session)
         request = _Request(scope, headers, body, conditions, time.monotonic())
