@@ -21,6 +21,7 @@ from weightcast.shared.channel.channel import require_named
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.reports import forget as forget_report
+from weightcast.shared.cli import balancers
 from weightcast.shared.cli.options import Number, any_channel_option, json_option, option, token_option
 from weightcast.shared.cli.output import Output, is_unread, or_dash, to_json
 from weightcast.shared.daemon.client import Daemon
@@ -75,6 +76,12 @@ url_option = option("--url", help="Address of the publisher, e.g. 127.0.0.1:8340
 @option("--watch", is_flag=True, help="Refresh once a second until Ctrl-C.")
 @option("--all", "whole", is_flag=True, help=f"Show all hosts, not only the {MOST} worst.")
 @option("--forget", multiple=True, help="Delete the report of this stopped or lost host. Repeatable.")
+@option(
+    "--format",
+    "balancer",
+    type=click.Choice(balancers.FORMATS),
+    help="Print the hosts' gates as servers of a load balancer instead.",
+)
 @json_option
 def fleet(
     channel: ChannelAddress | None,
@@ -83,14 +90,21 @@ def fleet(
     watch: bool,
     whole: bool,
     forget: Sequence[str],
+    balancer: str | None,
     as_json: bool,
 ) -> None:
     """Show the hosts of a run: which are behind, which are gone, and why (self-reported)."""
     source = _Source(channel, url, token)
     if forget:
-        if watch or whole:
-            raise click.BadParameter("--forget cannot be combined with --watch or --all")
+        if watch or whole or balancer:
+            raise click.BadParameter("--forget cannot be combined with --watch, --all or --format")
         _forget(forget, source, as_json)
+        return
+    if balancer:
+        if watch or whole:
+            raise click.BadParameter("--format cannot be combined with --watch or --all")
+        with source.looking(updates=0) as look:
+            _print_gates(balancers.gates_of(look()), balancer)
         return
     with source.looking(UPDATES_LIMIT if as_json else _UPDATES_SHOWN) as look:
         if watch:
@@ -135,6 +149,13 @@ def wait(
         facts,
         lambda console: console.print(f"{counted(len(hosts), 'host')} ready with version {version} or later"),
     )
+
+
+def _print_gates(gates: balancers.Gates, balancer: str) -> None:
+    if balancer == "json":
+        print(to_json({"gates": [{"name": name, "address": address} for name, address in gates]}))
+    else:
+        print(balancers.haproxy(gates) if balancer == "haproxy" else balancers.nginx(gates), end="")
 
 
 def _forget(names: Sequence[str], source: _Source, as_json: bool) -> None:

@@ -98,8 +98,11 @@ class Host:
 
     def publish(self) -> int:
         version = self.run.publish()
-        wait_until(lambda: self.status()["gate"]["version"] == version)
+        self.wait_open(version)
         return version
+
+    def wait_open(self, version: int) -> None:
+        wait_until(lambda: self.status()["gate"]["version"] == version)
 
     def version_of(self, text: str) -> list[int]:
         """The versions whose tokens a text has."""
