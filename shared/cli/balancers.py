@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -28,13 +29,13 @@ def gates_of(fleet: Fleet) -> Gates:
     return sorted((re.sub(r"[^A-Za-z0-9._-]", "-", key), url[1]) for key, url in found if url is not None)
 
 
-def haproxy(gates: Gates) -> str:
-    """Two backends: gates that are open, and all that hold requests until they are open again."""
+def shown(gates: Gates, form: str) -> str:
+    if form == "json":
+        return json.dumps({"gates": [{"name": name, "address": address} for name, address in gates]}) + "\n"
+    if form == "nginx":
+        servers = "".join(f"    server {address};  # {name}\n" for name, address in gates)
+        return f"upstream gates {{\n    least_conn;\n{servers or _NONE}}}\n"
     servers = "".join(f"    server {name} {address} check\n" for name, address in gates)
+    # of gates that are open, and of all that hold requests until they are open again
     checks = (("gates", "/readyz"), ("gates_held", "/health"))
     return "\n".join(_HAPROXY.format(name=name, check=check, servers=servers) for name, check in checks)
-
-
-def nginx(gates: Gates) -> str:
-    servers = "".join(f"    server {address};  # {name}\n" for name, address in gates)
-    return f"upstream gates {{\n    least_conn;\n{servers or _NONE}}}\n"

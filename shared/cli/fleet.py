@@ -104,7 +104,7 @@ def fleet(
         if watch or whole:
             raise click.BadParameter("--format cannot be combined with --watch or --all")
         with source.looking(updates=0) as look:
-            _print_gates(balancers.gates_of(look()), balancer)
+            print(balancers.shown(balancers.gates_of(look()), balancer), end="")
         return
     with source.looking(UPDATES_LIMIT if as_json else _UPDATES_SHOWN) as look:
         if watch:
@@ -149,13 +149,6 @@ def wait(
         facts,
         lambda console: console.print(f"{counted(len(hosts), 'host')} ready with version {version} or later"),
     )
-
-
-def _print_gates(gates: balancers.Gates, balancer: str) -> None:
-    if balancer == "json":
-        print(to_json({"gates": [{"name": name, "address": address} for name, address in gates]}))
-    else:
-        print(balancers.haproxy(gates) if balancer == "haproxy" else balancers.nginx(gates), end="")
 
 
 def _forget(names: Sequence[str], source: _Source, as_json: bool) -> None:

@@ -116,7 +116,7 @@ class Asked:
         if not isinstance(member, dict | None):
             raise BadCondition(f"{MEMBER} must be an object")
         rid, foreign = value.get("rid"), value.get(stitch.MEMBER)
-        rids = tuple(one for one in (rid if isinstance(rid, list) else [rid]) if isinstance(one, str))
+        rids = tuple(one for one in (rid if isinstance(rid, list) else [rid]) if isinstance(one, str) and one)
         is_stitch = isinstance(foreign, dict)
         if is_stitch:
             member = stitch.conditions(value.pop(stitch.MEMBER)) | (member or {})
@@ -154,4 +154,4 @@ def _members(body: bytes, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _joined(text: str, own: object) -> str:
-    return text if own is None else f"{text}/{own}"
+    return f"{text}/{own}" if own else text

@@ -195,13 +195,13 @@ class Gate(Collector):
             facts = {**self.status().by_name(), "target": self.traffic.target}
             await say(send, 200 if served is not None else 503, facts)
         elif path == "health":
-            error = "" if self.traffic.is_healthy else "no engine serves here"
-            await say(send, 503 if error else 200, stitch.health(error))
+            healthy = self.traffic.is_healthy
+            await say(send, 200 if healthy else 503, {"ready": True} if healthy else _NOT_HEALTHY)
         elif path == "server_info" and self.traffic.served is None:
-            await say(send, 200, self._server_info())
+            await say(send, 200, stitch.server_info(self.traffic, self._run_id()))
         elif path == "wake" and scope["method"] == "POST":
             self._wake()
-            await say(send, 200, self._server_info())
+            await say(send, 200, stitch.server_info(self.traffic, self._run_id()))
         elif path in ("abort", "abort_request") and scope["method"] == "POST":
             await self._abort(receive, send, by_rid=path == "abort_request")
         elif path.startswith(_BLOCKED):
@@ -219,18 +219,6 @@ class Gate(Collector):
             version=traffic.served,
             requests=requests,
             waiting=traffic.waiting,
-        )
-
-    def _server_info(self, answered: int = 0) -> dict[str, object]:
-        """`answered`: requests under way that ask for this."""
-        traffic = self.traffic
-        return stitch.server_info(
-            ready=traffic.is_healthy,
-            run_id=self._run_id(),
-            served=traffic.served,
-            target=traffic.target,
-            requests=sum(len(door.calls) for door in traffic.doors.values()) - answered,
-            in_place=traffic.policy == "pass",
         )
 
     async def _abort(self, receive: Receive, send: Send, *, by_rid: bool) -> None:
@@ -270,7 +258,7 @@ class Gate(Collector):
         call = Call(conditions, end, asked.rids or (f"weightcast-{secrets.token_hex(8)}",))
         answer, outcome = _Answer(call, send), "left"
         if scope["path"] == "/server_info":
-            answer.edit = lambda value: value.update(self._server_info(answered=1))
+            answer.edit = lambda value: value.update(stitch.server_info(self.traffic, self._run_id(), 1))
         elif asked.is_stitch:
             answer.edit = lambda value: stitch.add_versions(value, call.low, call.high)
         gone = asyncio.create_task(end_with_caller(receive, task))
@@ -384,8 +372,7 @@ class _Answer:
     @property
     def engine_label(self) -> str:
         """By which its engine named its weights last."""
-        found = _LABEL.findall(self._last)
-        return str(found[-1].decode("latin-1")) if found else ""
+        return [b"", *_LABEL.findall(self._last)][-1].decode("latin-1")
 
     async def pass_back(self, response: aiohttp.ClientResponse) -> None:
         kind = response.headers.get("content-type", "")
@@ -474,6 +461,7 @@ def _head_size(scope: Scope) -> int:
     return headers + len(scope["raw_path"]) + len(scope["query_string"])
 
 
+_NOT_HEALTHY = {"ready": False, "reason": "no engine serves here"}
 _TAIL = 64 << 10
 _LABEL = re.compile(rb'"weight_version" ?: ?"([^"\\]{1,64})"')
 

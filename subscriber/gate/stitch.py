@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weightcast.subscriber.gate.traffic import Traffic
 
 MEMBER = "weight_version"
 """of a request: an object with the versions that it accepts"""
@@ -16,8 +19,8 @@ def conditions(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def not_ready(message: str, served: int | None, target: int) -> dict[str, object]:
     """The body of a 409."""
-    facts = {"type": "WeightVersionNotReady", "target_version": target, "applied": served}
-    return {**facts, "message": message}
+    kind = "WeightVersionNotReady"
+    return {"type": kind, "target_version": target, "applied": served, "message": message}
 
 
 def add_versions(answer: dict[str, Any], low: int, high: int) -> None:
@@ -26,24 +29,18 @@ def add_versions(answer: dict[str, Any], low: int, high: int) -> None:
     holder |= {"weight_version_start": low, "weight_version_end": high}
 
 
-def health(error: str) -> dict[str, object]:
-    return {"ready": False, "reason": error} if error else {"ready": True}
-
-
-def server_info(
-    *, ready: bool, run_id: str, served: int | None, target: int, requests: int, in_place: bool
-) -> dict[str, object]:
-    """What an engine's own answer lacks."""
+def server_info(traffic: Traffic, run_id: str, answered: int = 0) -> dict[str, object]:
+    """What an engine's own answer lacks. `answered`: requests under way that ask for this."""
+    served, target = traffic.served, traffic.target
     run = f"{run_id}/" if run_id else ""
-    state = "COMMITTING" if served is None else "IDLE" if served == target else "FETCHING"
     return {
-        "ready": ready,
+        "ready": traffic.is_healthy,
         "applied": None if served is None else f"{run}weight_v{served:06d}",
-        "sync_state": state,
+        "sync_state": "COMMITTING" if served is None else "IDLE" if served == target else "FETCHING",
         "reason": None,
         "run_id": run_id or None,
-        "commit_mode": "in_place" if in_place else "quiesce",
-        "active_requests": requests,
+        "commit_mode": "in_place" if traffic.policy == "pass" else "quiesce",
+        "active_requests": sum(len(door.calls) for door in traffic.doors.values()) - answered,
         "update_destination_ready": True,
         "update_destination_error": None,
         "terminal_error": None,
