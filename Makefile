@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak dist clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak dist clean
 
 install: $(STAMP) .typing/weightcast/subscriber
 
@@ -118,9 +118,14 @@ $(EMULATORS)/.installed: constraints-stores.txt Makefile
 test-stores: install $(EMULATORS)/.installed
 	$(BIN)/python -m pytest -q -n 2 -m stores tests $(PYTEST_ARGS)
 
-# Channels over HTTP behind nginx with the files of deploy/nginx (apt-get install nginx-light).
+# Channels over HTTP, and gates, behind nginx with the files of deploy/nginx (apt-get install nginx-light).
 test-nginx: install
-	$(BIN)/python -m pytest -q -m nginx tests/publisher/test_channel_over_http.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m nginx tests/publisher/test_channel_over_http.py tests/subscriber/test_gate_balancers.py \
+		$(PYTEST_ARGS)
+
+# Gates behind HAProxy with the files of deploy/haproxy (apt-get install haproxy).
+test-haproxy: install
+	$(BIN)/python -m pytest -q -m haproxy tests/subscriber/test_gate_balancers.py $(PYTEST_ARGS)
 
 # Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`; `--channel s3`:
 # with channels in S3, which takes three times as long.

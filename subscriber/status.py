@@ -192,6 +192,8 @@ class GroupStatus(Facts):
 
 class GateStatus(Facts):
     port: int
+    url: str = ""
+    """at which other machines reach it; in the host's report"""
     version: int | None
     """lowest version of the engines that requests are admitted to; null: none is"""
     requests: Mapping[str, int] = field(default_factory=dict)

@@ -98,6 +98,8 @@ class Report:
     """seconds by which the host's clock is ahead of the channel's file system, or of the publisher's clock"""
     updates: tuple[Update, ...] = ()
     """newest first"""
+    gate: _Line = ""
+    """URL of its gate; empty: it has none"""
 
 
 def write_report(store: Store, report: Report) -> float:
@@ -149,7 +151,7 @@ def parse_report(data: bytes, what: str, updates: int = UPDATES_LIMIT) -> Report
         raise members.bad("engines", f"at most {_ENGINES_LIMIT} objects")
     return members.record(
         Report,
-        absent=("phase", "target_version", "remedy", "retries", "clock_offset"),
+        absent=("phase", "target_version", "remedy", "retries", "clock_offset", "gate"),
         engines=tuple(cast(list[dict[str, object]], engines)),
         bytes=_bytes(members, what) if "bytes" in members else {},
         updates=_updates(members, what, updates) if "updates" in members else (),

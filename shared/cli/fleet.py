@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 import click
-from pydantic import ValidationError
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,16 +21,19 @@ from weightcast.shared.channel.channel import require_named
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.reports import forget as forget_report
+from weightcast.shared.cli import balancers
 from weightcast.shared.cli.options import Number, any_channel_option, json_option, option, token_option
 from weightcast.shared.cli.output import Output, is_unread, or_dash, to_json
 from weightcast.shared.daemon.client import Daemon
 from weightcast.shared.daemon.fleet import (
+    FLEET_PATH,
     WORST_FIRST,
     Fleet,
     FleetReader,
     Host,
     age,
     names_of,
+    parse_fleet,
     require_gone,
     short,
     short_names_of,
@@ -42,7 +44,6 @@ from weightcast.shared.daemon.wait import wait_for_version
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.paths import ChannelAddress, printable
 
-FLEET_PATH = "/v1/fleet"
 MOST = 50
 """hosts, unless all are wanted: a thousand take seconds to lay out, and nobody reads them"""
 _WATCH_SECONDS = 1.0
@@ -75,6 +76,12 @@ url_option = option("--url", help="Address of the publisher, e.g. 127.0.0.1:8340
 @option("--watch", is_flag=True, help="Refresh once a second until Ctrl-C.")
 @option("--all", "whole", is_flag=True, help=f"Show all hosts, not only the {MOST} worst.")
 @option("--forget", multiple=True, help="Delete the report of this stopped or lost host. Repeatable.")
+@option(
+    "--format",
+    "balancer",
+    type=click.Choice(balancers.FORMATS),
+    help="Print the hosts' gates as servers of a load balancer instead.",
+)
 @json_option
 def fleet(
     channel: ChannelAddress | None,
@@ -83,14 +90,21 @@ def fleet(
     watch: bool,
     whole: bool,
     forget: Sequence[str],
+    balancer: str | None,
     as_json: bool,
 ) -> None:
     """Show the hosts of a run: which are behind, which are gone, and why (self-reported)."""
     source = _Source(channel, url, token)
     if forget:
-        if watch or whole:
-            raise click.BadParameter("--forget cannot be combined with --watch or --all")
+        if watch or whole or balancer:
+            raise click.BadParameter("--forget cannot be combined with --watch, --all or --format")
         _forget(forget, source, as_json)
+        return
+    if balancer:
+        if watch or whole:
+            raise click.BadParameter("--format cannot be combined with --watch or --all")
+        with source.looking(updates=0) as look:
+            print(balancers.shown(balancers.gates_of(look()), balancer), end="")
         return
     with source.looking(UPDATES_LIMIT if as_json else _UPDATES_SHOWN) as look:
         if watch:
@@ -179,7 +193,7 @@ class _Source:
         """`updates`: of each host that are needed."""
         if self.url is not None:
             with Daemon(self.url, self.token) as daemon:
-                yield lambda: _parsed(daemon.get(FLEET_PATH), daemon.url)
+                yield lambda: parse_fleet(daemon.get(FLEET_PATH), daemon.url)
         elif self.channel is not None:
             store = open_store(self.channel)
             reader = FleetReader(store, updates=updates)
@@ -204,16 +218,6 @@ class _Source:
                     f"the report of {host.host} cannot be deleted: {disk_text(error, self.channel)}",
                     remedy="give --url of the publisher, or access to hosts/ in the channel",
                 ) from error
-
-
-def _parsed(body: bytes, address: str) -> Fleet:
-    try:
-        return Fleet.model_validate_json(body)
-    except ValidationError as error:
-        raise Refused(
-            f"{address} did not answer with a fleet: {error.error_count()} members are wrong",
-            remedy="check that a weightcast publisher of this release listens there",
-        ) from None
 
 
 def _watch(look: LookAtFleet, as_json: bool) -> None:

@@ -27,6 +27,7 @@ from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import exists, printable
 
 _PUBLISHER, _SUBSCRIBER = "weightcast.publisher.commands", "weightcast.subscriber.commands"
+_GATEWAY = "weightcast.subscriber.gateway.commands"
 _MIRROR, _CLI = "weightcast.publisher.mirror.commands", "weightcast.shared.cli"
 COMMANDS: dict[str, tuple[str, str]] = {
     "publish": (f"{_PUBLISHER}_publish:publish", "Publish one checkpoint as the channel's next version."),
@@ -38,6 +39,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mirror": ("", "Channels copied into other regions."),
     "mirror run": (f"{_MIRROR}:run", "Follow a channel and copy it into another one, until stopped."),
     "mirror sync": (f"{_MIRROR}:sync", "Copy what a channel has and another one lacks, once."),
+    "gateway": ("", "One URL in front of all hosts' engines."),
+    "gateway run": (
+        f"{_GATEWAY}:run",
+        "Answer requests by the engines of all hosts, until stopped.",
+    ),
     "run-engine": (f"{_SUBSCRIBER}:start_engine", "Start an engine while no version is patched in."),
     "status": (f"{_CLI}.status:status", "Show whether a daemon is ready, its version, and what is wrong."),
     "wake": (f"{_CLI}.status:wake", "Make a daemon poll now."),
@@ -63,6 +69,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("", "Settings of the daemons."),
     "config show": ("", "Effective settings and their source."),
     "config show publisher": (f"{_PUBLISHER}:show_settings", "Of `weightcast publisher run`."),
+    "config show gateway": (f"{_GATEWAY}:show_settings", "Of `weightcast gateway run`."),
     "config show mirror": (f"{_MIRROR}:show_settings", "Of `weightcast mirror run`."),
     "config show subscriber": (f"{_SUBSCRIBER}:show_settings", "Of `weightcast subscriber run`."),
 }

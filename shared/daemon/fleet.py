@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from weightcast.shared.base.errors import Refused, RetryLater, counted
 from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
@@ -33,6 +33,8 @@ from weightcast.shared.channel.reports import (
 from weightcast.shared.channel.run_files import CHANNEL_FILE_LIMIT, parse_channel_file
 from weightcast.shared.channel.store import Store, read_if_there
 
+FLEET_PATH = "/v1/fleet"
+"""of the publisher"""
 REPORTS_PATH = "/v1/reports"
 """of the publisher, where hosts post what they cannot write into the channel"""
 STALE_SECONDS = 60.0
@@ -101,6 +103,8 @@ class Host(BaseModel, frozen=True):
     """by which its clock is ahead"""
     updates: tuple[Update, ...]
     """newest first"""
+    gate: str = ""
+    """URL of its gate; empty: it has none"""
 
     @property
     def takes_part(self) -> bool:
@@ -232,6 +236,17 @@ class Fleet(BaseModel, frozen=True):
 
     def _with(self, hosts: Iterable[Host]) -> bytes:
         return self.model_copy(update={"hosts": tuple(hosts)}).model_dump_json().encode()
+
+
+def parse_fleet(body: bytes, address: str) -> Fleet:
+    """What a publisher answers. Raises Refused."""
+    try:
+        return Fleet.model_validate_json(body)
+    except ValidationError as error:
+        raise Refused(
+            f"{address} did not answer with a fleet: {error.error_count()} members are wrong",
+            remedy="check that a weightcast publisher of this release listens there",
+        ) from None
 
 
 @dataclass(frozen=True)

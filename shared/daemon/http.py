@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import resource
 import socket
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
@@ -18,6 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
+from h11._receivebuffer import ReceiveBuffer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel, TypeAdapter
 from starlette.datastructures import Headers
@@ -72,10 +74,12 @@ def make_app(
     status_model: type[BaseModel | Facts],
     open_paths: Collection[str] = (),
     path_tokens: Mapping[str, str] | None = None,
+    beyond: ASGIApp | None = None,
 ) -> FastAPI:
     """`/healthz`, `/readyz`, `/v1/status`, `/v1/wake`, `/metrics`, `/docs`, `/openapi.json`. With a token
     everything but `/healthz` asks for it, and reading `open_paths`; a path of `path_tokens` takes its own
-    token too, which opens nothing else. `status_model` is what OpenAPI shows of the status.
+    token too, which opens nothing else. `status_model` is what OpenAPI shows of the status. `beyond` takes
+    the paths that are not routes here, with bodies of any length.
     `app.state.dead`, a function set by `run_daemon`, gives the reason for an unhealthy answer ("" when all is
     well)."""
     bearer = [Depends(HTTPBearer(auto_error=False))] if token is not None else []
@@ -112,7 +116,12 @@ def make_app(
         return Response(status_code=202)
 
     app.add_middleware(
-        _Gate, token=token, open_paths=frozenset(open_paths), path_tokens=dict(path_tokens or {})
+        _Gate,
+        token=token,
+        open_paths=frozenset(open_paths),
+        path_tokens=dict(path_tokens or {}),
+        beyond=beyond,
+        own_paths=frozenset(getattr(route, "path", "") for route in app.routes),
     )
     return app
 
@@ -184,9 +193,15 @@ class _Gate:
     requests that no route takes."""
 
     def __init__(
-        self, app: ASGIApp, token: str | None, open_paths: frozenset[str], path_tokens: Mapping[str, str]
+        self,
+        app: ASGIApp,
+        token: str | None,
+        open_paths: frozenset[str],
+        path_tokens: Mapping[str, str],
+        beyond: ASGIApp | None,
+        own_paths: frozenset[str],
     ) -> None:
-        self._app = app
+        self._app, self._beyond, self._own_paths = app, beyond, own_paths
         self._open_paths = open_paths
         self._expected = None if token is None else _bearer(token)
         self._path_tokens = {path: _bearer(each) for path, each in path_tokens.items()}
@@ -202,6 +217,9 @@ class _Gate:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         refusal, body = self._refusal(scope, headers), None
+        if refusal is None and self._beyond is not None and scope["path"] not in self._own_paths:
+            await self._beyond(scope, receive, send)
+            return
         if refusal is None:
             body = await _read_body(headers, receive)
         if body is not None:
@@ -219,7 +237,7 @@ class _Gate:
         if scope["path"] == OPEN_PATH:
             return None
         if self._expected is None:
-            return _browser_refusal(scope["method"], headers)
+            return browser_refusal(scope["method"], headers)
         if scope["path"] in self._open_paths and scope["method"] in _SAFE_METHODS:
             return None
         given = headers.get("authorization", "").encode("latin-1", "replace")
@@ -242,7 +260,7 @@ def _bearer(token: str) -> bytes:
     return f"Bearer {token}".encode()
 
 
-def _browser_refusal(method: str, headers: Headers) -> Response | None:
+def browser_refusal(method: str, headers: Headers) -> Response | None:
     """Without a token the API is open to this machine's users, but not to web pages that their browsers
     show: those come with a foreign Origin, or (a rebound name) with a Host that is not an address."""
     host = headers.get("host", "")
@@ -369,16 +387,42 @@ def prepare(listener: socket.socket) -> None:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_SECONDS * 1000))
 
 
+_AMBIGUOUS = re.compile(
+    rb"(?<!\r)\n|\r(?!\n)|\n[ \t]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]"
+    rb"|\ncontent-length:[^\n]*,|\A[^\n]* http/(?!1\.[01]\r)"
+)
+"""in a head or trailer in lower case: what HTTP tolerates, and servers in a row may read in different ways"""
+
+
+def _is_ambiguous(head: bytes) -> bool:
+    lengths, codings = head.count(b"\ncontent-length:"), head.count(b"\ntransfer-encoding:")
+    is_old = b" http/1.0\r" in head.partition(b"\n")[0]
+    return lengths + codings > 1 or (is_old and codings > 0) or _AMBIGUOUS.search(head) is not None
+
+
+class _StrictBuffer(ReceiveBuffer):
+    """h11's own tolerates bare line feeds, folded lines, and a length next to chunks."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        before = bytes(self._data)
+        lines = super().maybe_extract_lines()
+        if lines and _is_ambiguous(before[: len(before) - len(self._data)].lower()):
+            raise h11.RemoteProtocolError("ambiguous head")
+        return lines
+
+
 class Connection(H11Protocol):
-    """Closed when its request does not arrive in time. When there are too many, the one waiting longest
-    makes room for the newest: a health check gets through a crowd of idle ones. When all
-    have a request under way, the newest is answered with 503 (uvicorn's `limit_concurrency`)."""
+    """A request that can be read in two ways is refused, and one that does not arrive in time closes it. When
+    there are too many, the one waiting longest makes room for the newest: a health check gets through a crowd
+    of idle ones. When all have a request under way, the newest is answered with 503 (uvicorn's
+    `limit_concurrency`)."""
 
     _deadline: asyncio.TimerHandle | None = None
     """None: the request is here, and is being answered"""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn._receive_buffer = _StrictBuffer()
         self._await_request()
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             waiting = {

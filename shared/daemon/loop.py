@@ -230,11 +230,12 @@ def run_daemon(
     loop: Snapshot[LoopStatus] | None = None,
     stop: Stop | None = None,
     stop_time: Callable[[], float] = lambda: 0.0,
+    most: int | None = None,
 ) -> None:
     """Serves `app` (from `make_app`) and runs the loop until SIGTERM, SIGINT or `stop`; returns when the
     running step has ended. `on_start` runs before the first step and `on_stop` after the last, both in the
     work thread. `loop` receives what the loop did. `stop_time`: the seconds that the running step has as long
-    as this says so, where they are more than `stop_seconds`.
+    as this says so, where they are more than `stop_seconds`. `most`: as of `server_config`.
 
     Raises what `on_start` or `on_stop` raises; Refused if the address cannot be bound; NotInTime if the step
     outlives its time; WeightcastError if the work thread had died."""
@@ -272,7 +273,7 @@ def run_daemon(
                 work.ended.wait(_ASK_SECONDS)
             server.should_exit = True
 
-        server = _Server(server_config(app), started, stop.set)
+        server = _Server(server_config(app, most), started, stop.set)
         try:
             server.run(sockets=[listener])
         finally:

@@ -43,6 +43,7 @@ from weightcast.shared.files.paths import at_home
 PUBLISHER_PORT = 8340
 SUBSCRIBER_PORT = 8341
 MIRROR_PORT = 8342
+GATEWAY_PORT = 8343
 CONFIG_LIMIT = 1 << 20
 
 
@@ -286,7 +287,8 @@ class SettingDoc:
 def describe_settings(cls: type[DaemonSettings]) -> list[SettingDoc]:
     """Every setting of `cls` in the order of its definition."""
     schema = cls.model_json_schema()
-    return [_describe(name, one, name in schema["required"]) for name, one in schema["properties"].items()]
+    required = schema.get("required", ())
+    return [_describe(name, one, name in required) for name, one in schema["properties"].items()]
 
 
 def _describe(name: str, schema: Mapping[str, Any], required: bool) -> SettingDoc:

@@ -242,7 +242,7 @@ class Subscriber:
         channel, gate = self.settings.channel, self.settings.gate
         with ExitStack() as stack:
             if self.gate is not None and gate is not None:
-                self.gate.start(self.settings.host, gate)
+                self.gate.start(self.settings.host, gate, self.settings.gate_url)
                 stack.callback(self.gate.stop)
             if isinstance(channel, Path):
                 stack.enter_context(Watcher(channel, self.wakeup))

@@ -20,6 +20,7 @@ def describe(status: HostStatus) -> Report:
         engines=tuple({name: getattr(one, name) for name in _ENGINE} for one in status.engines),
         bytes={str(cause): nbytes for cause, nbytes in status.bytes_by_cause.items()},
         updates=tuple(map(_update, reversed(status.updates[-UPDATES_LIMIT:]))),
+        gate="" if status.gate is None else status.gate.url,
     )
 
 

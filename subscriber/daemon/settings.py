@@ -89,6 +89,8 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     gate: int | None = Field(None, ge=0, le=65535)
     """Port of the gate: requests to the engines, each answered by a version that it allows; 0 takes a free
     one, unset: none."""
+    gate_url: str | None = Field(None, max_length=256)
+    """URL at which a gateway reaches the gate; unset: its port at this machine's name, or at --host."""
     gate_token: Token | None = None
     """Bearer token of the gate's callers; unset: WEIGHTCAST_TOKEN."""
     gate_updates: UpdatePolicy = "pass"
@@ -158,6 +160,13 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
         if self.pre_read is not None and isinstance(self.channel, str):
             raise ValueError(f"pre_read: {self.channel} is not a directory; leave the hook out")
         return self
+
+    @field_validator("gate_url", mode="after")
+    @classmethod
+    def _check_gate_url(cls, value: str | None) -> str | None:
+        if value is not None and not is_member_url(value):
+            raise ValueError("give http://HOST:PORT or https://HOST:PORT, nothing more")
+        return value
 
     def missing(self) -> list[str]:
         problem = problem_of(lambda: require_places(self.channel, self.local))

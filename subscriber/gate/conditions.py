@@ -4,14 +4,18 @@ body. docs/gate.md has the table."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
+
+from weightcast.subscriber.gate import stitch
 
 MEMBER = "weightcast"
 _HEADER = "weightcast-"
 _SESSION_LIMIT = 256
-
+_SESSION_HEADERS = ("modal-session-id", "x-smg-routing-key")
+"""by which trainers made for Stitch and for SGLang's router name a session"""
 
 UpdatePolicy = Literal["pass", "drain", "partial"]
 """What an update of an engine does with its requests: those that allow the new version go on as the engine's
@@ -36,6 +40,7 @@ class Conditions:
     def of(cls, headers: Mapping[str, str], member: Mapping[str, Any]) -> Conditions:
         """`headers`: with names in lower case. Raises BadCondition for a name or a value that is none, and
         for two values of one condition."""
+        named = (headers[name][:_SESSION_LIMIT] for name in _SESSION_HEADERS if name in headers)
         given: dict[str, Any] = {}
         for name, text in headers.items():
             if name.startswith(_HEADER):
@@ -45,6 +50,7 @@ class Conditions:
             if key in given and given[key] != value:
                 raise BadCondition(f"{key} has one value in the headers and another one in the body")
             given[key] = value
+        given.setdefault("session", next(named, None))
         given = {key: value for key, value in given.items() if value is not None}
         for key, value in given.items():
             _check(key, value)
@@ -56,6 +62,13 @@ class Conditions:
             return False
         least = max(self.min_version or 0, 0 if self.max_lag is None else target - self.max_lag)
         return version >= least
+
+    def for_gate(self, target: int) -> dict[str, str]:
+        """Headers for a gate, whose target may be older: all but the session, which is text, and the time to
+        wait, which is the gateway's."""
+        least = max(self.min_version or 0, 0 if self.max_lag is None else target - self.max_lag)
+        asked = {"min-version": least or None, "exact-version": self.exact_version, "max-lag": self.max_lag}
+        return {_HEADER + name: str(value) for name, value in asked.items() if value is not None}
 
     def asked(self) -> dict[str, object]:
         found = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -84,34 +97,61 @@ def _check(key: str, value: object) -> None:
         raise BadCondition(f"{key}: {str(value)[:40]!r} is out of range")
 
 
-def split_body(body: bytes, added: Mapping[str, str]) -> tuple[dict[str, Any], bytes]:
-    """The `weightcast` member of a JSON object, and the object without it, with the members `added`: before
-    the text of a member that is there (of a list: of each), with a slash between them.
+@dataclass(frozen=True)
+class Asked:
+    """What a body asks: its `weightcast` member, and the body without it. `rids`: the caller's own names of
+    the request. `is_stitch`: asked in Stitch's dialect, which wants its answer in it."""
 
-    A body that is not an object stays as it is. It is parsed only where it has one of these members: prompts
-    are long. Raises BadCondition."""
-    names = [f'"{name}"'.encode() for name in (MEMBER, *added)]
+    member: Mapping[str, Any]
+    body: bytes
+    rids: tuple[str, ...] = ()
+    is_stitch: bool = False
+
+    @classmethod
+    def of(cls, body: bytes) -> Asked:
+        """A body that is not an object stays as it is. Raises BadCondition."""
+        value = _members(body, (MEMBER, stitch.MEMBER, "rid"))
+        given = len(value)
+        member = value.pop(MEMBER, None)
+        if not isinstance(member, dict | None):
+            raise BadCondition(f"{MEMBER} must be an object")
+        rid, foreign = value.get("rid"), value.get(stitch.MEMBER)
+        rids = tuple(one for one in (rid if isinstance(rid, list) else [rid]) if isinstance(one, str) and one)
+        is_stitch = isinstance(foreign, dict)
+        if is_stitch:
+            member = stitch.conditions(value.pop(stitch.MEMBER)) | (member or {})
+        left = body if len(value) == given else json.dumps(value).encode()
+        return cls(member or {}, left, rids, is_stitch)
+
+
+def with_members(body: bytes, added: Mapping[str, str]) -> bytes:
+    """An object with the members `added`: before the text of a member that is there (of a list: of each),
+    with a slash between them. A body that is not an object stays as it is."""
     start = len(body) - len(body.lstrip())
-    if body[start : start + 1] != b"{":
-        return {}, body
-    # an escape may hide a name
-    if not any(name in body for name in names) and b"\\u" not in body:
-        new = json.dumps(dict(added))[1:-1].encode()
+    if not added or body[start : start + 1] != b"{":
+        return body
+    value = _members(body, added)
+    if not value:
         rest = body[start + 1 :]
-        comma = b"" if not new or rest.lstrip()[:1] == b"}" else b","
-        return {}, b"{" + new + comma + rest
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}, body
-    member = value.pop(MEMBER, None)
+        comma = b"" if rest.lstrip()[:1] == b"}" else b","
+        return b"{" + json.dumps(dict(added))[1:-1].encode() + comma + rest
     for name, text in added.items():
         own = value.get(name)
         value[name] = [_joined(text, one) for one in own] if isinstance(own, list) else _joined(text, own)
-    if member is not None and not isinstance(member, dict):
-        raise BadCondition(f"{MEMBER} must be an object")
-    return member or {}, json.dumps(value).encode()
+    return json.dumps(value).encode()
+
+
+def _members(body: bytes, names: Iterable[str]) -> dict[str, Any]:
+    """Of an object that may have one of these members; empty for any other body, which is not parsed: prompts
+    are long."""
+    # an escape may hide a name
+    if not any(f'"{name}"'.encode() in body for name in names) and b"\\u" not in body:
+        return {}
+    with suppress(ValueError, RecursionError):
+        value = json.loads(body)
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def _joined(text: str, own: object) -> str:
-    return text if own is None else f"{text}/{own}"
+    return f"{text}/{own}" if own else text

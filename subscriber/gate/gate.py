@@ -11,7 +11,9 @@ import contextlib
 import hmac
 import json
 import math
+import re
 import secrets
+import socket
 import ssl
 import threading
 import time
@@ -23,20 +25,33 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import uvicorn
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import Message, Receive, Scope, Send
-from yarl import URL
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
 
 from weightcast.shared.daemon.environment import port_of
+from weightcast.shared.daemon.http import HEADER_LIMIT, browser_refusal
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import CLOSE_SECONDS, listen, server_config
 from weightcast.shared.daemon.metrics import counted
-from weightcast.subscriber.gate.conditions import BadCondition, Conditions, split_body
+from weightcast.subscriber.gate import stitch
+from weightcast.subscriber.gate.conditions import Asked, BadCondition, Conditions, with_members
+from weightcast.subscriber.gate.exchange import (
+    BODY_LIMIT,
+    CLOSE,
+    end_with_caller,
+    headers_of,
+    open_session,
+    passed_back,
+    passed_headers,
+    read_body,
+    say,
+    url_at,
+)
 from weightcast.subscriber.gate.traffic import Call, NotAdmitted, Traffic
 from weightcast.subscriber.status import GateStatus
 
-BODY_LIMIT = 32 << 20
 REPLY_LIMIT = 64 << 20
 """bytes of an answer that is labelled in its body; a stream may be longer"""
 _BLOCKED = (
@@ -46,10 +61,6 @@ _BLOCKED = (
     "start_profile", "stop_profile", "set_internal_state", "save_",
 )  # fmt: skip
 """beginnings of paths that change an engine, or its weights"""
-_HOP_BY_HOP = frozenset((
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
-    "trailer", "transfer-encoding", "upgrade", "content-length", "host", "expect",
-))  # fmt: skip
 MOST_CONNECTIONS = 4096
 _CONNECT_AGAIN = 0.2
 """seconds"""
@@ -91,14 +102,16 @@ class Gate(Collector):
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self.outcomes = dict.fromkeys(OUTCOMES, 0)
+        self._mislabeled = 0
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
-        self.port = 0
+        self.port, self.url = 0, ""
 
-    def start(self, host: str, port: int) -> None:
-        """Raises Refused if the address cannot be bound."""
+    def start(self, host: str, port: int, url: str | None = None) -> None:
+        """`url`: at which other machines reach it. Raises Refused if the address cannot be bound."""
         listener = listen(host, port)
         self.port = listener.getsockname()[1]
+        self.url = f"http://{_reachable(host)}:{self.port}" if url is None else url.rstrip("/")
         self._server = uvicorn.Server(server_config(self, MOST_CONNECTIONS))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="gate", daemon=True
@@ -117,6 +130,8 @@ class Gate(Collector):
         yield counted(
             "gate_requests", "Requests to the gate, by what became of them.", "outcome", self.outcomes
         )
+        help = "Answers whose engine names weights that it does not hold by the host's state."
+        yield CounterMetricFamily("weightcast_gate_mislabeled", help, value=self._mislabeled)
         help = "Requests that the gate holds until an engine can take them."
         yield GaugeMetricFamily("weightcast_gate_waiting", help, value=self.traffic.waiting)
 
@@ -124,21 +139,15 @@ class Gate(Collector):
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] == "http":
-            await self._route(scope, receive, send)
+            # of a caller who left
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._route(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
         watchers = [asyncio.create_task(self._watch(name)) for name in self._upstreams]
         for name, engine in self._upstreams.items():
-            # servers drop what is idle after five seconds
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3, ssl=engine.trust)
-            self._sessions[name] = aiohttp.ClientSession(
-                connector=connector,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
-                auto_decompress=False,
-                skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
-            )
+            self._sessions[name] = open_session(engine.trust)
         await send({"type": "lifespan.startup.complete"})
         await receive()
         for watcher in watchers:
@@ -165,88 +174,111 @@ class Gate(Collector):
             await asyncio.sleep(_CONNECT_AGAIN)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = _headers(scope)
+        headers = headers_of(scope)
         path = scope["path"].lstrip("/")
-        if path == "healthz":
-            await _say(send, 200, {"ok": True})
+        if not scope["raw_path"].startswith(b"/"):
+            await say(send, 400, {"error": "the target must be a path"}, CLOSE)
+        elif _head_size(scope) > HEADER_LIMIT:
+            await say(send, 431, {"error": f"headers above {HEADER_LIMIT} bytes"}, CLOSE)
+        elif path == "healthz":
+            await say(send, 200, {"ok": True})
+        elif self._expected is None and (page := browser_refusal(scope["method"], Headers(scope=scope))):
+            await page(scope, receive, send)
         elif self._expected is not None and not hmac.compare_digest(
             headers.get("authorization", "").encode("latin-1"), self._expected
         ):
-            await _say(
+            await say(
                 send, 401, {"error": "this gate requires a bearer token"}, {"www-authenticate": "Bearer"}
             )
         elif path == "readyz":
             served = self.traffic.served
             facts = {**self.status().by_name(), "target": self.traffic.target}
-            await _say(send, 200 if served is not None else 503, facts)
-        elif path == "abort" and scope["method"] == "POST":
-            await self._abort(receive, send)
+            await say(send, 200 if served is not None else 503, facts)
+        elif path == "health":
+            healthy = self.traffic.is_healthy
+            await say(send, 200 if healthy else 503, {"ready": True} if healthy else _NOT_HEALTHY)
+        elif path == "server_info" and self.traffic.served is None:
+            await say(send, 200, stitch.server_info(self.traffic, self._run_id()))
+        elif path == "wake" and scope["method"] == "POST":
+            self._wake()
+            await say(send, 200, stitch.server_info(self.traffic, self._run_id()))
+        elif path in ("abort", "abort_request") and scope["method"] == "POST":
+            await self._abort(receive, send, by_rid=path == "abort_request")
         elif path.startswith(_BLOCKED):
             error = f"/{path} changes an engine; its subscriber alone does that"
-            await _say(send, 403, {"error": error})
+            await say(send, 403, {"error": error})
         else:
             await self._answer(scope, headers, receive, send)
 
     def status(self) -> GateStatus:
         traffic = self.traffic
         requests = {name: len(door.calls) for name, door in traffic.doors.items()}
-        return GateStatus(port=self.port, version=traffic.served, requests=requests, waiting=traffic.waiting)
+        return GateStatus(
+            port=self.port,
+            url=self.url,
+            version=traffic.served,
+            requests=requests,
+            waiting=traffic.waiting,
+        )
 
-    async def _abort(self, receive: Receive, send: Send) -> None:
+    async def _abort(self, receive: Receive, send: Send, *, by_rid: bool) -> None:
+        """`by_rid`: as SGLang is asked."""
         try:
-            asked = json.loads(await _body(receive) or b"{}")
+            asked = json.loads(await read_body(receive) or b"{}")
             session, version = asked.get("session"), asked.get("version")
         except (ValueError, AttributeError):
-            await _say(send, 400, {"error": "send {}, or an object with session or version"})
+            await say(send, 400, {"error": "send {}, or an object with session or version"})
             return
-        ended = self.traffic.end(
-            lambda call: session in (None, call.conditions.session) and version in (None, call.low)
-        )
-        await _say(send, 200, {"aborted": ended})
+
+        def fits(call: Call) -> bool:
+            if by_rid:
+                return asked.get("abort_all") is True or asked.get("rid") in call.rids
+            return session in (None, call.conditions.session) and version in (None, call.low)
+
+        await say(send, 200, {"aborted": self.traffic.end(fits)})
 
     async def _answer(self, scope: Scope, headers: Mapping[str, str], receive: Receive, send: Send) -> None:
-        body = await _body(receive)
+        body = await read_body(receive)
         if body is None:
-            await _say(send, 413, {"error": f"the body has more than {BODY_LIMIT} bytes"}, _CLOSE)
+            await say(send, 413, {"error": f"the body has more than {BODY_LIMIT} bytes"}, CLOSE)
             return
         try:
-            member, body = split_body(body, {})
-            conditions = Conditions.of(headers, member)
+            asked = Asked.of(body)
+            conditions = Conditions.of(headers, asked.member)
         except BadCondition as error:
-            await _say(send, 400, {"error": str(error)})
+            await say(send, 400, {"error": str(error)})
             return
-        task, rid = asyncio.current_task(), f"weightcast-{secrets.token_hex(8)}"
+        task = asyncio.current_task()
         assert task is not None
         loop = task.get_loop()
 
         def end(call: Call) -> None:
-            loop.call_soon_threadsafe(self._end, call, rid, task)
+            loop.call_soon_threadsafe(self._end, call, task)
 
-        gone = asyncio.create_task(_disconnect(receive, task))
-        try:
-            call = await self.traffic.admit(conditions, end)
-        except NotAdmitted as error:
-            self.outcomes[_REFUSED[error.status]] += 1
-            facts: dict[str, object] = {"error": error.error, "asked": conditions.asked()}
-            facts |= {"served": self.traffic.served, "target": self.traffic.target}
-            await _say(send, error.status, facts, {"retry-after": "1"})
-            return
-        finally:
-            gone.cancel()
+        call = Call(conditions, end, asked.rids or (f"weightcast-{secrets.token_hex(8)}",))
         answer, outcome = _Answer(call, send), "left"
-        gone = asyncio.create_task(_disconnect(receive, task))
+        if scope["path"] == "/server_info":
+            answer.edit = lambda value: value.update(stitch.server_info(self.traffic, self._run_id(), 1))
+        elif asked.is_stitch:
+            answer.edit = lambda value: stitch.add_versions(value, call.low, call.high)
+        gone = asyncio.create_task(end_with_caller(receive, task))
         try:
-            async with await self._send_on(scope, headers, body, call, rid) as response:
+            await self.traffic.admit(call)
+            async with await self._send_on(scope, headers, asked, call) as response:
                 if not await self.traffic.is_same(call):
                     raise aiohttp.ClientError("another process answers there now")
                 await answer.pass_back(response)
             outcome = "partial" if call.ended_by else "answered"
+            self._compare(call, answer.engine_label)
+        except NotAdmitted as error:
+            outcome = _REFUSED[error.status]
+            await self._refuse(error, call, asked.is_stitch, send)
         except asyncio.CancelledError:
             if not call.ended_by:
                 raise
             task.uncancel()
             outcome = "partial"
-            await answer.end_partial()
+            await answer.end_partial(of_sglang=scope["path"] == "/generate")
         except (aiohttp.ClientError, OSError) as error:
             outcome = "engine_failed"
             await answer.fail(f"engine {call.engine} does not answer: {error or type(error).__name__}")
@@ -255,13 +287,32 @@ class Gate(Collector):
             gone.cancel()
             self.traffic.leave(call)
 
-    def _end(self, call: Call, rid: str, task: asyncio.Task[Any]) -> None:
+    async def _refuse(self, error: NotAdmitted, call: Call, is_stitch: bool, send: Send) -> None:
+        served, target = self.traffic.served, self.traffic.target
+        facts: dict[str, object] = {"error": error.error, "asked": call.conditions.asked()}
+        facts |= {"served": served, "target": target}
+        if error.status == 409 and is_stitch:
+            facts = stitch.not_ready(error.error, served, target)
+        await say(send, error.status, facts, {"retry-after": "1"})
+
+    def _compare(self, call: Call, label: str) -> None:
+        """What an engine calls the weights of its answer, which is passed on as it is."""
+        is_known = label.isdecimal() and call.low <= int(label) <= call.high
+        if label and not is_known and self._upstreams[call.engine].kind == "sglang":
+            self._mislabeled += 1
+            log.warning(
+                "engine names other weights than it holds",
+                engine=call.engine, label=label, version=call.low, last_version=call.high,
+            )  # fmt: skip
+
+    def _end(self, call: Call, task: asyncio.Task[Any]) -> None:
         """SGLang answers with what it has; any other engine stops when nobody listens any more."""
-        if self._upstreams[call.engine].kind != "sglang":
+        if not call.engine or self._upstreams[call.engine].kind != "sglang":
             task.cancel()
             return
-        self._ending.add(asking := asyncio.create_task(self._abort_request(call.engine, rid)))
-        asking.add_done_callback(self._ending.discard)
+        for rid in call.rids:
+            self._ending.add(asking := asyncio.create_task(self._abort_request(call.engine, rid)))
+            asking.add_done_callback(self._ending.discard)
         task.get_loop().call_later(_ABORT_SECONDS, task.cancel)
 
     async def _abort_request(self, name: str, rid: str) -> None:
@@ -281,28 +332,21 @@ class Gate(Collector):
         return {"authorization": f"Bearer {key}"} if key else {}
 
     async def _send_on(
-        self, scope: Scope, headers: Mapping[str, str], body: bytes, call: Call, rid: str
+        self, scope: Scope, headers: Mapping[str, str], asked: Asked, call: Call
     ) -> aiohttp.ClientResponse:
-        engine, query = self._upstreams[call.engine], scope["query_string"].decode("ascii")
-        salts = {}
+        engine = self._upstreams[call.engine]
+        added = {}
         if scope["method"] == "POST":
-            salt = f"{self._run_id()}.{call.low}"
-            salts = {"extra_key": salt, "rid": rid} if engine.kind == "sglang" else {"cache_salt": salt}
-        _, body = split_body(body, salts)
-        listed = headers.get("connection", "").lower().replace(",", " ").split()
-        own = {"authorization", *_HOP_BY_HOP, *listed}
-        passed = {
-            name: value
-            for name, value in headers.items()
-            if name not in own and not name.startswith("weightcast-")
-        }
-        passed |= {"accept-encoding": "identity", **self._key_of(call.engine)}
-        target = scope["raw_path"].decode("ascii") + (f"?{query}" if query else "")
+            salt = "extra_key" if engine.kind == "sglang" else "cache_salt"
+            added = {salt: f"{self._run_id()}.{call.low}"}
+            if engine.kind == "sglang" and not asked.rids:
+                added["rid"] = call.rids[0]
+        body = with_members(asked.body, added)
         ask = partial(
             self._sessions[call.engine].request,
             scope["method"],
-            URL(engine.url + target, encoded=True),
-            headers=passed,
+            url_at(engine.url, scope),
+            headers=passed_headers(headers) | self._key_of(call.engine),
             data=body or None,
             allow_redirects=False,
         )
@@ -321,7 +365,14 @@ class _Answer:
     def __init__(self, call: Call, send: Send) -> None:
         self._call, self._send = call, send
         self._begun = self._is_stream = False
-        self._last = b""
+        self._last = bytearray()
+        self.edit: Callable[[dict[str, Any]], None] | None = None
+        """of a JSON object"""
+
+    @property
+    def engine_label(self) -> str:
+        """By which its engine named its weights last."""
+        return [b"", *_LABEL.findall(self._last)][-1].decode("latin-1")
 
     async def pass_back(self, response: aiohttp.ClientResponse) -> None:
         kind = response.headers.get("content-type", "")
@@ -331,7 +382,10 @@ class _Answer:
             return
         await self._begin(response)
         async for piece in response.content.iter_any():
-            self._last = (self._last + piece)[-_TAIL:]
+            if self._is_stream:
+                self._last += piece
+                if len(self._last) > 2 * _TAIL:
+                    del self._last[:-_TAIL]
             await self._piece(piece)
         if self._is_stream:
             await self._piece(self._comment())
@@ -339,51 +393,57 @@ class _Answer:
 
     async def _pass_whole(self, response: aiohttp.ClientResponse) -> None:
         """With its label in the body."""
-        received = bytearray()
         async for piece in response.content.iter_any():
-            received += piece
-            if len(received) > REPLY_LIMIT:
+            self._last += piece
+            if len(self._last) > REPLY_LIMIT:
                 raise aiohttp.ClientError("the answer is too long")
-        text = bytes(received)
+        text = bytes(self._last)
         if response.status == 200 and text[-1:] == b"}" and text.lstrip()[:1] == b"{":
+            if self.edit is not None:
+                with contextlib.suppress(ValueError, RecursionError):
+                    self.edit(value := json.loads(text))
+                    text = json.dumps(value).encode()
             label = json.dumps(self._label()).encode()
             comma = b"" if text[:-1].rstrip()[-1:] == b"{" else b","
             text = text[:-1].rstrip() + comma + b'"weightcast":' + label + b"}"
         await self._begin(response, len(text))
         await self._piece(text, more=False)
 
-    async def end_partial(self) -> None:
+    async def end_partial(self, *, of_sglang: bool) -> None:
         """The answer as far as it came; nothing came if it is not streamed."""
-        if not self._begun:
+        if self._begun:
+            if self._is_stream:
+                await self._piece(b"\n\n" + self._comment(), more=False)
+        elif of_sglang and self._call.ended_by == "abort" and not self._call.engine:
+            # as SGLang answers a request that is aborted in its queue
+            reason = {"type": "abort", "message": "aborted before an engine took it"}
+            facts = {"id": self._call.rids[0], "finish_reason": reason, "completion_tokens": 0}
+            await say(self._send, 200, {"text": "", "output_ids": [], "meta_info": facts})
+        else:
             facts = {"error": f"ended by an {self._call.ended_by}; nothing was generated", **self._label()}
-            await _say(self._send, 503, {**facts, "retryable": True}, {"retry-after": "0"})
-        elif self._is_stream:
-            await self._piece(b"\n\n" + self._comment(), more=False)
+            await say(self._send, 503, {**facts, "retryable": True}, {"retry-after": "0"})
 
     async def fail(self, error: str) -> None:
         """An error of ours; an answer that has begun is cut, so that it cannot pass for a whole one."""
         if not self._begun:
-            await _say(self._send, 503, {"error": error, "retryable": True}, {"retry-after": "1"})
+            await say(self._send, 503, {"error": error, "retryable": True}, {"retry-after": "1"})
             return
         raise ConnectionError(error)
 
     def _label(self) -> dict[str, object]:
         partial = {"partial": True, "ended_by": self._call.ended_by} if self._call.ended_by else {}
-        return {"version": self._call.low, "last_version": self._call.high, **partial}
+        versions = {"version": self._call.low, "last_version": self._call.high} if self._call.engine else {}
+        return {**versions, **partial}
 
     def _comment(self) -> bytes:
         label = self._label()
         if self._call.ended_by:
-            label["tokens"] = _tokens(self._last)
+            label["tokens"] = _tokens(bytes(self._last))
         return b": weightcast " + json.dumps(label).encode() + b"\n\n"
 
     async def _begin(self, response: aiohttp.ClientResponse, length: int | None = None) -> None:
         self._begun = True
-        headers = [
-            (name, value)
-            for name, value in response.raw_headers
-            if name.lower().decode("latin-1") not in _HOP_BY_HOP
-        ]
+        headers = passed_back(response)
         headers.append((b"weightcast-version", str(self._call.low).encode()))
         if length is not None:
             headers.append((b"weightcast-last-version", str(self._call.high).encode()))
@@ -396,53 +456,20 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
-_CLOSE = {"connection": "close"}
+def _head_size(scope: Scope) -> int:
+    headers = sum(len(name) + len(value) for name, value in scope["headers"])
+    return headers + len(scope["raw_path"]) + len(scope["query_string"])
+
+
+_NOT_HEALTHY = {"ready": False, "reason": "no engine serves here"}
 _TAIL = 64 << 10
+_LABEL = re.compile(rb'"weight_version" ?: ?"([^"\\]{1,64})"')
 
 
-def _headers(scope: Scope) -> dict[str, str]:
-    """With names in lower case; of a name that comes again, all its values."""
-    found: dict[str, str] = {}
-    for raw_name, raw_value in scope["headers"]:
-        name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
-        found[name] = f"{found[name]}, {value}" if name in found else value
-    return found
-
-
-async def _body(receive: Receive) -> bytes | None:
-    """None where it is longer than BODY_LIMIT."""
-    pieces, size = [], 0
-    while True:
-        message: Message = await receive()
-        if message["type"] == "http.disconnect":
-            raise asyncio.CancelledError
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > BODY_LIMIT:
-            return None
-        if not message.get("more_body", False):
-            return b"".join(pieces)
-
-
-async def _disconnect(receive: Receive, task: asyncio.Task[Any]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    task.cancel()
-
-
-async def _say(
-    send: Send, status: int, facts: Mapping[str, object], headers: Mapping[str, str] | None = None
-) -> None:
-    body = json.dumps(facts).encode()
-    fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [(name.encode(), value.encode()) for name, value in fields.items()],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})
+def _reachable(host: str) -> str:
+    """A name of this machine, where it listens on all its addresses."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"[{name}]" if ":" in name else name
 
 
 def _tokens(tail: bytes) -> int | None:

@@ -33,15 +33,17 @@ class NotAdmitted(Exception):
 
 @dataclass(eq=False)
 class Call:
-    """A request that an engine answers. `end`: called from any thread to end it."""
+    """A request. `end`: called from any thread to end it; `rids`: what its engine calls it."""
 
-    engine: str
     conditions: Conditions
-    low: int
-    high: int
     end: Callable[[Call], None]
-    process: str | None
-    began: float
+    rids: tuple[str, ...] = ()
+    engine: str = ""
+    """that answers it; empty while it waits for one"""
+    low: int = -1
+    high: int = -1
+    process: str | None = None
+    began: float = 0.0
     ended_by: Literal["", "update", "abort"] = ""
 
 
@@ -52,6 +54,7 @@ class Door:
     version: int | None = None
     calls: set[Call] = field(default_factory=set)
     process: str | None = None
+    was_open: bool = False
     looked_at: float = 0.0
     unsure_since: float = math.inf
     """its process may have ended then: only a later look says which one is there, and what it serves"""
@@ -77,9 +80,9 @@ class Traffic:
         self.doors = {name: Door() for name in names}
         self.target = 0
         """the version that the host is to reach"""
-        self._policy, self._drain_seconds = policy, drain_seconds
+        self.policy, self._drain_seconds = policy, drain_seconds
         self._hold_seconds, self._most = hold_seconds, most
-        self.waiting = 0
+        self._held: set[Call] = set()
         self._changed, self._changes = threading.Condition(), 0
         self._wakers: set[Callable[[], None]] = set()
 
@@ -91,7 +94,7 @@ class Traffic:
         with self._changed:
             door = self.doors[name]
             door.version = None
-            deadline = time.monotonic() + (0.0 if self._policy == "partial" else self._drain_seconds)
+            deadline = time.monotonic() + (0.0 if self.policy == "partial" else self._drain_seconds)
             while self._must_end(door, toward) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             for call in self._must_end(door, toward):
@@ -104,7 +107,7 @@ class Traffic:
                 call.low, call.high = min(call.low, toward), max(call.high, toward)
 
     def _must_end(self, door: Door, toward: int) -> list[Call]:
-        if self._policy != "pass":
+        if self.policy != "pass":
             return list(door.calls)
         return [call for call in door.calls if not call.conditions.allow(toward, toward)]
 
@@ -119,7 +122,7 @@ class Traffic:
             if version is not None:
                 for call in door.calls:
                     call.low, call.high = min(call.low, version), max(call.high, version)
-            door.version = version
+            door.version, door.was_open = version, door.was_open or version is not None
             self._tell()
 
     # of the gate
@@ -141,26 +144,25 @@ class Traffic:
             await self._change_after(self._changes, left)
         return door.is_sure and door.process is not None and door.process == call.process
 
-    async def admit(self, conditions: Conditions, end: Callable[[Call], None]) -> Call:
+    async def admit(self, call: Call) -> None:
         """Raises NotAdmitted."""
-        began, seen, found = time.monotonic(), self._changes, self._try(conditions, end)
-        if isinstance(found, Call):
-            return found
+        began, seen, refusal = time.monotonic(), self._changes, self._try(call)
+        if refusal is None:
+            return
         if self.waiting >= self._most * len(self.doors):
             raise NotAdmitted(429, "too many requests are waiting here")
-        self.waiting += 1
+        self._held.add(call)
         try:
-            while isinstance(found, NotAdmitted):
+            while refusal is not None:
                 # a version that is not here may be long in coming: only who asks for it waits for it
-                patience = conditions.wait if found.status == 409 else self._hold_seconds
+                patience = call.conditions.wait if refusal.status == 409 else self._hold_seconds
                 left = began + patience - time.monotonic()
                 if left <= 0:
-                    raise found
+                    raise refusal
                 await self._change_after(seen, left)
-                seen, found = self._changes, self._try(conditions, end)
-            return found
+                seen, refusal = self._changes, self._try(call)
         finally:
-            self.waiting -= 1
+            self._held.discard(call)
 
     async def _change_after(self, seen: int, seconds: float) -> None:
         """Returns when there were more changes than `seen`, or after so long."""
@@ -180,12 +182,13 @@ class Traffic:
             with self._changed:
                 self._wakers.discard(wake)
 
-    def _try(self, conditions: Conditions, end: Callable[[Call], None]) -> Call | NotAdmitted:
+    def _try(self, call: Call) -> NotAdmitted | None:
         """To the engine with the fewest requests; those of a session to one of their own, while it may."""
         with self._changed:
-            return self._chosen(conditions, end)
+            return self._refusal(call)
 
-    def _chosen(self, conditions: Conditions, end: Callable[[Call], None]) -> Call | NotAdmitted:
+    def _refusal(self, call: Call) -> NotAdmitted | None:
+        conditions = call.conditions
         open_doors = {name: door for name, door in self.doors.items() if door.version is not None}
         fit = {n: d for n, d in open_doors.items() if conditions.allow(d.version or 0, self.target)}
         free = {name: door for name, door in fit.items() if len(door.calls) < self._most}
@@ -203,24 +206,37 @@ class Traffic:
             else min(free, key=lambda each: len(free[each].calls))
         )
         door, version = free[name], free[name].version or 0
-        call = Call(name, conditions, version, version, end, door.process, time.monotonic())
+        call.engine, call.low, call.high = name, version, version
+        call.process, call.began = door.process, time.monotonic()
         door.calls.add(call)
-        return call
+        return None
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no engine can take now."""
+        return len(self._held)
 
     @property
     def served(self) -> int | None:
         """The lowest version of the engines that requests are admitted to."""
         return min((door.version for door in self.doors.values() if door.version is not None), default=None)
 
+    @property
+    def is_healthy(self) -> bool:
+        """An engine serves here, or does so again after an update."""
+        return any(door.was_open and door.is_sure for door in self.doors.values())
+
     def leave(self, call: Call) -> None:
         with self._changed:
-            self.doors[call.engine].calls.discard(call)
-            self._tell()
+            if call.engine:
+                self.doors[call.engine].calls.discard(call)
+                self._tell()
 
     def end(self, fits: Callable[[Call], bool]) -> int:
         """Ends the requests that fit. Returns how many."""
         with self._changed:
-            found = [call for door in self.doors.values() for call in door.calls if fits(call)]
+            calls = self._held.union(*(door.calls for door in self.doors.values()))
+            found = [call for call in calls if fits(call) and not call.ended_by]
         for call in found:
             call.ended_by = "abort"
             call.end(call)

@@ -292,8 +292,8 @@ class Stack:
                 word = str(REPOSITORY / files[0])
         word = _HOST_AND_PORT.sub(lambda match: self._address(name, *match.groups()), word)
         flag, _, value = word.partition("=")
-        if flag == "--port":
-            return f"--port={self.port(self._network(name), value)}"
+        if flag in ("--port", "--gate"):
+            return f"{flag}={self.port(self._network(name), value)}"
         return word.replace("0.0.0.0", "127.0.0.1")
 
     def _address(self, name: str, host: str, port: str) -> str:

@@ -9,8 +9,10 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import kept_beside
 import pytest
 import torch
 from live_world import install, lanes, make_live_models
+from ports import free_port
 from safetensors.torch import load_file
 from test_vllm_failures import has_wrong_shape
 from vllm_world import (
@@ -115,24 +118,31 @@ class SGLangServer(Server):
         os.killpg(self.process.child.pid, signal.SIGKILL)
         self.process.child.wait()
 
-    def ask(self, prompt: list[int], tokens: int = 12, *, first: threading.Event | None = None) -> Answer:
+    def ask(
+        self,
+        prompt: list[int],
+        tokens: int = 12,
+        *,
+        first: threading.Event | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
         request = {
             "input_ids": prompt,
             "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
             "return_logprob": True,
             "stream": True,
         }
-        began, events = time.monotonic(), list[dict[str, Any]]()
+        began, events, label = time.monotonic(), list[dict[str, Any]](), dict[str, Any]()
         try:
-            with self._client.stream("POST", "/generate", json=request) as reply:
+            with self._client.stream("POST", "/generate", json=request, headers=headers) as reply:
                 if reply.status_code != 200:
                     text = reply.read().decode(errors="replace")
                     return Answer(reply.status_code, prompt, [], [], "", began, time.monotonic(), text)
-                for event in _events(reply.iter_lines()):
+                for event in _events(_labelled(reply.iter_lines(), label)):
                     events.append(event)
                     if first is not None:
                         first.set()
-            return _answer(prompt, events[-1], began)
+            return replace(_answer(prompt, events[-1], began), label=label)
         except (httpx.HTTPError, ValueError, LookupError) as error:
             return Answer(0, prompt, [], [], "", began, time.monotonic(), repr(error))
 
@@ -163,6 +173,14 @@ class SGLangServer(Server):
         return reply.json()
 
 
+def _labelled(lines: Iterator[str], label: dict[str, Any]) -> Iterator[str]:
+    """Fills in the label of a gate."""
+    for line in lines:
+        if line.startswith(": weightcast "):
+            label |= json.loads(line.removeprefix(": weightcast "))
+        yield line
+
+
 def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         if line.startswith("data: ") and line != "data: [DONE]":
@@ -177,7 +195,8 @@ def _answer(prompt: list[int], told: dict[str, Any], began: float) -> Answer:
     about = told["meta_info"]
     logprobs = [logprob for logprob, *_ in about["output_token_logprobs"]]
     finish = (about["finish_reason"] or {"type": "none"})["type"]
-    return Answer(200, prompt, told["output_ids"], logprobs, finish, began, time.monotonic())
+    named = str(about["weight_version"])
+    return Answer(200, prompt, told["output_ids"], logprobs, finish, began, time.monotonic(), named)
 
 
 class SGLangWorld(World):
@@ -259,6 +278,37 @@ def test_every_version_is_a_fresh_load_and_no_request_fails(sglang: SGLangWorld,
             break
         met += one_version(sglang, policy)
     assert met, "no request was in flight at any update"
+
+
+@of(PLAIN)
+@pytest.mark.parametrize("updates", ["pass", "partial"])
+def test_the_gate_names_the_versions_of_every_answer(sglang: SGLangWorld, updates: str) -> None:
+    """The long prompt is in the prefix cache of each version that answered before."""
+    port, met = free_port(), 0
+    sglang.start_host("--gate", str(port), "--gate-updates", updates)
+    gate = sglang.server.through(f"http://127.0.0.1:{port}")
+    for _ in range(3):
+        version = sglang.run.newest
+        sglang.host.wait_served(version)
+        answers = list[Answer]()
+        with ThreadPoolExecutor(1) as pool:
+            publishing = pool.submit(sglang.run.publish)
+            while sglang.host.served != version + 1:
+                answers.append(gate.ask(LONG, 600))
+            publishing.result()
+        answers.append(gate.ask(LONG, headers={"Weightcast-Min-Version": str(version + 1)}))
+        assert answers[-1].label["version"] == version + 1
+        for answer in answers:
+            assert answer.status == 200, answer.text
+            low, high = answer.label["version"], answer.label["last_version"]
+            partial = answer.label.get("partial", False)
+            assert version <= low <= int(answer.text) <= high <= version + 1
+            assert low < high or sglang.judged(answer, low), answer.label
+            assert partial == (answer.finish == "abort")
+            assert updates == "pass" or low == high
+            assert not partial or len(answer.tokens) == answer.label["tokens"]
+            met += partial or low < high
+    assert met, "no answer was under way at an update"
 
 
 def one_version(world: SGLangWorld, policy: str) -> int:

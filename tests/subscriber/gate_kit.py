@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ LONG = 60
 class Engine:
     """A process of `streaming_engine.py`."""
 
-    def __init__(self, site: Site, name: str = "engine") -> None:
+    def __init__(self, site: Site, name: str = "engine", kind: str = "vllm") -> None:
+        self.kind = kind
         self._port_file = site.root / f"{name}.port"
         self.start()
         site.stack.callback(self.kill)
@@ -28,7 +30,7 @@ class Engine:
     def start(self, port: int = 0) -> None:
         self._port_file.unlink(missing_ok=True)
         script = Path(__file__).with_name("streaming_engine.py")
-        self.process = forked.Forked([script, self._port_file, port])
+        self.process = forked.Forked([script, self._port_file, port, self.kind])
         wait_until(lambda: self._port_file.exists() and self._port_file.read_text())
         self.url = f"http://127.0.0.1:{self._port_file.read_text()}"
 
@@ -59,7 +61,7 @@ class Host:
             *("--poll-seconds", "0.1", "--engine-check-seconds", "0.2", "--gate", gate_port, *options),
         ]
         for number, engine in enumerate(engines):
-            self._arguments += ["--engine", f"vllm={engine.url},name=e{number}"]
+            self._arguments += ["--engine", f"{engine.kind}={engine.url},name=e{number}"]
         self._log = site.stack.enter_context((site.root / f"{name}.log").open("ab"))
         self.start()
         site.stack.callback(self.kill)
@@ -83,15 +85,37 @@ class Host:
         port = self._port_file.read_text().strip()
         return httpx.get(f"http://127.0.0.1:{port}/v1/status", trust_env=False).json()
 
+    def mislabeled(self) -> float:
+        """Answers whose engine named other weights."""
+        port = self._port_file.read_text().strip()
+        page = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+        found = re.search(r"^weightcast_gate_mislabeled_total (\S+)$", page, re.MULTILINE)
+        assert found is not None, page
+        return float(found[1])
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text()
+
     def publish(self) -> int:
         version = self.run.publish()
-        wait_until(lambda: self.status()["gate"]["version"] == version)
+        self.wait_open(version)
         return version
+
+    def wait_open(self, version: int) -> None:
+        wait_until(lambda: self.status()["gate"]["version"] == version)
 
     def version_of(self, text: str) -> list[int]:
         """The versions whose tokens a text has."""
         known = {self.run.digest(version): version for version in range(len(self.run.versions))}
         return [known[token] for token in text.split()]
+
+    def generate(
+        self, tokens: int = 3, *, headers: dict[str, str] | None = None, **body: Any
+    ) -> httpx.Response:
+        """As SGLang is asked."""
+        sampling = {"max_new_tokens": tokens, "temperature": 1.0}
+        asked = {"text": "p", "sampling_params": sampling, **body}
+        return self.client.post("/generate", json=asked, headers=headers)
 
     def complete(self, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         return self.client.post("/v1/completions", json={"prompt": "p", **body}, headers=headers)
@@ -102,7 +126,9 @@ def events(lines: Iterable[str]) -> tuple[str, dict[str, Any]]:
     text, label = "", {}
     for line in lines:
         if line.startswith("data: {"):
-            text += json.loads(line[6:])["choices"][0]["text"]
+            event = json.loads(line[6:])
+            # SGLang's events hold all that came before them
+            text = event["text"] if "text" in event else text + event["choices"][0]["text"]
         elif line.startswith(": weightcast "):
             label = json.loads(line.removeprefix(": weightcast "))
     return text, label

@@ -1,5 +1,6 @@
 """An inference server that streams the digest of the weights which it holds, a token at a time: what made an
-answer can be read in it. `python streaming_engine.py PORT_FILE` speaks vLLM's dialect until it is killed.
+answer can be read in it. `python streaming_engine.py PORT_FILE PORT DIALECT` speaks vLLM's dialect, or
+SGLang's, until it is killed.
 
 A prefix that it has seen under the same salt is not computed again: `cached_by` in the first event is the
 digest of the weights that computed it.
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +29,27 @@ from starlette.routing import Route
 
 
 class Engine:
+    """As vLLM."""
+
     def __init__(self) -> None:
         self.held, self.label = "seed", "default"
         self.started = f"{time.time():.3f}{os.getpid()}"
         self.running = asyncio.Event()
         self.running.set()
-        self.under_way: set[asyncio.Event] = set()
-        """one of each request, set to abort it"""
+        self.under_way: dict[asyncio.Event, str] = {}
+        """one of each request, set to abort it, and its `rid`"""
         self.cache: dict[tuple[str, str], str] = {}
         self.requests: list[dict[str, Any]] = []
         self.streamed = 0
 
+    salt, prompt = "cache_salt", "prompt"
+
     async def tokens(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         aborted = asyncio.Event()
-        self.under_way.add(aborted)
+        self.under_way[aborted] = request.get("rid", "")
         try:
             await self.running.wait()
-            prefix = (request.get("cache_salt", ""), request.get("prompt", ""))
+            prefix = (request.get(self.salt, ""), request.get(self.prompt, ""))
             cached = {"cached_by": self.cache.setdefault(prefix, self.held)}
             count = request.get("max_tokens", 3)
             for number in range(count):
@@ -59,7 +64,7 @@ class Engine:
                 yield {"text": f"{self.held} ", "finish_reason": reason, **cached}
                 cached = {}
         finally:
-            self.under_way.discard(aborted)
+            del self.under_way[aborted]
 
     async def complete(self, request: Request) -> Response:
         asked = await request.json()
@@ -104,34 +109,121 @@ class Engine:
         return JSONResponse({"success": True, "new_version": self.label})
 
     def app(self) -> Starlette:
-        def say(path: str, answer: Any) -> Route:
-            return Route(path, lambda request: JSONResponse(answer()))
+        routes = [
+            *self.dialect(),
+            _say("/requests", lambda: self.requests),
+            _say("/streamed", lambda: self.streamed),
+            _say("/under_way", lambda: len(self.under_way)),
+        ]
+        return Starlette(routes=routes)
 
+    def dialect(self) -> list[Route]:
         config = {"device_config": {"device": "cuda"}, "speculative_config": None}
-        return Starlette(
-            routes=[
-                Route("/v1/completions", self.complete, methods=["POST"]),
-                Route("/pause", self.pause, methods=["POST"]),
-                Route("/resume", self.resume, methods=["POST"]),
-                Route("/collective_rpc", self.reload, methods=["POST"]),
-                Route("/update_weight_version", self.relabel, methods=["POST"]),
-                say("/weight_info", lambda: {"weight_version": self.label}),
-                say("/is_paused", lambda: {"is_paused": not self.running.is_set()}),
-                say("/version", lambda: {"version": "0.32.0"}),
-                say("/server_info", lambda: {"vllm_config": config, "vllm_env": {}, "system_env": {}}),
-                say("/requests", lambda: self.requests),
-                say("/streamed", lambda: self.streamed),
-                say("/under_way", lambda: len(self.under_way)),
-                Route(
-                    "/metrics",
-                    lambda request: PlainTextResponse(f"process_start_time_seconds {self.started}\n"),
-                ),
-            ]
-        )
+        return [
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/pause", self.pause, methods=["POST"]),
+            Route("/resume", self.resume, methods=["POST"]),
+            Route("/collective_rpc", self.reload, methods=["POST"]),
+            Route("/update_weight_version", self.relabel, methods=["POST"]),
+            _say("/weight_info", lambda: {"weight_version": self.label}),
+            _say("/is_paused", lambda: {"is_paused": not self.running.is_set()}),
+            _say("/version", lambda: {"version": "0.32.0"}),
+            _say("/server_info", lambda: {"vllm_config": config, "vllm_env": {}, "system_env": {}}),
+            _text("/metrics", lambda: f"process_start_time_seconds {self.started}\n"),
+        ]
 
 
-async def serve(port_file: Path, port: int) -> None:
-    engine = Engine()
+class SGLang(Engine):
+    """`/generate` as slime asks it: token ids and their log probabilities, where it was aborted what came so
+    far. `POST /double` sets what its answers call the weights."""
+
+    salt, prompt = "extra_key", "text"
+    said: str | None = None
+
+    async def generate(self, request: Request) -> Response:
+        asked = await request.json()
+        self.requests.append({"headers": dict(request.headers), **asked})
+        if asked.get("stream"):
+            return StreamingResponse(self.events(asked), media_type="text/event-stream")
+        [last] = [answer async for answer in self.answers(asked)][-1:]
+        return JSONResponse(last)
+
+    async def events(self, asked: dict[str, Any]) -> AsyncIterator[str]:
+        async for answer in self.answers(asked):
+            yield f"data: {json.dumps(answer)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def answers(self, asked: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Each holds all that came before it."""
+        tokens: list[str] = []
+        sampling = asked.get("sampling_params", {})
+        wanted = {
+            **asked,
+            "max_tokens": sampling.get("max_new_tokens", 3),
+            "seconds": asked.get("seconds", 0),
+        }
+        cached = ""
+        async for choice in self.tokens(wanted):
+            tokens += choice["text"].split()
+            cached = choice.get("cached_by", cached)
+            reason = choice["finish_reason"]
+            meta = {
+                "id": asked["rid"],
+                "finish_reason": reason and {"type": reason},
+                "weight_version": self.label if self.said is None else self.said,
+                "completion_tokens": len(tokens),
+                "cached_by": cached,
+                "output_token_logprobs": [[-1.0, number, None] for number in range(len(tokens))],
+            }
+            text = "".join(f"{token} " for token in tokens)
+            yield {"text": text, "output_ids": list(range(len(tokens))), "meta_info": meta}
+
+    async def abort(self, request: Request) -> Response:
+        asked = await request.json()
+        for aborted, rid in self.under_way.items():
+            if asked.get("abort_all") or rid == asked.get("rid"):
+                aborted.set()
+        return Response()
+
+    async def pause_generation(self, request: Request) -> Response:
+        self.running.clear()
+        return JSONResponse({"status": "ok"})
+
+    async def load(self, request: Request) -> Response:
+        asked = await request.json()
+        self.held, self.label = on_disk(Path(asked["model_path"])), asked["weight_version"]
+        return JSONResponse({"success": True, "message": "", "num_paused_requests": 0})
+
+    async def say(self, request: Request) -> Response:
+        self.said = (await request.json())["said"]
+        return Response()
+
+    def dialect(self) -> list[Route]:
+        named = 'sglang:startup_time_seconds{engine_type="unified",model_name="m",phase="tokenizer_e2e"}'
+        return [
+            Route("/generate", self.generate, methods=["POST"]),
+            Route("/abort_request", self.abort, methods=["POST"]),
+            Route("/pause_generation", self.pause_generation, methods=["POST"]),
+            Route("/continue_generation", self.resume, methods=["POST"]),
+            Route("/update_weights_from_disk", self.load, methods=["POST"]),
+            Route("/update_weight_version", self.relabel, methods=["POST"]),
+            Route("/double", self.say, methods=["POST"]),
+            _say("/model_info", lambda: {"model_path": "m", "weight_version": self.label}),
+            _say("/server_info", lambda: {"speculative_algorithm": None, "weight_version": self.label}),
+            _text("/metrics", lambda: f"{named} {self.started}\n"),
+        ]
+
+
+def _say(path: str, answer: Callable[[], Any]) -> Route:
+    return Route(path, lambda request: JSONResponse(answer()))
+
+
+def _text(path: str, answer: Callable[[], str]) -> Route:
+    return Route(path, lambda request: PlainTextResponse(answer()))
+
+
+async def serve(port_file: Path, port: int, dialect: str) -> None:
+    engine = SGLang() if dialect == "sglang" else Engine()
     server = uvicorn.Server(
         uvicorn.Config(engine.app(), port=port, log_level="warning", access_log=False, timeout_keep_alive=5)
     )
@@ -144,4 +236,4 @@ async def serve(port_file: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))
+    asyncio.run(serve(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

@@ -178,6 +178,15 @@ def test_credentials_stay_on_their_side(site: Site, run: Run, monkeypatch: pytes
     assert engine.get("/is_paused") == {"is_paused": False}
 
 
+def test_web_pages_are_kept_out(site: Site, run: Run) -> None:
+    host = Host(site, run, Engine(site))
+    host.publish()
+    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+        assert host.complete(headers=headers).status_code == 403
+        assert host.client.post("/abort", headers=headers).status_code == 403
+    assert host.complete(headers={"Origin": str(host.client.base_url)}).status_code == 200
+
+
 def test_another_process_behind_the_address_answers_once_it_is_loaded(site: Site, run: Run) -> None:
     engine = Engine(site)
     # only the broken connection tells it
@@ -195,14 +204,15 @@ def test_no_more_requests_than_it_may_hold(site: Site, run: Run) -> None:
     host = Host(site, run, engine, options=("--gate-requests", "1"))
     host.publish()
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(host.complete, max_tokens=10**6, seconds=0.05)
+        session = {"Weightcast-Session": "a"}
+        running = pool.submit(host.complete, headers=session, max_tokens=10**6, seconds=0.05)
         wait_until(lambda: host.status()["gate"]["requests"] == {"e0": 1})
         waiting = pool.submit(host.complete)
         wait_until(lambda: host.status()["gate"]["waiting"] == 1)
         refused = host.complete()
         assert refused.status_code == 429
         assert refused.headers["retry-after"]
-        host.client.post("/abort")
+        host.client.post("/abort", json={"session": "a"})
         assert running.result().status_code == 503
         assert waiting.result().status_code == 200
 

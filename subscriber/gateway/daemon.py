@@ -1,0 +1,122 @@
+"""The gateway as a daemon: requests in the main thread, the list of hosts in the work thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.daemon.client import Daemon
+from weightcast.shared.daemon.fleet import FLEET_PATH, Fleet, FleetReader, parse_fleet
+from weightcast.shared.daemon.http import make_app
+from weightcast.shared.daemon.loop import Stop, Wakeup, run_daemon
+from weightcast.shared.daemon.metrics import new_registry, watch_loop
+from weightcast.shared.daemon.settings import Token
+from weightcast.shared.daemon.status import SOFTWARE, Facts, LoopStatus, Readiness, Snapshot
+from weightcast.subscriber.gate.gate import MOST_CONNECTIONS
+from weightcast.subscriber.gateway.gateway import Gateway, GatewayMetrics
+from weightcast.subscriber.gateway.hosts import HostLine
+from weightcast.subscriber.gateway.settings import GatewaySettings
+from weightcast.subscriber.groups.messages import is_member_url
+
+
+class GatewayStatus(Facts):
+    software: str = SOFTWARE
+    ready: bool = False
+    not_ready_reasons: tuple[str, ...] = ()
+    served_version: int | None = None
+    """the newest that requests may be sent to"""
+    target_version: int = 0
+    """the newest that a host is to reach"""
+    waiting: int = 0
+    """requests that wait for a host"""
+    hosts: tuple[HostLine, ...] = ()
+    loop: LoopStatus = LoopStatus()
+
+
+FindGates = Callable[[], dict[str, str]]
+"""names of hosts by the URL of their gate"""
+
+
+def find_gates(settings: GatewaySettings) -> FindGates:
+    """Where the gates are found. Raises BadAddress."""
+    if settings.gate:
+        listed = {url: urlsplit(url).netloc for url in settings.gate}
+        return lambda: listed
+    if settings.publisher is not None:
+        publisher = Daemon(
+            settings.publisher, _text(settings.publisher_token), token_from="WEIGHTCAST_PUBLISHER_TOKEN"
+        )
+        return lambda: _gates_of(parse_fleet(publisher.get(FLEET_PATH), publisher.url))
+    assert settings.channel is not None
+    reader = FleetReader(open_store(settings.channel), updates=0)
+    return lambda: _gates_of(reader.read())
+
+
+def _gates_of(fleet: Fleet) -> dict[str, str]:
+    """Of hosts of this run whose report is young: another run's gate may have the address of an old one."""
+    return {
+        host.gate: host.key
+        for host in fleet.hosts
+        if host.presence == "live" and host.standing != "stopped"
+        if fleet.run_id in (None, host.run_id) and is_member_url(host.gate)
+    }
+
+
+class GatewayDaemon:
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings, self._find = settings, find_gates(settings)
+        self._loop, self._wakeup = Snapshot(LoopStatus()), Wakeup()
+        self._registry = new_registry()
+        watch_loop(self._registry, self._loop)
+        self.gateway = Gateway(
+            _text(settings.gate_token),
+            GatewayMetrics(self._registry),
+            hold_seconds=settings.hold,
+            most=settings.requests,
+            look_every=settings.poll_seconds,
+        )
+
+    def _step(self, stop: Stop) -> None:
+        found = self._find()
+        # hosts that cannot write reports may yet answer
+        if found:
+            self.gateway.follow(found)
+
+    def ready(self) -> Readiness:
+        hosts = self.gateway.hosts
+        if hosts.ready:
+            return Readiness(ready=True)
+        reasons = tuple(f"{host.name}: {host.reason}" for host in hosts.by_url.values())
+        return Readiness(ready=False, reasons=reasons or ("no gate is known",))
+
+    def status(self) -> GatewayStatus:
+        hosts, ready = self.gateway.hosts, self.ready()
+        return GatewayStatus(
+            ready=ready.ready,
+            not_ready_reasons=ready.reasons,
+            served_version=hosts.served,
+            target_version=hosts.target,
+            waiting=self.gateway.waiting,
+            hosts=tuple(host.line for host in hosts.by_url.values()),
+            loop=self._loop.get(),
+        )
+
+    def run(self) -> None:
+        """Until SIGTERM or SIGINT. Raises what `run_daemon` raises."""
+        app = make_app(
+            "weightcast gateway",
+            self.status,
+            self.ready,
+            self._registry,
+            _text(self._settings.token),
+            self._wakeup.set,
+            GatewayStatus,
+            beyond=self.gateway,
+        )
+        app.router.lifespan_context = self.gateway.live
+        run_daemon(app, self._step, self._wakeup, self._settings, loop=self._loop, most=MOST_CONNECTIONS)
+
+
+def _text(token: Token | None) -> str | None:
+    return None if token is None else token.get_secret_value()

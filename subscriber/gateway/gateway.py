@@ -1,0 +1,375 @@
+"""The gateway: one URL in front of the gates of all hosts. `Gateway._answer` has the order of a request:
+choose a host, send it there, pass its answer back unchanged, or choose again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from starlette.types import Receive, Scope, Send
+
+from weightcast.shared.daemon.metrics import Metrics
+from weightcast.shared.daemon.timing import jittered
+from weightcast.subscriber.gate.conditions import MEMBER, Asked, BadCondition, Conditions
+from weightcast.subscriber.gate.exchange import (
+    BODY_LIMIT,
+    CLOSE,
+    end_with_caller,
+    headers_of,
+    open_session,
+    passed_back,
+    passed_headers,
+    read_body,
+    say,
+    url_at,
+)
+from weightcast.subscriber.gate.traffic import NotAdmitted
+from weightcast.subscriber.gateway.hosts import Host, Hosts
+
+LOOK_SECONDS = 5.0
+"""for a gate to answer a look"""
+_QUICK_SECONDS = 0.2
+"""between two looks while a request waits"""
+_AGAIN_SECONDS = 0.5
+"""until hosts that refused a request are asked again"""
+_LOOKS_PER_SECOND = 500
+_FACTS_LIMIT = 64 << 10
+_REFUSALS = (401, 409, 429, 503)
+"""answers of a gate after which another one may take the request"""
+_OUTCOMES = {200: "answered", 409: "unmet", 429: "too_many", 503: "not_ready"}
+_LAGS = ("0", "1", "2", "more")
+
+
+class GatewayMetrics:
+    def __init__(self, registry: Metrics) -> None:
+        outcomes = (*_OUTCOMES.values(), "cut", "left")
+        self.requests = registry.count(
+            "gateway_requests", "Requests to the gateway, by what became of them.", {"outcome": outcomes}
+        )
+        self.retries = registry.count(
+            "gateway_retries",
+            "Requests that a gate did not take, by its answer; 503 also where it gave none.",
+            {"answer": ("409", "429", "503")},
+        )
+        self.before = registry.duration(
+            "gateway_before", "From a request's arrival until it was sent to the gate that answered it."
+        )
+        self.pieces = registry.count(
+            "gateway_pieces",
+            "Pieces of answers passed back, by versions behind the newest when the answer began.",
+            {"lag": _LAGS},
+        )
+        self.waiting = registry.number("gateway_waiting", "Requests that wait for a host.")
+        self.ready = registry.number("gateway_ready_hosts", "Hosts that take requests.")
+
+
+@dataclass(eq=False)
+class _Request:
+    scope: Scope
+    headers: Mapping[str, str]
+    body: bytes
+    conditions: Conditions
+    began: float
+    aborted: bool = False
+
+    def left(self, refusal: NotAdmitted, hold_seconds: float) -> float:
+        """Seconds that it may yet wait: only who asks for it waits for a version."""
+        patience = self.conditions.wait if refusal.status == 409 else hold_seconds
+        return self.began + patience - time.monotonic()
+
+
+class Gateway:
+    """An ASGI application for what is not a route of the daemon, and the looks at the gates. `token`: of the
+    gates; `most`: requests at a time, under way and waiting."""
+
+    def __init__(
+        self, token: str | None, metrics: GatewayMetrics, *, hold_seconds: float, most: int, look_every: float
+    ) -> None:
+        self.hosts = Hosts()
+        self._key = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._metrics, self._hold_seconds, self._most = metrics, hold_seconds, most
+        self._look_every = look_every
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._requests: set[_Request] = set()
+        self.waiting = 0
+        self._changed = asyncio.Event()
+        self._session: aiohttp.ClientSession
+        self._loop: asyncio.AbstractEventLoop
+
+    @asynccontextmanager
+    async def live(self, app: object) -> AsyncIterator[None]:
+        """As a lifespan."""
+        self._loop = asyncio.get_running_loop()
+        async with open_session(ssl.create_default_context()) as self._session:
+            yield
+            for watcher in self._watchers.values():
+                watcher.cancel()
+
+    def follow(self, found: Mapping[str, str]) -> None:
+        """From any thread: the hosts by the URL of their gate. One that is missing gets no more requests;
+        those under way there go on."""
+        self._loop.call_soon_threadsafe(self._follow, found)
+
+    def _follow(self, found: Mapping[str, str]) -> None:
+        known = self.hosts.by_url
+        for url in known.keys() - found.keys():
+            known.pop(url)
+            self._watchers.pop(url).cancel()
+        for url in found.keys() - known.keys():
+            known[url] = Host(found[url], url)
+            self._watchers[url] = asyncio.create_task(self._watch(known[url]))
+
+    async def _watch(self, host: Host) -> None:
+        while True:
+            await self._look(host)
+            slowest = len(self.hosts.by_url) / _LOOKS_PER_SECOND
+            due = time.monotonic() + jittered(max(self._look_every, slowest))
+            while time.monotonic() < max(due, host.out_until):
+                await asyncio.sleep(max(_QUICK_SECONDS, slowest))
+                if self.waiting and host.out_until < time.monotonic():
+                    break
+
+    async def _look(self, host: Host) -> None:
+        before = self.hosts.changes
+        try:
+            async with (
+                asyncio.timeout(LOOK_SECONDS),
+                self._session.get(host.url + "/readyz", headers=self._key, allow_redirects=False) as response,
+            ):
+                facts = await _facts(response)
+        except (aiohttp.ClientError, OSError) as error:
+            self.hosts.failed(host, str(error) or type(error).__name__)
+        else:
+            if response.status == 401:
+                self.hosts.refused(host, 401, facts)
+            else:
+                self.hosts.looked(host, facts)
+        self._metrics.ready.set(len(self.hosts.ready))
+        if self.hosts.changes != before:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path == "/health":
+            await say(send, 200 if self.hosts.ready else 503, {"ready_hosts": len(self.hosts.ready)})
+            return
+        body = await read_body(receive)
+        if body is None:
+            await say(send, 413, {"error": f"the body exceeds the {BODY_LIMIT}-byte limit"}, CLOSE)
+        elif path in ("/abort", "/abort_request"):
+            await self._abort(scope, body, send)
+        else:
+            await self._take(scope, body, receive, send)
+
+    async def _take(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        headers = headers_of(scope)
+        try:
+            asked = Asked.of(body)
+            conditions = Conditions.of(headers, asked.member)
+        except BadCondition as error:
+            await say(send, 400, {"error": str(error)})
+            return
+        # the gate answers in Stitch's dialect where it was asked in it
+        body = body if asked.is_stitch else asked.body
+        if "session" in asked.member:
+            # not as a header: it may be any text
+            body = _with_session(body, conditions.session)
+        request = _Request(scope, headers, body, conditions, time.monotonic())
+        task, outcome = asyncio.current_task(), "left"
+        assert task is not None
+        gone = asyncio.create_task(end_with_caller(receive, task))
+        self._requests.add(request)
+        try:
+            outcome = await self._answered(request, send)
+        except ConnectionError:
+            outcome = "cut"
+            raise
+        finally:
+            gone.cancel()
+            self._requests.discard(request)
+            self._metrics.requests.labels(outcome).inc()
+
+    async def _answered(self, request: _Request, send: Send) -> str:
+        """Returns the outcome. Raises ConnectionError where the answer breaks off."""
+        try:
+            if len(self._requests) > self._most:
+                raise NotAdmitted(429, f"{self._most} requests are under way and waiting here")
+            await self._answer(request, send)
+            return "answered"
+        except NotAdmitted as error:
+            facts: dict[str, object] = {"error": error.error, "asked": request.conditions.asked()}
+            facts |= {"served": self.hosts.served, "target": self.hosts.target}
+            if request.aborted:
+                facts |= {"ended_by": "abort", "retryable": True}
+            await say(send, error.status, facts, {"retry-after": "1"})
+            return _OUTCOMES[error.status]
+
+    async def _answer(self, request: _Request, send: Send) -> None:
+        """Raises NotAdmitted where no gate took it, ConnectionError where one took it and broke off."""
+        tried: set[Host] = set()
+        has_guessed = False
+        while True:
+            found = self._choose(request, tried)
+            if isinstance(found, NotAdmitted) and found.status == 409 and not has_guessed:
+                has_guessed, found = True, self.hosts.newest()
+            if isinstance(found, Host):
+                tried.add(found)
+                refusal = await self._attempt(request, found, send)
+                if refusal is None:
+                    return
+                self._metrics.retries.labels(str(refusal.status)).inc()
+            else:
+                await self._wait(request, found)
+                tried.clear()
+            if request.aborted:
+                raise NotAdmitted(503, "ended by an abort; nothing was generated")
+
+    def _choose(self, request: _Request, tried: set[Host]) -> Host | NotAdmitted:
+        if request.scope["path"] in ("/model_info", "/get_model_info"):
+            oldest = self.hosts.oldest()
+            if oldest is not None and oldest not in tried:
+                return oldest
+        return self.hosts.choose(request.conditions, tried)
+
+    async def _wait(self, request: _Request, refusal: NotAdmitted) -> None:
+        """For a change. Raises `refusal` when the request's time is up."""
+        left = request.left(refusal, self._hold_seconds)
+        if left <= 0:
+            raise refusal
+        self.waiting += 1
+        self._metrics.waiting.set(self.waiting)
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left, jittered(_AGAIN_SECONDS)))
+        finally:
+            self.waiting -= 1
+            self._metrics.waiting.set(self.waiting)
+
+    async def _attempt(self, request: _Request, host: Host, send: Send) -> NotAdmitted | None:
+        """None: its answer was passed back. Raises ConnectionError where that broke off."""
+        begun = False
+        before = time.monotonic() - request.began
+        try:
+            async with _call(host), await self._ask(request, host) as response:
+                facts = await _facts(response) if response.status in _REFUSALS else None
+                if facts is not None and facts.get("ended_by") != "abort":
+                    return self.hosts.refused(host, response.status, facts)
+                begun = True
+                self._metrics.before.observe(before)
+                if facts is not None:
+                    await say(send, response.status, facts, {"retry-after": "1"})
+                else:
+                    await self._pass_back(request, host, response, send)
+        except aiohttp.ClientConnectorError as error:
+            return self.hosts.failed(host, str(error))
+        except (aiohttp.ClientError, OSError) as error:
+            reason = f"{host.name} does not answer: {error or type(error).__name__}"
+            if begun:
+                raise ConnectionError(reason) from error
+            return NotAdmitted(503, reason)
+        return None
+
+    async def _ask(self, request: _Request, host: Host) -> aiohttp.ClientResponse:
+        conditions, session = request.conditions, request.headers.get("weightcast-session")
+        headers = passed_headers(request.headers) | conditions.for_gate(self.hosts.target) | self._key
+        if session is not None:
+            headers["weightcast-session"] = session
+        return await self._session.request(
+            request.scope["method"],
+            url_at(host.url, request.scope),
+            headers=headers,
+            data=request.body or None,
+            allow_redirects=False,
+        )
+
+    async def _pass_back(
+        self, request: _Request, host: Host, response: aiohttp.ClientResponse, send: Send
+    ) -> None:
+        headers = [*passed_back(response), (b"weightcast-host", host.name.encode())]
+        if "content-length" in response.headers:
+            headers.append((b"content-length", response.headers["content-length"].encode()))
+        session = request.conditions.session
+        if session and not self.hosts.is_usual(host, session):
+            headers.append((b"weightcast-session-moved", b"true"))
+        pieces = self._metrics.pieces.labels(self._lag(response))
+        await send({"type": "http.response.start", "status": response.status, "headers": headers})
+        async for piece in response.content.iter_any():
+            pieces.inc()
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    def _lag(self, response: aiohttp.ClientResponse) -> str:
+        version = response.headers.get("weightcast-version", "")
+        lag = self.hosts.target - int(version) if version.isdecimal() else 0
+        return _LAGS[min(max(lag, 0), len(_LAGS) - 1)]
+
+    async def _abort(self, scope: Scope, body: bytes, send: Send) -> None:
+        """At all gates, and of the requests that wait here."""
+        try:
+            asked = json.loads(body or b"{}")
+            session, version = asked.get("session"), asked.get("version")
+        except (ValueError, AttributeError):
+            await say(send, 400, {"error": "send {}, or an object with session or version"})
+            return
+        if scope["path"] == "/abort" and version is None:
+            for request in self._requests:
+                request.aborted = session in (None, request.conditions.session)
+            self._tell()
+        hosts = list(self.hosts.by_url.values())
+        answers = await asyncio.gather(*(self._abort_at(host, scope, body) for host in hosts))
+        ended = sum(answer for answer in answers if answer is not None)
+        unreached = [host.name for host, answer in zip(hosts, answers, strict=True) if answer is None]
+        await say(send, 200, {"aborted": ended, "unreached": unreached})
+
+    async def _abort_at(self, host: Host, scope: Scope, body: bytes) -> int | None:
+        headers = {"content-type": "application/json", **self._key}
+        url = url_at(host.url, scope)
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            async with (
+                asyncio.timeout(LOOK_SECONDS),
+                self._session.post(url, data=body, headers=headers, allow_redirects=False) as response,
+            ):
+                facts = await _facts(response)
+                return int(facts.get("aborted") or 0) if response.status == 200 else None
+        return None
+
+
+@asynccontextmanager
+async def _call(host: Host) -> AsyncIterator[None]:
+    async with asyncio.timeout(None) as limit:
+        host.calls.add(limit)
+        try:
+            yield
+        finally:
+            host.calls.discard(limit)
+
+
+async def _facts(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """Of a short JSON object; empty for anything else."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > _FACTS_LIMIT:
+            return {}
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(body)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _with_session(body: bytes, session: str) -> bytes:
+    """`body`: a JSON object without the member of the conditions."""
+    member = json.dumps({MEMBER: {"session": session}})[:-1].encode()
+    return member + (b"" if body[1:].lstrip()[:1] == b"}" else b",") + body[1:]

@@ -1,0 +1,45 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from weightcast.shared.daemon.settings import GATEWAY_PORT, DaemonSettings, Token
+from weightcast.shared.files.paths import ChannelAddress, channel_address
+from weightcast.subscriber.groups.messages import is_member_url
+
+
+class GatewaySettings(DaemonSettings):
+    """A text below a setting is its description."""
+
+    port: int = Field(GATEWAY_PORT, ge=0, le=65535)
+    """Its port; 0 takes a free one."""
+    channel: Annotated[ChannelAddress | None, BeforeValidator(channel_address)] = None
+    """The channel in whose reports the gates are found; or --publisher, or --gate."""
+    publisher: str | None = None
+    """URL of the publisher, which is asked for the reports instead."""
+    publisher_token: Token | None = None
+    """Bearer token of the publisher."""
+    gate: tuple[str, ...] = Field((), max_length=4096)
+    """URL of a host's gate, repeatable, instead of reports."""
+    gate_token: Token | None = None
+    """Bearer token of the gates; unset: none is sent. Callers of the gateway give WEIGHTCAST_TOKEN."""
+    hold: float = Field(60.0, gt=0, le=86400)
+    """Seconds that a request is held while no host can take it."""
+    requests: int = Field(1024, ge=1, le=4096)
+    """Requests at a time, under way and waiting."""
+
+    @field_validator("gate", mode="after")
+    @classmethod
+    def _check_gates(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(map(is_member_url, value)):
+            raise ValueError("give http://HOST:PORT or https://HOST:PORT, nothing more")
+        return tuple(url.rstrip("/") for url in value)
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        if sum((self.channel is not None, self.publisher is not None, bool(self.gate))) != 1:
+            raise ValueError("channel, publisher, gate: give one of them")
+        return self
