@@ -119,8 +119,8 @@ def anchor_index(
     written: tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]],
     main: str = "",
 ) -> Index:
-    """`base`: tells which files are side files; `main`: digest of the version's own index, next to which it is
-    stored."""
+    """`base`: tells which files are side files; `main`: digest of the version's own index, whose anchor this
+    is."""
     records, weight_map, lanes = written
     table, known = base.table, {record.name for record in base.files}.union(weight_map.values())
     files = tuple(record for record in records if record.name in known)

@@ -37,7 +37,7 @@ from weightcast.subscriber.engines.base import (
 )
 from weightcast.subscriber.engines.rules import ReloadOrder
 from weightcast.subscriber.gate.conditions import UpdatePolicy
-from weightcast.subscriber.groups.messages import LEASE_LIMIT
+from weightcast.subscriber.groups.messages import LEASE_LIMIT, is_member_url
 from weightcast.subscriber.sync.options import parse_target
 
 MOST_MEMBERS = 256
