@@ -11,15 +11,14 @@ from weightcast.shared.cli.main import LazyCommand, program
 TOP = """\
 # Commands
 
-The help of every command. Exit codes: [runbook](../runbook.md#exit-codes). Flags of the daemons with their variables and
-defaults: [settings](../settings.md).
+The help of every command. Exit codes: [runbook](../runbook.md#exit-codes). Flags of the daemons with their
+variables and defaults: [settings](../settings.md).
 """
 
 
 def document() -> str:
-    return TOP + "".join(
-        f"\n## weightcast {name}\n\n```text\n{_help(name, command)}\n```\n" for name, command in commands_of(program())
-    )
+    found = ((name, _help(name, command)) for name, command in commands_of(program()))
+    return TOP + "".join(f"\n## weightcast {name}\n\n```text\n{help}\n```\n" for name, help in found)
 
 
 def commands_of(group: click.Group, name: str = "") -> Iterator[tuple[str, click.Command]]:
@@ -32,7 +31,7 @@ def commands_of(group: click.Group, name: str = "") -> Iterator[tuple[str, click
 
 
 def _help(name: str, command: click.Command) -> str:
-    context = click.Context(command, info_name=f"weightcast {name}", terminal_width=100, max_content_width=100)
+    context = click.Context(command, info_name=f"weightcast {name}", max_content_width=100)
     return command.get_help(context)
 
 

@@ -22,8 +22,8 @@ NOTHING: Any = None
 TOP = """\
 # HTTP routes
 
-Each daemon shows its own as text under `/docs` and as OpenAPI 3.1 under `/openapi.json`. The publisher listens on port
-8340, the subscriber on 8341. Tokens: [security](../security.md#the-http-side). Status fields:
+Each daemon shows its own as text under `/docs` and as OpenAPI 3.1 under `/openapi.json`. The publisher listens
+on port 8340, the subscriber on 8341. Failures are a `Failure`. Tokens: [security](../security.md#the-http-side). Status fields:
 [status](../status.md). Routes of the gate: [gate](../gate.md); of the engine plugin:
 [live patch](../live-patch.md#the-plugin).
 """
@@ -59,27 +59,35 @@ def _app(title: str, status: type[BaseModel]) -> FastAPI:
 
 
 def _markdown(lines: list[str]) -> Iterator[str]:
-    """Of the text that `/docs` shows: a heading for each route, one table for each schema."""
+    """Of the text that `/docs` shows: a heading for each route or schema, a table of a schema's fields."""
     title = lines[0].partition(";")[0]
     yield f"\n## {title}\n"
-    in_schemas = False
-    for line in lines[1:]:
-        if not line.startswith("    "):
-            head = line.strip()
-            route = re.fullmatch(r"[A-Z]+ /\S*", head)
-            if not route and not in_schemas:
-                in_schemas = True
-                yield f"\n### Schemas of the {title.lower()}\n"
-            name, _, about = head.partition(": ")
-            yield f"\n### `{head}`\n" if route else f"\n**{name}**{': ' if about else ''}{_text(about)}\n"
-        elif in_schemas and (field := re.fullmatch(r"    (\w+) \((.*?)\)(?:: (.*))?", line)):
-            yield f"- `{field[1]}`: {_text(field[2])}{'. ' if field[3] else ''}{_text(field[3] or '')}"
-        else:
-            yield f"- {_text(line.strip())}"
+    for block in "\n".join(lines[1:]).strip("\n").split("\n\n"):
+        head, *rows = block.split("\n")
+        name, _, about = head.partition(": ")
+        yield f"\n### `{name}`\n"
+        if re.fullmatch(r"[A-Z]+ /\S*", head):
+            about, *rows = map(str.strip, rows)
+            takes = (row.removeprefix("takes ") for row in rows if row.startswith("takes"))
+            answers = (row for row in rows if not row.startswith(("takes", "else")))
+            yield _text(about)
+            yield from (f"\n- takes {_text(each)}" for each in takes)
+            yield f"\n- answers {_text('; '.join(answers))}"
+            continue
+        yield _text(about.strip()) + "\n"
+        yield from ("| field | type | |\n|---|---|---|", *(_row(row.strip()) for row in rows))
+
+
+def _row(text: str) -> str:
+    """`FIELD (TYPE): MEANING` of a schema."""
+    field = re.fullmatch(r"(\w+) \((.*?)\)(?:: (.*))?", text)
+    name, kind, about = field.groups("") if field else (text, "", "")
+    return f"| `{name}` | {_text(kind)} | {_text(about)} |"
 
 
 def _text(words: str) -> str:
-    return words.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_") if "`" not in words else words
+    escaped = words.replace("|", "\\|")
+    return escaped if "`" in words else re.sub(r"([<*_])", r"\\\1", escaped)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The hook of mkdocs.yml: navigation from the tables of docs/README.md, pages made from the code, and pages for
-files outside docs/ to which documents link.
+"""The hook of mkdocs.yml: navigation from docs/README.md, pages made from the code, pages for other
+files that documents link to.
 
 Documents are written for a Git host. What renders differently here is adapted while a page is built.
 """
@@ -103,8 +103,9 @@ def _content(path: str) -> str:
     if path.endswith(".md"):
         return (ROOT / path).read_text()
     if (ROOT / path).is_dir():
-        names = sorted(each.name for each in (ROOT / path).iterdir() if not each.name.startswith((".", "__")))
-        return f"# {path.removeprefix('docs/')}\n\n" + "".join(f"- [{_title(path, name)}]({name})\n" for name in names)
+        names = sorted(path.name for path in (ROOT / path).iterdir() if not path.name.startswith((".", "__")))
+        items = (f"- [{_title(path, name)}]({name})\n" for name in names)
+        return f"# {path.removeprefix('docs/')}\n\n{''.join(items)}"
     language = LANGUAGES.get(Path(path).suffix, "text")
     return f"# {path}\n\n````{language}\n{(ROOT / path).read_text()}\n````\n"
 
