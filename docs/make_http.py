@@ -22,9 +22,10 @@ NOTHING: Any = None
 TOP = """\
 # HTTP routes
 
-Each daemon shows its own as text under `/docs` and as OpenAPI 3.1 under `/openapi.json`. The publisher listens
-on port 8340, the subscriber on 8341. Failures are a `Failure`. Tokens: [security](../security.md#the-http-side). Status fields:
-[status](../status.md). Routes of the gate: [gate](../gate.md); of the engine plugin:
+Each daemon shows its own as text under `/docs` and as OpenAPI 3.1 under `/openapi.json`. The publisher
+listens on port 8340, the subscriber on 8341. Failures are a `Failure`. Tokens:
+[security](../security.md#the-http-side). Status fields: [status](../status.md). Routes of the gate:
+[gate](../gate.md); of the engine plugin:
 [live patch](../live-patch.md#the-plugin).
 """
 

@@ -14,7 +14,8 @@ CALLED = (
 """of the publisher, by trainers; its daemon calls more"""
 OPTIONS = {
     "Publisher": f"members: [{', '.join(CALLED)}]\n      merge_init_into_class: false",
-    "PublishReport": 'inherited_members: true\n      show_if_no_docstring: true\n      filters: ["!^shown$", "!^_"]',
+    "PublishReport": "inherited_members: true\n      show_if_no_docstring: true\n      "
+    'filters: ["!^shown$", "!^_"]',
 }
 TOP = """\
 # Python API
