@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak dist clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak dist docs docs-serve clean
 
 install: $(STAMP) .typing/weightcast/client.py
 
@@ -168,6 +168,17 @@ dist: install
 	rm -r dist/source
 	@cd dist && sha256sum *
 
+# The website of docs/ in site/, with pages from the code; links and anchors are checked.
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
+
+docs-serve: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -175,4 +186,4 @@ lint: install
 	PYTHONPATH=.typing $(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) $(EMULATORS) $(ENGINES) $(ENGINES_OLD) $(SGLANG) $(SGLANG_SERVER) .typing build dist *.egg-info demo-run
+	rm -rf $(VENV) $(TRAINERS) $(EMULATORS) $(ENGINES) $(ENGINES_OLD) $(SGLANG) $(SGLANG_SERVER) .typing build dist site *.egg-info demo-run

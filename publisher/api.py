@@ -108,8 +108,9 @@ _DEFAULTS = PublisherOptions()
 class Publisher:
     """Publishes versions of one run; one per rank. Not thread-safe.
 
-    >>> with Publisher.open("/shared/run", local="/var/lib/weightcast", base="/models/base") as publisher:
-    ...     report = publisher.publish(model.state_dict(), step=1)
+    Examples:
+        >>> with Publisher.open("/shared/run", local="/var/lib/weightcast", base="/models/base") as publisher:
+        ...     report = publisher.publish(model.state_dict(), step=1)
     """
 
     def __init__(
@@ -155,14 +156,23 @@ class Publisher:
         options: PublisherOptions = _DEFAULTS,
         **other: Never,
     ) -> Self:
-        """`channel`: made by `init_channel` or `weightcast channel init`. `local`: this publisher's own local
-        checkpoint, seeded from `base` when it is new. Ranks other than 0 may share rank 0's `local` on its
-        machine. `rank`, `world_size`: this process, and how many publish a version together. `encoding`: of
-        the deltas.
+        """Opens a channel as its publisher.
 
-        Raises Refused while another publisher owns the channel or when `local` and `channel` overlap,
-        WrongRun when `local` is another run's, Untrusted when no key known here signed the channel's base or
-        newest version, TypeError for options that belong into `options`.
+        Args:
+            channel: Made by `init_channel` or `weightcast channel init`.
+            local: This publisher's own local checkpoint, seeded from `base` when it is new. Ranks on rank 0's
+                machine may share its.
+            base: The checkpoint directory that the run starts from.
+            rank: This process.
+            world_size: How many processes publish a version together.
+            encoding: Of the deltas.
+            options: What most runs leave as it is.
+
+        Raises:
+            Refused: Another publisher owns the channel, or `local` and `channel` overlap.
+            WrongRun: `local` is another run's.
+            Untrusted: No key known here signed the channel's base or newest version.
+            TypeError: An argument belongs into `options`.
         """
         if other:
             raise TypeError(
@@ -235,7 +245,7 @@ class Publisher:
             self._submissions.raise_unseen()
 
     def close(self) -> None:
-        """Waits for what was submitted. Used in `with`, what went wrong with it is raised at the end."""
+        """Waits for what was submitted. Used in `with`, its errors are raised at the end."""
         self._submissions.drain()
         if self._upkeep is not None:
             self._upkeep.stop()
@@ -301,15 +311,21 @@ class Publisher:
         return None if state is None else state.position.version
 
     def state_dict(self) -> dict[str, object]:
-        """For the trainer's checkpoint: where in the channel its weights stand. Waits for submissions."""
+        """For the trainer's checkpoint: where its weights are in the channel. Waits for submissions."""
         self._submissions.drain()
         return position(self.store)
 
     def load_state_dict(self, state: Mapping[str, object]) -> Resumed:
-        """Checks that this channel is the one in which the checkpoint's weights were published, and says how
-        far it went on since. Nothing is published or undone: the next publication continues the chain.
+        """Checks that the checkpoint's weights were published in this channel. Publishes and undoes nothing:
+        the next publication continues the chain.
 
-        Raises WrongRun for another channel, Forked for another history, Refused for what is no such state.
+        Returns:
+            How far the channel went on since.
+
+        Raises:
+            WrongRun: The state is of another channel.
+            Forked: The state is of another history of this channel.
+            Refused: `state` is not a Publisher's.
         """
         return resumed(self.store, state)
 
@@ -328,12 +344,18 @@ class Publisher:
         advance: Advance | None = None,
         watching: Watching | None = None,
     ) -> PublishReport:
-        """Publishes the next version from (HF name, torch tensor on any device or numpy array).
+        """Publishes the next version; as `submit(...).result()`.
 
-        The tensors must stand still until this returns. With several ranks each gives the tensors that it
-        owns, and the trainer's `step`: by it they know that they publish the same weights. When this
-        raises, nothing is published that was not wholly proven: what is already committed (a hook failed, or
-        NotInTime on a rank other than 0) is finished by the next call. As `submit(...).result()`.
+        Args:
+            named_tensors: (HF name, torch tensor on any device or numpy array). Unchanged until this returns.
+                Of several ranks each gives the tensors that it holds.
+            step: The trainer's step, by which ranks know that they publish the same weights.
+            advance: Called with the bytes done.
+            watching: Called with the phases.
+
+        Raises:
+            WeightcastError: Nothing is published that was not fully verified. What is already committed (a
+                hook failed, or NotInTime on a rank other than 0) is finished by the next call.
         """
         # once: a second look at an iterator would see nothing
         read = functools.cache(lambda: GivenWeights(named_tensors, self.baselines))
@@ -347,20 +369,24 @@ class Publisher:
         when_busy: WhenBusy = "block",
         hold: Hold = "tensors",
     ) -> Handle:
-        """Begins the next version and lets the trainer go on; `result()` of the handle is `publish`'s report.
+        """Begins the next version and lets the trainer go on. Iterators are consumed before this returns.
 
-        `when_busy="block"`: waits until the submission before is out, then until the tensors were compared,
-        and returns when they may change again. What is left to do needs them no longer.
-        `when_busy="newest"`: returns at once. Call `handle.release()` before the tensors change: it waits
-        for a comparison under way, and withdraws a submission that has not begun. One that waits while
-        another is published gives way to the next.
+        Args:
+            named_tensors: As in `publish`.
+            step: As in `publish`.
+            when_busy: `block`: waits until the previous submission is out and these tensors were compared;
+                they may change then. `newest`: returns at once; call `handle.release()` before the tensors
+                change. A queued submission is replaced by the next.
+            hold: `copy`: copies what this process holds into host memory, in the run's precision, and
+                returns: the tensors may change, whatever happens to channel and other ranks. Costs one copy,
+                and as much memory until the comparison is done; twice with `newest`.
 
-        `hold="copy"`: copies what this process holds into host memory, in the run's precision, and returns:
-        the tensors may change, whatever becomes of channel and other ranks. Costs the step one copy, and as
-        much memory until the comparison is done; twice with `when_busy="newest"`.
+        Returns:
+            A handle, whose `result()` is the report of `publish`.
 
-        Tensors given by an iterator are taken from it here, by this thread. Raises what the submission
-        before raised if its `result()` was not asked for; this one is not taken then.
+        Raises:
+            WeightcastError: What the previous submission raised if its `result()` was not called; this one is
+                not taken then.
         """
         self._check_open()
         if hold not in get_args(Hold):
@@ -384,12 +410,20 @@ class Publisher:
         fraction: float | None = None,
         timeout: float = 600.0,
     ) -> list[str]:
-        """Waits until that many hosts are ready and serve `version` or a later one; their names. A handle
-        of `submit` stands for the version that it becomes. `fraction`:
-        of the hosts whose reports still change. Both: both must hold; neither: one host.
+        """Waits until hosts are ready and serve `version` or a later one. Hosts report this themselves in the
+        channel, unauthenticated. Without `min_hosts` and `fraction` one host suffices.
 
-        Hosts say this of themselves in the channel, nobody authenticates it. Raises NotInTime that names the
-        hosts which are behind.
+        Args:
+            version: A number, or a handle of `submit` for the version that it becomes.
+            min_hosts: So many hosts.
+            fraction: Of the hosts whose reports still change.
+            timeout: In seconds.
+
+        Returns:
+            Names of the hosts.
+
+        Raises:
+            NotInTime: Names the hosts that are behind.
         """
         # pydantic costs a fifth of a second that most publishers need not pay
         from weightcast.shared.daemon.fleet import FleetReader
@@ -419,10 +453,19 @@ class Publisher:
         rename: Iterable[str] = (),
         drop: Iterable[str] = (),
     ) -> PublishReport:
-        """Publishes a complete HF checkpoint directory; Refused when it changes while it is read.
+        """Publishes a complete HF checkpoint directory.
 
-        `cast`: round floating-point tensors to the run's dtypes. `rename`: "A=B", prefixes or patterns with
-        as many `*`. `drop`: globs of tensors to leave out.
+        Args:
+            directory: The checkpoint.
+            step: The trainer's step.
+            advance: Called with the bytes done.
+            watching: Called with the phases.
+            cast: Round floating-point tensors to the run's dtypes.
+            rename: `A=B`: prefixes, or patterns with as many `*`.
+            drop: Globs of tensors to leave out.
+
+        Raises:
+            Refused: The checkpoint does not fit the run, or changes while it is read.
         """
         read = functools.partial(self.open_checkpoint, directory, ExportRules.of(cast, rename, drop))
         return self.publish_weights(read, step=step, advance=advance, watching=watching)
@@ -455,8 +498,14 @@ class Publisher:
 
     def settle(self) -> PublishReport | None:
         """Waits until the local checkpoint has followed the last version that was submitted or, with
-        `until="out"`, published; its report with the seconds of that. Raises what went wrong and was not told
-        yet: the version is out, and the next call catches up."""
+        `until="out"`, published.
+
+        Returns:
+            The report of that version with all of its seconds.
+
+        Raises:
+            WeightcastError: An error not raised yet. The version is out, and the next call catches up.
+        """
         return self._submissions.settle()
 
     def _raise_held(self) -> None:
@@ -493,10 +542,12 @@ class Publisher:
         return order
 
     def repair(self) -> Repairs:
-        """Repairs the channel: damaged and lost files are written again from this publisher's journals, an
-        anchor bridges lost deltas, files that no host can use move to `.trash`. Reads the whole channel.
+        """Repairs the channel, which is read in full: damaged and lost files are written again from this
+        publisher's journals, an anchor bridges lost deltas, files that no host can use move to `.trash`.
 
-        Raises Refused on ranks other than 0."""
+        Raises:
+            Refused: On ranks other than 0.
+        """
         self._drained()
         if self._claim is None or self._lone is None:
             raise Refused("only rank 0 repairs the channel", remedy="call it on rank 0")
@@ -532,7 +583,11 @@ class Publisher:
         return self._upkeep
 
     def write_anchor(self) -> bool:
-        """Full weights of the current version beside it, for hosts without a base. False when they exist."""
+        """Writes full weights of the current version next to it, for hosts without a base.
+
+        Returns:
+            False if they exist.
+        """
         self._drained()
         if self._owner is None:
             raise Refused("only rank 0 writes anchors", remedy="call it on rank 0")

@@ -57,12 +57,27 @@ def init_channel(
     sign_key: str | Path | None = None,
     trusted_keys: Sequence[str | Path] = (),
 ) -> ChannelFile:
-    """Makes `channel` for runs that start from the checkpoint directory `base`; returns what is there when it
-    was made from the same base before. With the key in the file `sign_key` its base is signed. `unfenced`: as
-    of PublisherOptions.
+    """Makes a channel for runs that start from the checkpoint directory `base`.
 
-    Raises Refused for a directory that holds anything else or lies in the base, WrongRun for another base,
-    Untrusted for a channel that is there and whose base neither that key nor one of `trusted_keys` signed.
+    Args:
+        channel: Where to make it.
+        base: The checkpoint that trainer and hosts start from.
+        frozen: Globs of tensors that never change.
+        aliases: Tied tensors, by name: the name of the tensor that they equal.
+        run_id: A random one if not given.
+        threads: That hash the base.
+        advance: Called with the bytes hashed.
+        sign_key: File of the key that signs the base.
+        trusted_keys: Further keys, as text or files.
+        unfenced: As of PublisherOptions.
+
+    Returns:
+        The channel's file; of an existing channel, if it was made from the same base.
+
+    Raises:
+        Refused: The directory holds anything else, or is in the base.
+        WrongRun: The channel was made from another base.
+        Untrusted: None of the keys signed the existing channel's base.
     """
     store, base = open_store(channel), Path(base)
     signer = Signer.load(sign_key, trusted_keys)

@@ -20,12 +20,18 @@ _SINGLE = "model.safetensors"
 
 
 def point(args: Any, directory: str | Path, engines: Any = ()) -> None:
-    """Called by every rank when a version's files are written, with its directory; rank 0 points to it.
-    `args` and `engines` are not looked at. Also called for the emptied channel when a training begins:
-    nothing is pointed to then.
+    """Every rank calls it with a version's directory when the files are written; rank 0 sets the pointer.
+    Does nothing for other directories, such as the emptied channel at the start of a training.
 
-    Raises Refused when the version is not there, DamagedFile for an index that is not the version's;
-    OSError when the pointer can't be written. The pointer then stays where it was.
+    Args:
+        args: Ignored.
+        directory: Of the version.
+        engines: Ignored.
+
+    Raises:
+        Refused: The version is not there.
+        DamagedFile: The index is of another version.
+        OSError: The pointer cannot be written; it is unchanged.
     """
     path = Path(directory)
     version = version_of(path.name)

@@ -48,9 +48,15 @@ class Handle:
         return self._end.done()
 
     def release(self, timeout: float | None = None) -> bool:
-        """To be called before the tensors change. A submission that has not begun is withdrawn (False: its
-        weights are not published), for one that has its comparison is waited for. One that holds a copy goes
-        on, whatever changes. Raises NotInTime."""
+        """Call it before the tensors change. Waits for a comparison under way, and withdraws a submission
+        that has not begun. A submission that holds a copy continues.
+
+        Returns:
+            False for a withdrawn submission: its weights are not published.
+
+        Raises:
+            NotInTime: The tensors are still being compared.
+        """
         if self._job.source.copied:
             return True
         if self._withdraw(f"step {self.step} was not published: its tensors changed before its turn"):
@@ -63,8 +69,13 @@ class Handle:
         return self._begun
 
     def result(self, timeout: float | None = None) -> PublishReport:
-        """Waits until the version is out. Raises what the publication raised, Refused for a submission that
-        gave way to a newer one or was withdrawn, NotInTime (it goes on then)."""
+        """Waits until the version is out.
+
+        Raises:
+            WeightcastError: What the publication raised.
+            Refused: The submission was withdrawn, or replaced by a newer one.
+            NotInTime: The publication continues.
+        """
         if not wait([self._end], timeout).done:
             raise NotInTime(
                 f"step {self.step} is not published yet", remedy="ask again: the publication continues"

@@ -64,9 +64,15 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         encoding: Encoding = "fast",
         options: PublisherOptions | None = None,
     ) -> None:
-        """`channel`, `local`, `base`, `encoding`, `options`: as of `Publisher.open`. `export`: what is
-        published of the trainer's model, for wrappers that hold more than the fleet loads (adapters to be
-        merged, a value head)."""
+        """Takes the arguments of `Publisher.open`, and:
+
+        Args:
+            channel: As for `Publisher.open`, like `local`, `base`, `encoding` and `options`.
+            every: Optimizer steps per version.
+            when_busy: As for `Publisher.submit`, like `hold`.
+            export: Maps the trainer's model to its tensors, for models that hold more than the fleet loads
+                (adapters to be merged, a value head).
+        """
         if channel is None:
             raise Refused(
                 "PublishCallback has no channel",

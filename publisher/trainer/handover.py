@@ -1,9 +1,6 @@
-"""The trainer's side of a hand-over: one copy into shared memory, and the publisher beside it does the rest.
+"""The trainer's side of a hand-over: one copy into shared memory, and the publisher does the rest.
 
 Needs numpy; torch only for torch tensors, of any version.
-
->>> with HandOver("/dev/shm/run7", sidecar="http://127.0.0.1:8340") as hand_over:
-...     hand_over.put(model.state_dict(), step=step)
 """
 
 from __future__ import annotations
@@ -51,13 +48,27 @@ _Given = tuple[TensorSpec, Any]
 
 class HandOver:
     """One per trainer process and directory. Not thread-safe. The directory takes two copies of the weights
-    and should be memory-backed (tmpfs); a publisher with `--hand-over` reads it."""
+    and should be memory-backed (tmpfs); a publisher with `--hand-over` reads it.
+
+    Examples:
+        >>> with HandOver("/dev/shm/run7", sidecar="http://127.0.0.1:8340") as hand_over:
+        ...     hand_over.put(model.state_dict(), step=step)
+    """
 
     def __init__(
         self, directory: str | Path, *, sidecar: str | None = None, token: str | None = None
     ) -> None:
-        """`sidecar`: URL of the publisher, which is told of each `put`; without it, it looks by itself every
-        `--poll-seconds`. Raises RetryLater while another process hands over there, Refused for a link."""
+        """Takes the directory.
+
+        Args:
+            directory: As given to the publisher's `--hand-over`.
+            sidecar: URL of the publisher, to wake it after each `put`; else it looks every `--poll-seconds`.
+            token: The publisher's `WEIGHTCAST_TOKEN`.
+
+        Raises:
+            RetryLater: Another process hands over there.
+            Refused: The directory is a link.
+        """
         self._export = Export(Path(directory))
         self._url, self._token = sidecar, token
         self._maps: dict[str, mmap.mmap] = {}
@@ -91,11 +102,18 @@ class HandOver:
         step: SupportsIndex | None = None,
         timeout: float = 60.0,
     ) -> Handed:
-        """Copies (HF name, tensor) pairs: torch on any device, numpy, `RawTensor`, `cast_like`'s. When it
-        returns the tensors may change. What was put before and is not being read gives way: newest wins.
+        """Copies the tensors, which may change when this returns. The newest wins: earlier ones that are not
+        being read are replaced.
 
-        Raises RetryLater when the memory does not hold it, or no slot gets free in time; Refused for what is
-        no tensor of a file. The publisher then goes on with what was complete before.
+        Args:
+            named_tensors: (HF name, tensor): torch on any device, numpy, `RawTensor`, `cast_like`'s.
+            step: The trainer's step.
+            timeout: To wait for a slot, in seconds.
+
+        Raises:
+            RetryLater: The memory is too small, or no slot became free in time. The publisher keeps what was
+                complete before.
+            Refused: Not a tensor that a file can hold.
         """
         number = whole_step(step)
         given = [(spec_of(name, tensor), tensor) for name, tensor in pairs_of(named_tensors)]

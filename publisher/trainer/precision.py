@@ -38,11 +38,15 @@ class CastWeights:
 def cast_like(
     base: str | Path | Publisher, named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any]
 ) -> CastWeights:
-    """Floating-point tensors in the dtype that the run has for them, rounded to the nearest, ties to even
-    (F64 by way of F32). `base`: the publisher, or the base's checkpoint directory. What has the right dtype,
-    and what the run does not know, passes unchanged.
+    """Rounds floating-point tensors to the dtypes of the run: to the nearest, ties to even (F64 via F32).
+    Tensors of the right dtype, and names that the run does not know, pass unchanged.
 
-    Raises Refused for a tensor that cannot become the run's by rounding (integers, 8 bits).
+    Args:
+        base: The publisher, or the base's checkpoint directory.
+        named_tensors: As in `Publisher.publish`.
+
+    Raises:
+        Refused: Rounding cannot convert a tensor (integers, 8 bits).
     """
     table, ties = _run_of(base)
     pairs = list(pairs_of(named_tensors))

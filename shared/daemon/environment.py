@@ -116,6 +116,12 @@ def http_parts(url: str) -> SplitResult | None:
     return parts if parts.scheme in ("http", "https") and is_fit and is_plain and port != 0 else None
 
 
+def is_server_url(url: str) -> bool:
+    """Whether it is `http(s)://host[:port]` and nothing more."""
+    at = http_parts(url)
+    return at is not None and not any((at.path.strip("/"), at.query, at.fragment, at.username, at.password))
+
+
 def port_of(parts: SplitResult) -> int:
     """Of an http or https URL, also where it names none."""
     return parts.port or (443 if parts.scheme == "https" else 80)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_origin
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -33,8 +34,8 @@ from weightcast.shared.daemon.environment import (
     PREFIX,
     address_of,
     hide_queries,
-    http_parts,
     is_host,
+    is_server_url,
     is_token,
 )
 from weightcast.shared.files.disk_errors import disk_error
@@ -168,10 +169,9 @@ class ReportSettings(DaemonSettings):
 
 def require_reachable(name: str, url: str, token: str | None, variable: str) -> None:
     """Raises ValueError for anything but `http(s)://host[:port]`, and without the token that it needs."""
-    at = http_parts(url)
-    if at is None or any((at.path.strip("/"), at.query, at.fragment, at.username, at.password)):
+    if not is_server_url(url):
         raise ValueError(f"{name}: give http://HOST:PORT or https://HOST:PORT, nothing more")
-    if token is None and not is_loopback(at.hostname or ""):
+    if token is None and not is_loopback(urlsplit(url).hostname or ""):
         raise ValueError(f"{name}: other machines ask for a token; set {variable}")
 
 

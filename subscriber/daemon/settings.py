@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from weightcast.shared.checkpoint.local_checkpoint import Readers
+from weightcast.shared.daemon.environment import is_server_url
 from weightcast.shared.daemon.settings import (
     SUBSCRIBER_PORT,
     ReportSettings,
@@ -37,7 +38,7 @@ from weightcast.subscriber.engines.base import (
 )
 from weightcast.subscriber.engines.rules import ReloadOrder
 from weightcast.subscriber.gate.conditions import UpdatePolicy
-from weightcast.subscriber.groups.messages import LEASE_LIMIT, is_member_url
+from weightcast.subscriber.groups.messages import LEASE_LIMIT
 from weightcast.subscriber.sync.options import parse_target
 
 MOST_MEMBERS = 256
@@ -164,7 +165,7 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     @field_validator("gate_url", mode="after")
     @classmethod
     def _check_gate_url(cls, value: str | None) -> str | None:
-        if value is not None and not is_member_url(value):
+        if value is not None and not is_server_url(value):
             raise ValueError("give http://HOST:PORT or https://HOST:PORT, nothing more")
         return value
 

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.daemon.client import Daemon
+from weightcast.shared.daemon.environment import is_server_url
 from weightcast.shared.daemon.fleet import FLEET_PATH, Fleet, FleetReader, parse_fleet
 from weightcast.shared.daemon.http import make_app
 from weightcast.shared.daemon.loop import Stop, Wakeup, run_daemon
@@ -17,7 +18,6 @@ from weightcast.subscriber.gate.gate import MOST_CONNECTIONS
 from weightcast.subscriber.gateway.gateway import Gateway, GatewayMetrics
 from weightcast.subscriber.gateway.hosts import HostLine
 from weightcast.subscriber.gateway.settings import GatewaySettings
-from weightcast.subscriber.groups.messages import is_member_url
 
 
 class GatewayStatus(Facts):
@@ -59,7 +59,7 @@ def _gates_of(fleet: Fleet) -> dict[str, str]:
         host.gate: host.key
         for host in fleet.hosts
         if host.presence == "live" and host.standing != "stopped"
-        if fleet.run_id in (None, host.run_id) and is_member_url(host.gate)
+        if fleet.run_id in (None, host.run_id) and is_server_url(host.gate)
     }
 
 

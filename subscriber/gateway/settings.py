@@ -6,9 +6,9 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from weightcast.shared.daemon.environment import is_server_url
 from weightcast.shared.daemon.settings import GATEWAY_PORT, DaemonSettings, Token
 from weightcast.shared.files.paths import ChannelAddress, channel_address
-from weightcast.subscriber.groups.messages import is_member_url
 
 
 class GatewaySettings(DaemonSettings):
@@ -34,7 +34,7 @@ class GatewaySettings(DaemonSettings):
     @field_validator("gate", mode="after")
     @classmethod
     def _check_gates(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not all(map(is_member_url, value)):
+        if not all(map(is_server_url, value)):
             raise ValueError("give http://HOST:PORT or https://HOST:PORT, nothing more")
         return tuple(url.rstrip("/") for url in value)
 
