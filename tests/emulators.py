@@ -85,8 +85,8 @@ def moto(root: Path) -> Iterator[Emulator]:
     endpoint = f"http://127.0.0.1:{port}"
     environment = {
         "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test-secret",
+        "AWS_ACCESS_KEY_ID": "emulated-access",
+        "AWS_SECRET_ACCESS_KEY": "emulated-secret",
         "AWS_REGION": "us-east-1",
     }
     with _served(root, [str(HOME / "bin/moto_server"), "-H", "127.0.0.1", "-p", str(port)], endpoint):

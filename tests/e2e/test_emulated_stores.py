@@ -145,7 +145,7 @@ def test_errors_name_what_is_wrong_and_no_credential(
             ("GET", lambda: store.read("latest", 10)),
             ("PUT", lambda: store.create("other", b"")),
             ("GET", store.names),
-            ("POST", lambda: store.discard("latest")),
+            ("POST", lambda: store.delete("latest")),
         ):
             proxy.faults = [Fault("status", method, status=status)]
             with pytest.raises(Unavailable, match=rf"access to {url}/.* was denied \(") as raised:
