@@ -6,12 +6,13 @@ STAMP := $(VENV)/.installed
 
 .PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-nginx test-haproxy test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
 
-install: $(STAMP) .typing/weightcast/subscriber
+install: $(STAMP) .typing/weightcast/client.py
 
 # Editors, mypy and the import contracts see the flat folders as `weightcast.*` through the links in .typing.
-.typing/weightcast/subscriber:
+.typing/weightcast/client.py:
 	@mkdir -p .typing/weightcast
 	@for p in benchmarks shared publisher subscriber; do ln -sfn ../../$$p .typing/weightcast/$$p; done
+	@ln -sfn ../../shared/top/client.py .typing/weightcast/client.py
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { echo "weightcast needs Python 3.11 to 3.14 (set PYTHON=python3.14)"; exit 2; }
@@ -147,7 +148,7 @@ bench: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p weightcast.benchmarks -p weightcast.shared -p weightcast.publisher -p weightcast.subscriber
+	$(BIN)/mypy -p weightcast.benchmarks -p weightcast.shared -p weightcast.publisher -p weightcast.subscriber -m weightcast.client
 	PYTHONPATH=.typing $(BIN)/lint-imports
 
 clean:

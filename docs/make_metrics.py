@@ -15,6 +15,7 @@ from weightcast.shared.daemon.status import LoopStatus, Snapshot
 from weightcast.subscriber.daemon.metrics import SubscriberMetrics
 from weightcast.subscriber.gate.gate import Gate
 from weightcast.subscriber.gate.traffic import Traffic
+from weightcast.subscriber.gateway.gateway import GatewayMetrics
 
 HEAD = """\
 # Metrics
@@ -48,7 +49,10 @@ def document() -> str:
             _table([doc for doc in subscriber if doc not in both]),
             "## The mirror\n",
             "Its loop and process as above, and\n",
-            _table(_mirror()).rstrip("\n"),
+            _table(_mirror()),
+            "## The gateway\n",
+            "Its loop and process as above, and\n",
+            _table(_gateway()).rstrip("\n"),
         )
     )
 
@@ -75,6 +79,12 @@ def _subscriber() -> list[MetricDoc]:
 def _mirror() -> list[MetricDoc]:
     registry = Metrics()
     registry.watch(MirrorMetrics(lambda: MirrorStatus(channel="", local="")))
+    return registry.docs
+
+
+def _gateway() -> list[MetricDoc]:
+    registry = Metrics()
+    GatewayMetrics(registry)
     return registry.docs
 
 

@@ -6,6 +6,7 @@ from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.mirror.settings import MirrorSettings
 from weightcast.shared.daemon.settings import DaemonSettings, SettingDoc, describe_settings
 from weightcast.subscriber.daemon.settings import SubscriberSettings
+from weightcast.subscriber.gateway.settings import GatewaySettings
 
 TOP = """\
 # Settings
@@ -42,6 +43,7 @@ def document() -> str:
     shared = frozenset(name for name, doc in publisher.items() if subscriber.get(name) == doc)
     own = frozenset(set(subscriber) - shared)
     of_all = frozenset(DaemonSettings.model_fields) - {"port"}
+    as_above = f"And, as above, {', '.join(f'`{name}`' for name in sorted(of_all))}.\n"
     return "\n".join(
         (
             TOP,
@@ -52,8 +54,11 @@ def document() -> str:
             "## weightcast subscriber run\n",
             table(SubscriberSettings, leave_out=shared),
             "## weightcast mirror run\n",
-            f"And, as above, {', '.join(f'`{name}`' for name in sorted(of_all))}.\n",
+            as_above,
             table(MirrorSettings, leave_out=of_all),
+            "## weightcast gateway run\n",
+            as_above,
+            table(GatewaySettings, leave_out=of_all),
         )
     )
 

@@ -40,7 +40,7 @@ from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.daemon.wiring import open_engines, open_gate, open_lead, options_of
 from weightcast.subscriber.engines.live import EngineVerify
 from weightcast.subscriber.groups.messages import HOLD_PATH, RELEASE_PATH
-from weightcast.subscriber.status import HostStatus, UpdateStatus
+from weightcast.subscriber.status import GateStatus, HostStatus, UpdateStatus
 from weightcast.subscriber.sync.group_follower import GroupFollower, Post
 from weightcast.subscriber.sync.host import Callbacks, known
 from weightcast.subscriber.sync.sync import MissingBase, Sync
@@ -140,7 +140,7 @@ class Subscriber:
 
     def _reported(self) -> Report | None:
         """A report is a local checkpoint's: that of its writer. A start that is refused leaves none."""
-        status = self.sync.status.but(loop=self.loop.get())
+        status = self.sync.status.but(loop=self.loop.get(), gate=self._gate_status())
         unknown = self.refused is not None or isinstance(self.sync.host.error, HasWriter)
         # others hear of this host once its settings have led somewhere
         is_known = status.loop.steps > 0 or status.state not in _EARLY
@@ -205,8 +205,11 @@ class Subscriber:
             last_full_hash_age_seconds=None if hashed is None else max(0.0, time.time() - hashed),
             group=self.sync.lead.status() if self.follower is None else self.follower.post.status(),
             report_error="" if self.reporter is None else self.reporter.error,
-            gate=None if self.gate is None else self.gate.status(),
+            gate=self._gate_status(),
         )
+
+    def _gate_status(self) -> GateStatus | None:
+        return None if self.gate is None else self.gate.status()
 
     def ready(self) -> Readiness:
         status = self.sync.status

@@ -85,12 +85,11 @@ def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def passed_back(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    """What the caller gets of an answer's headers: without the length of its body, and its date, which the
-    server here adds."""
+    """What the caller gets of an answer's headers. The length of its body is not among them, nor its date,
+    which each server sets."""
+    own = _HOP_BY_HOP | {"date"}
     return [
-        (name, value)
-        for name, value in response.raw_headers
-        if name.lower().decode("latin-1") not in (*_HOP_BY_HOP, "date")
+        (name, value) for name, value in response.raw_headers if name.lower().decode("latin-1") not in own
     ]
 
 

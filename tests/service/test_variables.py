@@ -16,10 +16,11 @@ from weightcast.shared.daemon.environment import SETTINGS, unknown_variables
 from weightcast.shared.daemon.settings import describe_settings
 from weightcast.shared.kernels.loader import CACHE_VARIABLE
 from weightcast.subscriber.daemon.settings import SubscriberSettings
+from weightcast.subscriber.gateway.settings import GatewaySettings
 
 
 def test_all_settings_are_known() -> None:
-    sides = (PublisherSettings, SubscriberSettings, MirrorSettings)
+    sides = (PublisherSettings, SubscriberSettings, MirrorSettings, GatewaySettings)
     assert {setting.env for side in sides for setting in describe_settings(side)} == SETTINGS
 
 

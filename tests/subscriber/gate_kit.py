@@ -65,7 +65,8 @@ class Host:
         self._log = site.stack.enter_context((site.root / f"{name}.log").open("ab"))
         self.start()
         site.stack.callback(self.kill)
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{gate_port}", trust_env=False, timeout=LONG)
+        self.gate = f"http://127.0.0.1:{gate_port}"
+        self.client = httpx.Client(base_url=self.gate, trust_env=False, timeout=LONG)
         site.stack.callback(self.client.close)
 
     def start(self) -> None:
@@ -119,6 +120,54 @@ class Host:
 
     def complete(self, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         return self.client.post("/v1/completions", json={"prompt": "p", **body}, headers=headers)
+
+
+class Gateway:
+    """A gateway; `source`: the options that say where it finds the gates."""
+
+    def __init__(
+        self, site: Site, *source: object, options: tuple[object, ...] = (), name: str = "gateway"
+    ) -> None:
+        self.port = free_port()
+        self._port_file = site.root / f"{name}.port"
+        self._arguments = [
+            *("gateway", "run", *source, "--port", self.port, "--port-file", self._port_file),
+            *("--poll-seconds", "0.2", *options),
+        ]
+        self._log = site.stack.enter_context((site.root / f"{name}.log").open("ab"))
+        self.start()
+        site.stack.callback(self.kill)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, trust_env=False, timeout=LONG)
+        site.stack.callback(self.client.close)
+
+    def start(self) -> None:
+        self._port_file.unlink(missing_ok=True)
+        self.process = forked.weightcast(*self._arguments, env=dict(os.environ), stderr=self._log)
+        wait_until(self._port_file.exists)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def hosts(self) -> dict[str, Any]:
+        return {host["url"]: host for host in self.client.get("/v1/status").json()["hosts"]}
+
+    def wait_for(self, *versions: int) -> None:
+        """Until so many hosts serve these versions, as far as it knows."""
+        wait_until(lambda: sorted(h["version"] or 0 for h in self.hosts().values()) == sorted(versions))
+
+    def complete(self, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+        return self.client.post("/v1/completions", json={"prompt": "p", **body}, headers=headers)
+
+
+def gates_of(*hosts: Host) -> tuple[str, ...]:
+    """Options of a gateway."""
+    return tuple(word for host in hosts for word in ("--gate", host.gate))
 
 
 def events(lines: Iterable[str]) -> tuple[str, dict[str, Any]]:

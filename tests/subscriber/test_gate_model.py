@@ -1,5 +1,6 @@
 """Requests with random conditions, updates all the while, engines and subscribers killed: whatever an answer
-holds is from versions that its conditions allow and its label names."""
+holds is from versions that its conditions allow and its label names. Directly at gates, and through gateways,
+which are killed too."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from contextlib import suppress
 from typing import Any
 
 import httpx
-from gate_kit import Engine, Host, events
+import pytest
+from gate_kit import Engine, Gateway, Host, events, gates_of
 from hosts import Run, Site
+from waiting import wait_until
 
 REQUESTS = int(os.environ.get("GATE_REQUESTS", "1500"))
 CALLERS = 24
@@ -21,10 +24,10 @@ PATIENCE = 60.0
 
 
 class Caller:
-    """`seen`: outcomes, counted."""
+    """`urls`: of gates or gateways; `seen`: outcomes, counted."""
 
-    def __init__(self, hosts: list[Host], seed: int, seen: Counter[str]) -> None:
-        self._hosts, self._random, self._seen = hosts, random.Random(seed), seen
+    def __init__(self, host: Host, urls: list[str], seed: int, seen: Counter[str]) -> None:
+        self._host, self._urls, self._random, self._seen = host, urls, random.Random(seed), seen
 
     async def run(self, count: int) -> None:
         async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
@@ -37,7 +40,7 @@ class Caller:
                     self._seen[type(error).__name__] += 1
 
     async def _call(self, client: httpx.AsyncClient) -> str:
-        draw, host = self._random, self._random.choice(self._hosts)
+        draw, host, url = self._random, self._host, self._random.choice(self._urls)
         newest = len(host.run.versions) - 1
         asked: dict[str, int] = {}
         match draw.randrange(4):
@@ -54,8 +57,10 @@ class Caller:
             # SGLang's
             "text": prompt, "sampling_params": {"max_new_tokens": tokens},
         }  # fmt: skip
-        is_sglang = host.engines[0].kind == "sglang"
-        url = host.client.base_url.join("/generate" if is_sglang else "/v1/completions")
+        is_sglang = url.endswith("/generate")
+        if draw.random() < 0.3:
+            body["weightcast"]["session"] = draw.choice("abc")
+        slow = draw.random() < 0.05
         async with client.stream("POST", url, json=body) as response:
             if response.status_code != 200:
                 await response.aread()
@@ -63,7 +68,11 @@ class Caller:
             if draw.random() < 0.05:
                 return "closed"
             if body["stream"]:
-                text, label = events([line async for line in response.aiter_lines()])
+                lines = []
+                async for line in response.aiter_lines():
+                    lines.append(line)
+                    await asyncio.sleep(0.05 if slow else 0)
+                text, label = events(lines)
                 if not label:
                     return "cut"
             else:
@@ -90,27 +99,26 @@ async def update(host: Host, done: asyncio.Event) -> None:
             await asyncio.wait_for(done.wait(), 1)
 
 
-async def kill(hosts: list[Host], engines: list[Engine], done: asyncio.Event, draw: random.Random) -> int:
+async def kill(victims: list[Host | Engine | Gateway], done: asyncio.Event, draw: random.Random) -> int:
     kills = 0
     while not done.is_set():
         with suppress(TimeoutError):
             await asyncio.wait_for(done.wait(), 3)
-        number, kills = draw.randrange(len(hosts)), kills + 1
-        if draw.random() < 0.5:
-            await asyncio.to_thread(engines[number].restart)
-        else:
-            await asyncio.to_thread(hosts[number].restart)
+        await asyncio.to_thread(draw.choice(victims).restart)
+        kills += 1
     return kills
 
 
-async def everything(hosts: list[Host], engines: list[Engine], seed: int) -> tuple[Counter[str], int]:
+async def everything(
+    host: Host, urls: list[str], victims: list[Host | Engine | Gateway], seed: int
+) -> tuple[Counter[str], int]:
     done, seen = asyncio.Event(), Counter[str]()
-    updates = asyncio.create_task(update(hosts[0], done))
-    kills = asyncio.create_task(kill(hosts, engines, done, random.Random(seed)))
+    updates = asyncio.create_task(update(host, done))
+    kills = asyncio.create_task(kill(victims, done, random.Random(seed)))
     try:
         async with asyncio.TaskGroup() as callers:
             for number in range(CALLERS):
-                caller = Caller(hosts, seed * 1000 + number, seen)
+                caller = Caller(host, urls, seed * 1000 + number, seen)
                 callers.create_task(caller.run(REQUESTS // CALLERS))
     finally:
         done.set()
@@ -118,16 +126,28 @@ async def everything(hosts: list[Host], engines: list[Engine], seed: int) -> tup
     return seen, await kills
 
 
-def test_no_answer_is_from_a_version_that_was_not_allowed(site: Site, run: Run) -> None:
-    engines = [Engine(site, kind, kind) for kind in ("vllm", "sglang")]
+@pytest.mark.parametrize("gateways", [0, 2])
+def test_no_answer_is_from_a_version_that_was_not_allowed(site: Site, run: Run, gateways: int) -> None:
+    kinds = ("vllm",) * 3 if gateways else ("vllm", "sglang")
+    engines = [Engine(site, f"engine{number}", kind) for number, kind in enumerate(kinds)]
     hosts = [Host(site, run, engine, name=f"host{number}") for number, engine in enumerate(engines)]
     hosts[0].publish()
+    # one finds the gates in reports
+    sources = [gates_of(*hosts), ("--channel", run.channel)][:gateways]
+    before = [Gateway(site, *source, name=f"gateway{number}") for number, source in enumerate(sources)]
+    for gateway in before:
+        wait_until(lambda: len(gateway.hosts()) == len(hosts))  # noqa: B023
+    routes = {"vllm": "/v1/completions", "sglang": "/generate"}
+    urls = [gateway.url + routes["vllm"] for gateway in before]
+    urls = urls or [host.gate + routes[host.engines[0].kind] for host in hosts]
     seed = int(os.environ.get("GATE_SEED", "1"))
     began = time.monotonic()
-    seen, kills = asyncio.run(everything(hosts, engines, seed))
+    seen, kills = asyncio.run(everything(hosts[0], urls, [*hosts, *engines, *before], seed))
     print(f"{dict(seen)}, {kills} kills, {len(run.versions)} versions, {time.monotonic() - began:.0f} s")
     assert seen["answered"] > REQUESTS // 4
+    for gateway in before:
+        wait_until(lambda: gateway.client.get("/v1/status").json()["waiting"] == 0)  # noqa: B023
     for host in hosts:
-        assert host.status()["gate"]["waiting"] == 0
-        assert set(host.status()["gate"]["requests"].values()) == {0}
+        wait_until(lambda: host.status()["gate"]["waiting"] == 0)  # noqa: B023
+        wait_until(lambda: set(host.status()["gate"]["requests"].values()) == {0})  # noqa: B023
         assert host.mislabeled() == 0

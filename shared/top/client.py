@@ -1,0 +1,235 @@
+"""Generations through a gateway or a gate, with the versions that made them. Needs httpx alone.
+
+async with Client("http://gateway:8343", token=TOKEN) as client:
+    answer = await client.generate({"prompt": "Why?", "max_tokens": 64}, min_version=41, wait=5)
+    answer.text, answer.version, answer.last_version
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import httpx
+
+Body = Mapping[str, Any]
+_RETRIED = (409, 429, 503)
+_LEAST_PAUSE = 0.05
+
+
+class RequestRefused(Exception):
+    """`status`: of HTTP; `facts`: the body, of a 409 with the versions `served` and `target`."""
+
+    def __init__(self, status: int, facts: Body, retry_after: float = 1.0) -> None:
+        super().__init__(f"refused with {status}: {facts.get('error') or facts}")
+        self.status, self.facts, self.retry_after = status, facts, retry_after
+
+    @property
+    def may_pass(self) -> bool:
+        return self.status in _RETRIED and self.facts.get("ended_by") != "abort"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one request gave. Every token is from a version within [`version`, `last_version`]. `ids`: tokens,
+    where the engine says them; `raw`: its answer, or the events of its stream."""
+
+    text: str
+    ids: list[int]
+    tokens: int
+    version: int
+    last_version: int
+    ended_by: str
+    """update or abort, of a partial answer"""
+    raw: Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of several pieces where updates ended it in between. `partial`: the last one did not end by itself."""
+
+    pieces: tuple[Piece, ...]
+    partial: bool
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def version(self) -> int:
+        return min(piece.version for piece in self.pieces)
+
+    @property
+    def last_version(self) -> int:
+        return max(piece.last_version for piece in self.pieces)
+
+
+class Client:
+    """`seconds`: that a request is tried again after 409, 429, 503 and broken connections."""
+
+    def __init__(self, url: str, *, token: str | None = None, seconds: float = 600.0) -> None:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers=headers,
+            trust_env=False,
+            timeout=httpx.Timeout(None, connect=10.0),
+            limits=httpx.Limits(max_connections=None),
+        )
+        self._seconds = seconds
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._http.aclose()
+
+    async def generate(
+        self,
+        body: Body,
+        *,
+        min_version: int | None = None,
+        exact_version: int | None = None,
+        max_lag: int | None = None,
+        session: str | None = None,
+        wait: float | None = None,
+    ) -> Answer:
+        """`body`: as SGLang's /generate takes it (`text`, `input_ids`), /v1/completions (`prompt`) or
+        /v1/chat/completions (`messages`). An answer that an update ended is continued on the new weights,
+        unless one version is asked for, or several answers. Raises RequestRefused."""
+        asked = {"min-version": min_version, "exact-version": exact_version, "max-lag": max_lag}
+        asked |= {"session": session, "wait": wait}  # type: ignore[dict-item]
+        headers = {f"Weightcast-{name}": str(value) for name, value in asked.items() if value is not None}
+        pieces: list[Piece] = []
+        following: Body | None = body
+        while following is not None:
+            pieces.append(await self._taken(following, headers))
+            goes_on = pieces[-1].ended_by == "update" and exact_version is None
+            following = continued(body, pieces) if goes_on else None
+        return Answer(tuple(pieces), partial=bool(pieces[-1].ended_by) and _left(body, pieces) != 0)
+
+    async def abort(self, **which: object) -> int:
+        """Ends requests: all, or those of a `session` or `version`. Returns how many."""
+        answer = (await self._http.post("/abort", json=which)).raise_for_status()
+        return int(answer.json()["aborted"])
+
+    async def _taken(self, body: Body, headers: Mapping[str, str]) -> Piece:
+        deadline = time.monotonic() + self._seconds
+        while True:
+            try:
+                return await self._ask(body, headers)
+            except RequestRefused as error:
+                pause = max(error.retry_after, _LEAST_PAUSE) * random.uniform(0.5, 1.5)
+                if not error.may_pass or time.monotonic() + pause > deadline:
+                    raise
+            except httpx.TransportError:
+                pause = random.uniform(0.5, 1.5)
+                if time.monotonic() + pause > deadline:
+                    raise
+            await asyncio.sleep(pause)
+
+    async def _ask(self, body: Body, headers: Mapping[str, str]) -> Piece:
+        path = _path(body)
+        if path != "/generate" and body.get("n", 1) == 1:
+            # an update leaves nothing of an answer of vLLM that is not streamed
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            body = {**body, "stream": True, "stream_options": options}
+        async with self._http.stream("POST", path, json=body, headers=headers) as response:
+            if response.status_code != 200:
+                raise _refusal(response, await response.aread())
+            if response.headers["content-type"].startswith("text/event-stream"):
+                return await _of_stream(response.aiter_lines())
+            return _of_whole(json.loads(await response.aread()), response.headers)
+
+
+def continued(body: Body, pieces: list[Piece]) -> Body | None:
+    """The request for what is left of an answer. None: nothing is, or it cannot be asked for."""
+    text = "".join(piece.text for piece in pieces)
+    ids = [token for piece in pieces for token in piece.ids]
+    left, name = _left(body, pieces), _prompt_of(body)
+    prompt = body[name]
+    if left == 0 or isinstance(pieces[-1].raw, list) != (name in ("prompt", "messages")):
+        return None
+    if name == "messages":
+        given = {"role": "assistant", "content": text}
+        more = {"continue_final_message": True, "add_generation_prompt": False}
+        new = {**body, **more, name: [*prompt, given] if text else prompt} if text else dict(body)
+    elif isinstance(prompt, str):
+        new = {**body, name: prompt + text}
+    else:
+        new = {**body, name: [*prompt, *ids]}
+    return new if left is None else _limited(new, left)
+
+
+def _left(body: Body, pieces: list[Piece]) -> int | None:
+    """Tokens that the answer may yet have; None without a limit."""
+    limits = (*map(body.get, ("max_tokens", "max_completion_tokens")), _sampling(body).get("max_new_tokens"))
+    limit = next((limit for limit in limits if limit is not None), None)
+    return None if limit is None else max(0, limit - sum(piece.tokens for piece in pieces))
+
+
+def _limited(body: Body, tokens: int) -> Body:
+    if "max_new_tokens" in _sampling(body):
+        return {**body, "sampling_params": {**_sampling(body), "max_new_tokens": tokens}}
+    name = "max_tokens" if "max_tokens" in body else "max_completion_tokens"
+    return {**body, name: tokens}
+
+
+def _sampling(body: Body) -> Body:
+    return body.get("sampling_params") or {}
+
+
+def _prompt_of(body: Body) -> str:
+    return next(name for name in ("input_ids", "text", "messages", "prompt") if name in body)
+
+
+def _path(body: Body) -> str:
+    name = _prompt_of(body)
+    return {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}.get(name, "/generate")
+
+
+def _refusal(response: httpx.Response, text: bytes) -> RequestRefused:
+    after = response.headers.get("retry-after", "1")
+    try:
+        facts = json.loads(text)
+    except ValueError:
+        facts = {"error": text[:1000].decode(errors="replace")}
+    seconds = float(after) if after.isdecimal() else 1.0
+    return RequestRefused(response.status_code, facts if isinstance(facts, dict) else {}, seconds)
+
+
+async def _of_stream(lines: AsyncIterator[str]) -> Piece:
+    events: list[Any] = []
+    label: dict[str, Any] = {}
+    async for line in lines:
+        if line.startswith("data: {"):
+            events.append(json.loads(line[6:]))
+        elif line.startswith(": weightcast "):
+            label = json.loads(line.removeprefix(": weightcast "))
+    choices = [choice for event in events for choice in event.get("choices", ())]
+    texts = [choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices]
+    ids = [token for choice in choices for token in choice.get("token_ids") or ()]
+    counts = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
+    if not label:
+        raise httpx.RemoteProtocolError("the stream ended without its label")
+    return _piece("".join(texts), ids, counts[-1] if counts else len(choices), label, events)
+
+
+def _of_whole(answer: Any, headers: Mapping[str, str]) -> Piece:
+    """A list, of several prompts, has its label in the headers."""
+    one = answer if isinstance(answer, dict) else {}
+    spread = {"version": headers["weightcast-version"], "last_version": headers["weightcast-last-version"]}
+    ids = one.get("output_ids") or []
+    tokens = (one.get("meta_info") or {}).get("completion_tokens", len(ids))
+    text = one.get("text") or "".join(choice.get("text") or "" for choice in one.get("choices", ()))
+    return _piece(text, ids, tokens, one.get("weightcast") or spread, answer)
+
+
+def _piece(text: str, ids: list[int], tokens: int, label: Body, raw: Any) -> Piece:
+    versions = int(label["version"]), int(label["last_version"])
+    return Piece(text, ids, tokens, *versions, str(label.get("ended_by", "")), raw)

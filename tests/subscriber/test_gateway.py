@@ -1,0 +1,379 @@
+"""The gateway in front of hosts with gates: which host answers, what is tried again, what crosses sides."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+from gate_kit import LONG, Engine, Gateway, Host, events, gates_of
+from hosts import Run, Site
+from in_process import Command
+from ports import free_port
+from waiting import wait_until
+
+from weightcast.client import Client, RequestRefused
+from weightcast.subscriber.gate.conditions import Conditions
+from weightcast.subscriber.gate.traffic import NotAdmitted
+from weightcast.subscriber.gateway.hosts import Host as Known
+from weightcast.subscriber.gateway.hosts import Hosts
+
+NEVER_MOVES = ("--poll-seconds", "600")
+
+
+@pytest.fixture
+def host(site: Site, run: Run) -> Host:
+    host = Host(site, run, Engine(site))
+    host.publish()
+    return host
+
+
+def test_answers_pass_through_unchanged_with_the_labels_of_the_gate(site: Site, host: Host) -> None:
+    gateway = Gateway(site, *gates_of(host))
+    gateway.wait_for(1)
+    direct, through = host.complete(), gateway.complete()
+    assert through.status_code == 200
+    assert through.json() == direct.json()
+    own = {"weightcast-host", "date"}
+    assert {n: v for n, v in through.headers.items() if n not in own} == {
+        n: v for n, v in direct.headers.items() if n not in own
+    }
+    with gateway.client.stream("POST", "/v1/completions", json={"prompt": "p", "stream": True}) as response:
+        text, label = events(response.iter_lines())
+    assert host.version_of(text) == [1] * 3
+    assert label == {"version": 1, "last_version": 1}
+    assert gateway.client.get("/nothing").status_code == 404
+    assert gateway.client.post("/pause").status_code == 403
+
+
+def test_a_refusal_is_the_one_of_a_gate(site: Site, host: Host) -> None:
+    gateway = Gateway(site, *gates_of(host))
+    gateway.wait_for(1)
+    headers = {"Weightcast-Min-Version": "2"}
+    direct, through = host.complete(headers=headers), gateway.complete(headers=headers)
+    assert (through.status_code, through.headers["retry-after"]) == (409, direct.headers["retry-after"])
+    assert through.json() | {"error": ""} == direct.json() | {"error": ""}
+    assert gateway.complete(headers={"Weightcast-Min-Version": "new"}).status_code == 400
+    assert gateway.client.post("/abort", content=b"[]").status_code == 400
+
+
+def test_a_request_waits_for_its_version(site: Site, host: Host) -> None:
+    gateway = Gateway(site, *gates_of(host))
+    gateway.wait_for(1)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(gateway.complete, weightcast={"min_version": 2, "wait": LONG})
+        wait_until(lambda: gateway.client.get("/v1/status").json()["waiting"])
+        host.publish()
+        assert host.version_of(answer.result().json()["choices"][0]["text"]) == [2] * 3
+
+
+def test_hosts_are_found_in_their_reports_and_chosen_by_version(site: Site, run: Run) -> None:
+    first = Host(site, run, Engine(site, "e0"), name="host0")
+    first.publish()
+    # it does not look for a version again
+    second = Host(site, run, Engine(site, "e1"), name="host1", options=NEVER_MOVES)
+    gateway = Gateway(site, "--channel", run.channel)
+    gateway.wait_for(1, 1)
+    assert gateway.client.get("/readyz").status_code == gateway.client.get("/health").status_code == 200
+    first.publish()
+    gateway.wait_for(1, 2)
+    names = {host["url"]: host["name"] for host in gateway.hosts().values()}
+    for asked, host in ({"min_version": 2}, first), ({"exact_version": 1}, second), ({"max_lag": 0}, first):
+        answer = gateway.complete(weightcast=asked)
+        assert answer.headers["weightcast-host"] == names[host.gate]
+    assert gateway.complete(weightcast={"exact_version": 0}).status_code == 409
+    first.process.terminate()
+    first.process.wait()
+    wait_until(lambda: gateway.hosts().keys() == {second.gate})
+
+
+def test_a_session_keeps_its_host_while_that_is_ready(site: Site, run: Run) -> None:
+    hosts = [Host(site, run, Engine(site, f"e{number}"), name=f"host{number}") for number in range(2)]
+    hosts[0].publish()
+    gateways = [Gateway(site, *gates_of(*hosts), name=f"gateway{number}") for number in range(2)]
+    for gateway in gateways:
+        gateway.wait_for(1, 1)
+    used: dict[str, set[str]] = {}
+    for session in "abcdefgh":
+        answers = [gateway.complete(headers={"Weightcast-Session": session}) for gateway in gateways]
+        used[session] = {answer.headers["weightcast-host"] for answer in answers}
+        assert not [answer for answer in answers if "weightcast-session-moved" in answer.headers]
+    assert all(len(hosts) == 1 for hosts in used.values())
+    assert len(set.union(*used.values())) == 2
+    hosts[0].kill()
+    gone = hosts[0].gate.removeprefix("http://")
+    for session, [usual] in used.items():
+        # in the body it may be any text
+        answer = gateways[0].complete(weightcast={"session": session})
+        assert answer.status_code == 200
+        assert answer.headers["weightcast-host"] != gone
+        assert answer.headers.get("weightcast-session-moved") == ("true" if usual == gone else None)
+
+
+def test_a_request_is_refused_when_no_host_came_in_time(site: Site) -> None:
+    gateway = Gateway(site, "--publisher", f"http://127.0.0.1:{free_port()}", options=("--hold", "0.5"))
+    answer = gateway.complete()
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert gateway.client.get("/readyz").json()["reasons"] == ["no gate is known"]
+
+
+def test_what_was_not_streamed_yet_is_sent_to_another_host(site: Site, run: Run) -> None:
+    engines = [Engine(site, f"e{number}") for number in range(2)]
+    hosts = [Host(site, run, engine, name=f"host{number}") for number, engine in enumerate(engines)]
+    hosts[0].publish()
+    gateway = Gateway(site, *gates_of(*hosts))
+    gateway.wait_for(1, 1)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(gateway.complete, max_tokens=40, seconds=0.05) for _ in range(4)]
+        wait_until(lambda: all(engine.get("/under_way") == 2 for engine in engines))
+        hosts[0].kill()
+        found = [answer.result() for answer in answers]
+    assert [answer.status_code for answer in found] == [200] * 4
+    assert {answer.headers["weightcast-host"] for answer in found} == {hosts[1].gate.removeprefix("http://")}
+    gateway.wait_for(0, 1)
+    hosts[0].start()
+    gateway.wait_for(1, 1)
+
+
+def test_what_was_streamed_is_cut_and_cannot_pass_for_a_whole_answer(site: Site, host: Host) -> None:
+    gateway = Gateway(site, *gates_of(host))
+    gateway.wait_for(1)
+    body = {"prompt": "p", "stream": True, "max_tokens": 10**6, "seconds": 0.05}
+    with (
+        gateway.client.stream("POST", "/v1/completions", json=body) as response,
+        pytest.raises(httpx.RemoteProtocolError),
+    ):
+        for number, _ in enumerate(response.iter_lines()):
+            if number == 1:
+                host.kill()
+
+
+def test_closing_and_aborting_end_requests_on_the_engine(site: Site, host: Host) -> None:
+    engine, gateway = host.engines[0], Gateway(site, *gates_of(host))
+    gateway.wait_for(1)
+    body = {"prompt": "p", "stream": True, "max_tokens": 10**6, "seconds": 0.05}
+    with gateway.client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    wait_until(lambda: engine.get("/under_way") == 0)
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(gateway.complete, max_tokens=10**6, seconds=0.05)
+        waiting = pool.submit(gateway.complete, weightcast={"min_version": 9, "wait": LONG, "session": "s"})
+        wait_until(lambda: gateway.client.get("/v1/status").json()["waiting"])
+        wait_until(lambda: engine.get("/under_way") == 1)
+        assert gateway.client.post("/abort", json={"session": "s"}).json()["aborted"] == 0
+        assert waiting.result().json()["ended_by"] == "abort"
+        assert gateway.client.post("/abort").json() == {"aborted": 1, "unreached": []}
+        # not sent to another host, or again to this one
+        assert (running.result().status_code, running.result().json()["ended_by"]) == (503, "abort")
+
+
+def test_no_more_requests_than_it_may_have(site: Site, host: Host) -> None:
+    gateway = Gateway(site, *gates_of(host), options=("--requests", "1"))
+    gateway.wait_for(1)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(gateway.complete, max_tokens=10**6, seconds=0.05)
+        wait_until(lambda: host.engines[0].get("/under_way") == 1)
+        refused = gateway.complete()
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        gateway.client.post("/abort")
+        running.result()
+
+
+def test_a_slow_reader_holds_the_engine_back(site: Site, host: Host) -> None:
+    gateway = Gateway(site, *gates_of(host))
+    gateway.wait_for(1)
+    engine, body = host.engines[0], b'{"prompt": "p", "stream": true, "max_tokens": 1000000}'
+    with socket.create_connection(("127.0.0.1", gateway.port)) as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        reader.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        seen = [-1]
+
+        def is_still() -> bool:
+            seen.append(engine.get("/streamed"))
+            return seen[-1] == seen[-2] > 0
+
+        wait_until(is_still, every=1.0)
+        # a token is about 250 bytes: what buffers on the way hold, and no more
+        assert seen[-1] < 10**5
+    wait_until(lambda: engine.get("/under_way") == 0)
+
+
+def test_credentials_and_headers_of_a_hop_stay_on_their_side(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTCAST_GATE_TOKEN", "gates-token")
+    engine = Engine(site)
+    host = Host(site, run, engine)
+    host.client.headers["Authorization"] = "Bearer gates-token"
+    host.publish()
+    monkeypatch.setenv("WEIGHTCAST_TOKEN", "callers-token")
+    gateway = Gateway(site, *gates_of(host))
+    for path in ("/v1/status", "/readyz", "/v1/models", "/abort", "/health", "/metrics"):
+        assert gateway.client.get(path).status_code == 401
+    assert gateway.complete(headers={"Authorization": "Bearer gates-token"}).status_code == 401
+    assert gateway.client.get("/healthz").status_code == 200
+    gateway.client.headers["Authorization"] = "Bearer callers-token"
+    gateway.wait_for(1)
+    sent = {"Connection": "x-inner", "X-Inner": "1", "Proxy-Authorization": "Basic eDp5", "Te": "trailers"}
+    answer = gateway.complete(headers={**sent, "X-Outer": "1", "Cookie": "a=b"})
+    assert answer.status_code == 200
+    [request] = engine.get("/requests")
+    assert request["headers"]["x-outer"] == "1"
+    assert not {"authorization", "x-inner", "proxy-authorization", "te"} & set(request["headers"])
+    assert "gates-token" not in str(answer.headers) + answer.text
+    assert "gates-token" not in str(gateway.hosts())
+
+
+def test_a_gate_gets_its_own_token_alone_and_a_redirect_is_not_followed(site: Site) -> None:
+    """A listener in place of a gate shows what a gateway sends."""
+    seen: list[bytes] = []
+    ready = b'{"version": 1, "target": 1, "requests": {}, "waiting": 0}'
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        received = connection.recv(1 << 16)
+                        seen.append(received)
+                        status = "200 OK" if b"/readyz" in received else "302 Found\r\nlocation: /elsewhere"
+                        body = ready if b"/readyz" in received else b""
+                        head = (
+                            f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+                        )
+                        connection.sendall(head.encode() + body)
+
+        Thread(target=serve, daemon=True).start()
+        environment = pytest.MonkeyPatch()
+        environment.setenv("WEIGHTCAST_GATE_TOKEN", "gates-token")
+        environment.setenv("WEIGHTCAST_TOKEN", "callers-token")
+        gateway = Gateway(site, "--gate", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        environment.undo()
+        gateway.client.headers["Authorization"] = "Bearer callers-token"
+        gateway.wait_for(1)
+        assert gateway.client.get("/v1/models", headers={"X-Api": "1"}).status_code == 302
+        listener.close()
+    assert b"authorization: bearer gates-token" in seen[0].lower()
+    assert not [request for request in seen if b"callers-token" in request or b"elsewhere" in request]
+
+
+def test_one_source_of_gates_is_required(weightcast: Command) -> None:
+    for source in ((), ("--gate", "http://127.0.0.1:1", "--publisher", "127.0.0.1:2"), ("--gate", "here")):
+        assert weightcast("gateway", "run", *source).code == 2
+
+
+class TestClient:
+    """`weightcast.client` through a gateway."""
+
+    @pytest.fixture
+    def gateway(self, site: Site, run: Run) -> Iterator[Gateway]:
+        self.host = Host(site, run, Engine(site), options=("--gate-updates", "partial"))
+        self.host.publish()
+        gateway = Gateway(site, *gates_of(self.host))
+        gateway.wait_for(1)
+        yield gateway
+
+    def test_an_answer_that_an_update_ends_goes_on_on_the_new_weights(self, gateway: Gateway) -> None:
+        async def generate() -> Any:
+            async with Client(gateway.url) as client:
+                body = {"prompt": "p ", "max_tokens": 60, "seconds": 0.05}
+                answer = asyncio.create_task(client.generate(body, session="a"))
+                engine = self.host.engines[0]
+                await asyncio.to_thread(wait_until, lambda: engine.get("/streamed") > 2)
+                await asyncio.to_thread(self.host.publish)
+                return await answer
+
+        answer = asyncio.run(generate())
+        versions = self.host.version_of(answer.text)
+        assert (len(versions), set(versions), answer.partial) == (60, {1, 2}, False)
+        assert [(piece.version, piece.last_version) for piece in answer.pieces] == [(1, 1), (2, 2)]
+        assert [piece.tokens for piece in answer.pieces] == [versions.count(1), versions.count(2)]
+        asked = self.host.engines[0].get("/requests")[-1]
+        assert asked["prompt"] == "p " + answer.pieces[0].text
+        assert asked["max_tokens"] == versions.count(2)
+
+    def test_refusals_are_tried_again_until_the_version_is_there(self, gateway: Gateway) -> None:
+        async def generate() -> Any:
+            async with Client(gateway.url) as client:
+                answer = asyncio.create_task(client.generate({"prompt": "p"}, min_version=2))
+                await asyncio.to_thread(self.host.publish)
+                return await answer
+
+        assert self.host.version_of(asyncio.run(generate()).text) == [2] * 3
+
+        async def refused() -> None:
+            async with Client(gateway.url, seconds=0.0) as client:
+                await client.generate({"prompt": "p"}, exact_version=1)
+
+        with pytest.raises(RequestRefused) as error:
+            asyncio.run(refused())
+        assert (error.value.status, error.value.facts["served"]) == (409, 2)
+
+
+class TestChoice:
+    """Rules without IO."""
+
+    @pytest.fixture
+    def hosts(self) -> Hosts:
+        self.now = 100.0
+        hosts = Hosts(lambda: self.now)
+        for number in range(5):
+            url = f"http://h{number}"
+            hosts.by_url[url] = Known(f"h{number}", url)
+            hosts.looked(
+                hosts.by_url[url], {"version": 7, "target": 8, "requests": {"e": number}, "waiting": 0}
+            )
+        return hosts
+
+    def test_the_host_with_the_fewest_requests(self, hosts: Hosts) -> None:
+        first = hosts.choose(Conditions(), ())
+        assert isinstance(first, Known)
+        assert first.name == "h0"
+        second = hosts.choose(Conditions(), {first})
+        assert isinstance(second, Known)
+        assert second.name == "h1"
+
+    def test_sessions_are_spread_and_move_alone_with_their_host(self, hosts: Hosts) -> None:
+        sessions = [Conditions(session=f"session {number}") for number in range(1000)]
+        before = [hosts.choose(each, ()) for each in sessions]
+        counts = [before.count(host) for host in hosts.by_url.values()]
+        assert min(counts) > 130
+        gone = hosts.by_url.pop("http://h2")
+        after = [hosts.choose(each, ()) for each in sessions]
+        assert all(a is b for a, b in zip(after, before, strict=True) if b is not gone)
+
+    def test_a_host_that_fails_is_left_out_for_a_bounded_time(self, hosts: Hosts) -> None:
+        host = hosts.by_url["http://h0"]
+        for _ in range(100):
+            hosts.failed(host, "gone")
+            assert 0 < host.out_until - self.now <= 18
+        assert hosts.choose(Conditions(), ()) is not host
+        hosts.looked(host, {"version": 7, "target": 8})
+        assert hosts.choose(Conditions(), ()) is host
+
+    @pytest.mark.parametrize(
+        ("status", "facts", "expected"),
+        [
+            (409, {"served": 8, "target": 8}, 409),
+            (429, {}, 429),
+            (503, {}, 503),
+            (503, {"retryable": True}, None),
+            (401, {}, 503),
+        ],
+    )
+    def test_a_refusal_says_what_its_host_can_take(
+        self, hosts: Hosts, status: int, facts: dict[str, object], expected: int | None
+    ) -> None:
+        for host in hosts.by_url.values():
+            hosts.refused(host, status, facts)
+        found = hosts.choose(Conditions(exact_version=7), ())
+        assert (found.status if isinstance(found, NotAdmitted) else None) == expected
