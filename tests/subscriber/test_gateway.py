@@ -185,7 +185,9 @@ def test_no_more_requests_than_it_may_have(site: Site, host: Host) -> None:
 def test_a_slow_reader_holds_the_engine_back(site: Site, host: Host) -> None:
     gateway = Gateway(site, *gates_of(host))
     gateway.wait_for(1)
-    engine, body = host.engines[0], b'{"prompt": "p", "stream": true, "max_tokens": 1000000}'
+    engine = host.engines[0]
+    # a pause of any length lets the engine answer others between two tokens
+    body = b'{"prompt": "p", "stream": true, "max_tokens": 1000000, "seconds": 1e-6}'
     with socket.create_connection(("127.0.0.1", gateway.port)) as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
