@@ -151,18 +151,15 @@ def continued(body: Body, pieces: list[Piece]) -> Body | None:
     """The request for what is left of an answer. None: nothing is, or it cannot be asked for."""
     text = "".join(piece.text for piece in pieces)
     ids = [token for piece in pieces for token in piece.ids]
-    left, name = _left(body, pieces), _prompt_of(body)
+    left, name, new = _left(body, pieces), _prompt_of(body), dict(body)
     prompt = body[name]
     if left == 0 or isinstance(pieces[-1].raw, list) != (name in ("prompt", "messages")):
         return None
-    if name == "messages":
-        given = {"role": "assistant", "content": text}
+    if name == "messages" and text:
         more = {"continue_final_message": True, "add_generation_prompt": False}
-        new = {**body, **more, name: [*prompt, given] if text else prompt} if text else dict(body)
-    elif isinstance(prompt, str):
-        new = {**body, name: prompt + text}
-    else:
-        new = {**body, name: [*prompt, *ids]}
+        new |= {**more, name: [*prompt, {"role": "assistant", "content": text}]}
+    elif name != "messages":
+        new[name] = prompt + text if isinstance(prompt, str) else [*prompt, *ids]
     return new if left is None else _limited(new, left)
 
 

@@ -114,8 +114,8 @@ class Gateway:
                 watcher.cancel()
 
     def follow(self, found: Mapping[str, str]) -> None:
-        """From any thread: the hosts by the URL of their gate. One that is missing gets no more requests;
-        those under way there go on."""
+        """From any thread: the hosts by the URL of their gate. A host that is not among them gets no more
+        requests; those under way there go on."""
         self._loop.call_soon_threadsafe(self._follow, found)
 
     def _follow(self, found: Mapping[str, str]) -> None:

@@ -127,7 +127,9 @@ class Hosts:
         by_engine = requests.values() if isinstance(requests, dict) else ()
         counts = [count for count in (*by_engine, facts.get("waiting")) if isinstance(count, int)]
         host.others = max(0, sum(counts) - len(host.calls))
-        host.failures, host.target = 0, _version(facts, "target") or host.target
+        if host.failures:
+            host.failures, host.out_until = 0, 0.0
+        host.target = _version(facts, "target") or host.target
         self._serves(host, _version(facts, "version"))
 
     def refused(self, host: Host, status: int, facts: Mapping[str, Any]) -> NotAdmitted:

@@ -18,7 +18,7 @@ from gate_kit import Engine, Gateway, Host, events, gates_of
 from hosts import Run, Site
 from waiting import wait_until
 
-REQUESTS = int(os.environ.get("GATE_REQUESTS", "1500"))
+REQUESTS = int(os.environ.get("GATE_REQUESTS", "1000"))
 CALLERS = 24
 PATIENCE = 60.0
 

@@ -24,8 +24,6 @@ from weightcast.subscriber.gate.traffic import NotAdmitted
 from weightcast.subscriber.gateway.hosts import Host as Known
 from weightcast.subscriber.gateway.hosts import Hosts
 
-NEVER_MOVES = ("--poll-seconds", "600")
-
 
 @pytest.fixture
 def host(site: Site, run: Run) -> Host:
@@ -76,8 +74,7 @@ def test_a_request_waits_for_its_version(site: Site, host: Host) -> None:
 def test_hosts_are_found_in_their_reports_and_chosen_by_version(site: Site, run: Run) -> None:
     first = Host(site, run, Engine(site, "e0"), name="host0")
     first.publish()
-    # it does not look for a version again
-    second = Host(site, run, Engine(site, "e1"), name="host1", options=NEVER_MOVES)
+    second = Host(site, run, Engine(site, "e1"), name="host1", options=("--target", "1"))
     gateway = Gateway(site, "--channel", run.channel)
     gateway.wait_for(1, 1)
     assert gateway.client.get("/readyz").status_code == gateway.client.get("/health").status_code == 200
@@ -105,7 +102,6 @@ def test_a_session_keeps_its_host_while_that_is_ready(site: Site, run: Run) -> N
         used[session] = {answer.headers["weightcast-host"] for answer in answers}
         assert not [answer for answer in answers if "weightcast-session-moved" in answer.headers]
     assert all(len(hosts) == 1 for hosts in used.values())
-    assert len(set.union(*used.values())) == 2
     hosts[0].kill()
     gone = hosts[0].gate.removeprefix("http://")
     for session, [usual] in used.items():
@@ -189,7 +185,9 @@ def test_no_more_requests_than_it_may_have(site: Site, host: Host) -> None:
 def test_a_slow_reader_holds_the_engine_back(site: Site, host: Host) -> None:
     gateway = Gateway(site, *gates_of(host))
     gateway.wait_for(1)
-    engine, body = host.engines[0], b'{"prompt": "p", "stream": true, "max_tokens": 1000000}'
+    engine = host.engines[0]
+    # a pause of any length lets the engine answer others between two tokens
+    body = b'{"prompt": "p", "stream": true, "max_tokens": 1000000, "seconds": 1e-6}'
     with socket.create_connection(("127.0.0.1", gateway.port)) as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -201,8 +199,9 @@ def test_a_slow_reader_holds_the_engine_back(site: Site, host: Host) -> None:
             return seen[-1] == seen[-2] > 0
 
         wait_until(is_still, every=1.0)
-        # a token is about 250 bytes: what buffers on the way hold, and no more
-        assert seen[-1] < 10**5
+        # what the sockets on the way hold, tens of megabytes of 250 bytes each, and no more
+        assert seen[-1] < 5 * 10**5
+        assert engine.get("/under_way") == 1
     wait_until(lambda: engine.get("/under_way") == 0)
 
 
