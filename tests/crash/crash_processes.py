@@ -76,6 +76,8 @@ def kind_of(where: Path) -> str:
         return "skip"
     if name.startswith("full-"):
         return "full weights"
+    if name.startswith(".weightcast-tmp-probe-"):
+        return "probe"
     if name.startswith("anchor."):
         return "anchor"
     if name.startswith("weight_v") or name == "whole":

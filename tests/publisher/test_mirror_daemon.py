@@ -86,34 +86,40 @@ def run(tmp_path: Path) -> Run:
     return Run.begin(tmp_path, DirectoryStore(tmp_path / "a"))
 
 
+@pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.s3)])
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    """Of a source and two mirrors."""
+    root = tmp_path if request.param == "directory" else request.getfixturevalue("bucket")
+    return [f"{root}/{name}" for name in ("a", "b", "c")]
+
+
 def test_hosts_behind_two_mirrors_follow_while_one_is_killed(
-    run: Run, tmp_path: Path, weightcast: Command
+    places: list[str], tmp_path: Path, weightcast: Command
 ) -> None:
-    places, arrived = [tmp_path / "b", tmp_path / "c"], threading.Event()
+    source, *mirrors = map(open_store, places)
+    run, arrived = Run.begin(tmp_path, source), threading.Event()
     versions = [0] * HOSTS
 
     def fleet() -> Any:
         return weightcast("fleet", "--channel", run.store.place(), "--json").json
 
     def follow(number: int) -> None:
-        channel = places[number % 2]
+        channel = mirrors[number % 2]
         options = UpdaterOptions(visible_seconds=0.2)
-        with closing(
-            LocalUpdater(open_store(channel), tmp_path / f"host{number}", run.base, options)
-        ) as host:
+        with closing(LocalUpdater(channel, tmp_path / f"host{number}", run.base, options)) as host:
             while not arrived.wait(0.05):
-                if not (channel / "channel.json").exists():
-                    continue  # not a channel yet: without it, it looks like another tool's
                 try:
-                    host.update_to(Channel.open(open_store(channel)))
+                    if channel.stat("channel.json") is None:
+                        continue  # not a channel yet: without it, it looks like another tool's
+                    host.update_to(Channel.open(channel))
                 except (WeightcastError, OSError):
                     continue  # tried again
                 assert host.local is not None
                 versions[number] = host.local.state.position.version
 
     hosts = [threading.Thread(target=follow, args=(number,)) for number in range(HOSTS)]
-    with Daemon.of(tmp_path / "two", run.store.place(), places[1]) as steady:
-        with Daemon.of(tmp_path / "one", run.store.place(), places[0]) as killed:
+    with Daemon.of(tmp_path / "two", places[0], places[2]) as steady:
+        with Daemon.of(tmp_path / "one", *places[:2]) as killed:
             for host in hosts:
                 host.start()
             try:
@@ -122,14 +128,14 @@ def test_hosts_behind_two_mirrors_follow_while_one_is_killed(
                 killed.process.kill()
                 run.grow(3, anchor_every=2)
                 wait_until(lambda: set(versions[1::2]) == {6}, what=f"{versions}")
-                with Daemon.of(tmp_path / "one", run.store.place(), places[0]) as again:
+                with Daemon.of(tmp_path / "one", *places[:2]) as again:
                     again.ready()
                     run.grow(2, anchor_every=2)
                     wait_until(lambda: set(versions) == {8}, what=f"{versions}")
                     steady.ready()
                     wait_until(lambda: fleet()["counts"]["ready"] == 2)
                     rows = {host["local"]: host for host in fleet()["hosts"]}
-                    assert rows.keys() == set(map(str, places))
+                    assert rows.keys() == set(places[1:])
                     assert [(row["lag"], row["engines"][0]["kind"]) for row in rows.values()] == [
                         (0, "mirror")
                     ] * 2
@@ -141,9 +147,9 @@ def test_hosts_behind_two_mirrors_follow_while_one_is_killed(
         assert steady.stop() == 0
     for number in range(HOSTS):
         assert read_checkpoint(tmp_path / f"host{number}") == bytes_of(run.models[8])
-    for place in places:
-        run.copy(open_store(place))
-        require_equal(run.store, open_store(place))
+    for mirror in mirrors:
+        run.copy(mirror)
+        require_equal(run.store, mirror)
 
 
 def test_status_metrics_and_a_token(run: Run, tmp_path: Path, weightcast: Command) -> None:
