@@ -372,7 +372,8 @@ class _Answer:
     @property
     def engine_label(self) -> str:
         """By which its engine named its weights last."""
-        return [b"", *_LABEL.findall(self._last)][-1].decode("latin-1")
+        found: list[bytes] = [b"", *_LABEL.findall(self._last)]
+        return found[-1].decode("latin-1")
 
     async def pass_back(self, response: aiohttp.ClientResponse) -> None:
         kind = response.headers.get("content-type", "")
