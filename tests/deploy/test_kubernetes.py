@@ -207,6 +207,8 @@ def test_a_pod_is_seeded_follows_and_is_ready_when_its_engine_serves(stack: Stac
     )
 
     stack.processes["rollout-engine"].send_signal(signal.SIGTERM)
+    # its gate notices before the process is gone
+    stack.wait(lambda: stack.processes["rollout-engine"].poll() is not None, "the engine's end", LONG)
     stack.wait(lambda: not is_ready(stack, "rollout-subscriber"), "no longer ready", LONG)
     ended = stack.stop()
     assert {name: code for name, code in ended.items() if code} == {}, stack.logs()

@@ -31,7 +31,7 @@ def haproxy(root: Path, list_gates: Callable[[str], str]) -> Iterator[tuple[str,
     (root / "haproxy.cfg").write_text(main)
     gates.write_text(list_gates("haproxy"))
     started = ["haproxy", "-W", "-f", str(root / "haproxy.cfg"), "-f", str(gates)]
-    with subprocess.Popen(started) as program:
+    with subprocess.Popen(started, start_new_session=True) as program:
         try:
             yield f"http://127.0.0.1:{port}", _reload(gates, "haproxy", list_gates, program, signal.SIGUSR2)
         finally:
