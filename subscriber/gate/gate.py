@@ -103,6 +103,8 @@ class Gate(Collector):
         self._ending: set[asyncio.Task[None]] = set()
         self.outcomes = dict.fromkeys(OUTCOMES, 0)
         self._mislabeled = 0
+        self._reported: dict[str, str] = {}
+        """by engine, the last wrong label that was logged: every answer may have it"""
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self.port, self.url = 0, ""
@@ -300,10 +302,12 @@ class Gate(Collector):
         is_known = label.isdecimal() and call.low <= int(label) <= call.high
         if label and not is_known and self._upstreams[call.engine].kind == "sglang":
             self._mislabeled += 1
-            log.warning(
-                "engine names other weights than it holds",
-                engine=call.engine, label=label, version=call.low, last_version=call.high,
-            )  # fmt: skip
+            if self._reported.get(call.engine) != label:
+                self._reported[call.engine] = label
+                log.warning(
+                    "engine names other weights than it holds",
+                    engine=call.engine, label=label, version=call.low, last_version=call.high,
+                )  # fmt: skip
 
     def _end(self, call: Call, task: asyncio.Task[Any]) -> None:
         """SGLang answers with what it has; any other engine stops when nobody listens any more."""
