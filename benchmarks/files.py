@@ -204,6 +204,8 @@ class Done:
     pointer: float | None = None
     moves: int = 0
     """of a host, since its start"""
+    disk_bytes: int = 0
+    """that a host's process read from disks since its start: what the page cache lacked"""
 
 
 @dataclass(frozen=True)
@@ -375,7 +377,8 @@ class Weightcast(Contender):
             daemon.post("/v1/wake", None)
             status = daemon.wait(lambda: self._at(version), _ROUND_SECONDS)
         phases, moves = dict(status["updates"][-1]["seconds"]), len(status["updates"])
-        return Done(phases.pop("total"), phases, watched.cpu, watched.anon_bytes, moves=moves)
+        read, total = disk_bytes(daemon.process.pid), phases.pop("total")
+        return Done(total, phases, watched.cpu, watched.anon_bytes, moves=moves, disk_bytes=read)
 
     def ended(self, version: int) -> float:
         """Unix time at which the host, which follows, had the version."""
@@ -844,6 +847,11 @@ def cpu_seconds(process: int) -> float:
 def ended_children_cpu() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def disk_bytes(process: int) -> int:
+    lines = Path(f"/proc/{process}/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
 def anon_bytes(process: int) -> int:

@@ -110,7 +110,8 @@ def _turns(model: Model, root: Path, sides: Sequence[_Side], rounds: int) -> Non
             os.sync()
             side.synced.append(done := side.catch_up(version))
             phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in done.phases.items())
-            print(f"round {version // _BEHIND}: sync {side.url} {done.seconds:.2f} s: {phases}", flush=True)
+            text = f"{done.seconds:.2f} s: {phases}; {done.disk_bytes / 2**20:.0f} MiB from disk"
+            print(f"round {version // _BEHIND}: sync {side.url} {text}", flush=True)
 
 
 def deltas(root: Path, base: Path, model: Model, url: str, rounds: int) -> _Figures:
