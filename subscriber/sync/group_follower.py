@@ -77,14 +77,18 @@ class Post:
             return self._hold()
 
     def look(self) -> Hold:
-        """The order that is here and where the local checkpoint is, as the leader asks for it."""
+        """The order that is here and where the local checkpoint is."""
         with self._lock:
             self._heard = self._clock()
             return self._hold()
 
-    def status(self) -> GroupStatus:
+    def hold(self) -> Hold:
+        """As `look`, for the host's own status."""
         with self._lock:
-            hold, heard = self._hold(), self._heard
+            return self._hold()
+
+    def status(self) -> GroupStatus:
+        hold, heard = self.hold(), self._heard
         return GroupStatus(
             role="follower",
             leader=hold.leader,

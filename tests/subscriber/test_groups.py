@@ -56,7 +56,7 @@ def held(one: Post, order: Order = ORDER) -> Hold:
     wanted = one.wanted()
     assert wanted is not None
     one.answer(wanted, "held")
-    return one.look()
+    return one.hold()
 
 
 def test_a_lease_runs_from_the_last_renewal() -> None:
@@ -64,11 +64,11 @@ def test_a_lease_runs_from_the_last_renewal() -> None:
     one = post(clock)
     grant = held(one).grant
     clock.at += 9
-    assert one.take(ORDER).grant == grant and one.look().seconds_left == 10
+    assert one.take(ORDER).grant == grant and one.hold().seconds_left == 10
     clock.at += 9.5
-    assert one.look().state == "held"
+    assert one.hold().state == "held"
     clock.at += 0.5
-    assert one.look().state == "free" and one.wanted() is None and one.look().grant == ""
+    assert one.hold().state == "free" and one.wanted() is None and one.hold().grant == ""
 
 
 def test_what_is_held_again_has_another_grant() -> None:
@@ -81,9 +81,9 @@ def test_what_is_held_again_has_another_grant() -> None:
     again = one.wanted()
     assert before is not None and again is not None and again is not before
     one.answer(before, "held")
-    assert one.look().state == "working", "an answer to what is over"
+    assert one.hold().state == "working", "an answer to what is over"
     one.answer(again, "held")
-    assert one.look().grant not in ("", first.grant)
+    assert one.hold().grant not in ("", first.grant)
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_a_grant_seen_twice_was_held_in_between(sequence: list[tuple[object, ...
         _do(one, clock, act)
         if before is not one.wanted():
             broken = [grant for grant, last in seen.items() if last < moment]
-            assert one.look().grant not in broken
+            assert one.hold().grant not in broken
             seen = dict.fromkeys(seen, -1)
-        grant = one.look().grant
+        grant = one.hold().grant
         if grant:
             assert seen.get(grant, 0) != -1
             seen[grant] = moment
-        assert (one.look().state == "free") is (one.wanted() is None)
+        assert (one.hold().state == "free") is (one.wanted() is None)
 
 
 def _do(one: Post, clock: Clock, act: tuple[object, ...]) -> None:
