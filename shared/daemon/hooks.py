@@ -77,7 +77,7 @@ def run_hook(
 
 def end_hooks(seconds: float) -> None:
     """Ends the hooks that this process runs, in whichever thread: a daemon's next start would run its own
-    beside them. Each has up to `seconds` to end by SIGTERM; what is left of its group then is killed."""
+    at the same time. Each has up to `seconds` to end by SIGTERM; what is left of its group then is killed."""
     ends = time.monotonic() + seconds
     with _changed:
         for process in _running:

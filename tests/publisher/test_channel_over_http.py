@@ -160,7 +160,8 @@ def test_a_daemon_follows_a_static_server_and_goes_on_after_a_restart(
             found = status()
             assert (found["channel"], found["report_error"]) == (server.url, "")
             # as of a host that was here before, no full weights are read again
-            assert bool(found["bytes_by_cause"]["step"]) and not found["bytes_by_cause"]["anchor"]
+            wait_until(lambda: status()["bytes_by_cause"]["step"])
+            assert not status()["bytes_by_cause"]["anchor"]
 
 
 def test_a_host_joins_and_catches_up_without_a_listing(place: Place, run: Run, server: Server) -> None:

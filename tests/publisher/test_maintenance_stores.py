@@ -380,7 +380,7 @@ def test_a_restored_horizon_is_not_below_what_was_pruned_elsewhere(world: World)
         publisher.write_anchor()
         world.grow(publisher, 3)
     channel, held = Channel.open(world.store), claim(world.store, this_process(), take_over=True)
-    prune(channel, what_to_prune(channel, Pointer(6), ActiveHosts(), Retention(2)), held)
+    prune(what_to_prune(channel, Pointer(6), ActiveHosts(), Retention(2)), held)
     held.release()
     before = world.store.read("channel.json", LIMIT)
     assert parse_channel_file(before).horizon == 3 and world.versions() == [3, 4, 5, 6]

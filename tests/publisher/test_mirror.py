@@ -314,7 +314,7 @@ CHILD = Path(__file__).with_name("mirror_child.py")
 
 
 def marks(kinds: tuple[str, str]) -> list[pytest.MarkDecorator]:
-    return [S3] if "s3" in kinds else []
+    return [pytest.mark.s3] if "s3" in kinds else []
 
 
 @pytest.fixture(scope="module")

@@ -254,7 +254,7 @@ class Host:
             """So that what is measured takes some time."""
             return self.clock.at + 1e-6 * next(ticks)
 
-        pace = RetryPace(attempts=2, first=0.0, longest=0.0, clock=clock, **self.pace)
+        pace = RetryPace(**{"attempts": 2, "first": 0.0, "longest": 0.0, "clock": clock, **self.pace})
         self.sync = Sync(
             self.options,
             Engines(engines, pace=pace, **self.conduct),

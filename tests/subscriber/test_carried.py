@@ -21,6 +21,7 @@ from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.index import Index
 from weightcast.shared.checkpoint.verify.inspect import inspect, require_loadable
 from weightcast.shared.cli.local import repair_local
 
@@ -268,11 +269,16 @@ def test_engines_that_read_files_at_their_start_alone_are_named(run: Carrying, s
 def test_the_same_weights_with_another_tokenizer_are_not_the_same_content(run: Carrying) -> None:
     """Of the version that they are compared with, whatever newer ones carry."""
     run.carry({TOKENIZER: "new"})
-    publisher, root = run._publisher, run._publisher.root_of(3)
+    publisher = run._publisher
+    channel, (_, base) = Channel.open(publisher.store), publisher.run
+    pointer = channel.pointer()
+    assert pointer is not None
+    index = channel.index(pointer, 3, base.table)
+    assert isinstance(index, Index)
     for number, (text, same) in enumerate([("two", True), ("other", False), ("base", False)]):
         export = run.versions[3].write(run.root / f"again{number}")
         put(export, {TOKENIZER: text})
-        assert publisher.has_content(lambda at=export: publisher.open_checkpoint(at), 3, root) is same  # type: ignore[misc]
+        assert publisher.has_content(lambda at=export: publisher.open_checkpoint(at), 3, index.root) is same  # type: ignore[misc]
 
 
 def test_a_version_that_changes_files_alone_is_reloaded(run: Carrying, site: Site) -> None:
