@@ -77,6 +77,7 @@ def host(number: int, latest: int, **others: Any) -> JSON:
         "lag": 0,
         "last_error": "",
         "remedy": "",
+        "gate": "",
         "retries": 0,
         "bytes": {"step": 84_000_000, "skip": 0, "anchor": 0, "repair": 0},
         "engines": [engine],
