@@ -270,7 +270,7 @@ class Gate(Collector):
                 if not await self.traffic.is_same(call):
                     raise aiohttp.ClientError("another process answers there now")
                 await answer.pass_back(response)
-            outcome = "partial" if call.ended_by else "answered"
+            outcome = "partial" if answer.ended_by else "answered"
             self._compare(call, answer.engine_label)
         except NotAdmitted as error:
             outcome = _REFUSED[error.status]
@@ -374,6 +374,12 @@ class _Answer:
         """of a JSON object"""
 
     @property
+    def ended_by(self) -> str:
+        """Empty where it was whole first: SGLang gives each request its own reason."""
+        reasons = _FINISHED.findall(self._last)
+        return "" if reasons and b"abort" not in reasons else self._call.ended_by
+
+    @property
     def engine_label(self) -> str:
         """By which its engine named its weights last."""
         found: list[bytes] = [b"", *_LABEL.findall(self._last)]
@@ -436,13 +442,13 @@ class _Answer:
         raise ConnectionError(error)
 
     def _label(self) -> dict[str, object]:
-        partial = {"partial": True, "ended_by": self._call.ended_by} if self._call.ended_by else {}
+        partial = {"partial": True, "ended_by": self.ended_by} if self.ended_by else {}
         versions = {"version": self._call.low, "last_version": self._call.high} if self._call.engine else {}
         return {**versions, **partial}
 
     def _comment(self) -> bytes:
         label = self._label()
-        if self._call.ended_by:
+        if self.ended_by:
             label["tokens"] = _tokens(bytes(self._last))
         return b": weightcast " + json.dumps(label).encode() + b"\n\n"
 
@@ -468,6 +474,7 @@ def _head_size(scope: Scope) -> int:
 
 _NOT_HEALTHY = {"ready": False, "reason": "no engine serves here"}
 _TAIL = 64 << 10
+_FINISHED = re.compile(rb'"finish_reason" ?: ?\{"type" ?: ?"(\w+)"')
 _LABEL = re.compile(rb'"weight_version" ?: ?"([^"\\]{1,64})"')
 
 

@@ -167,6 +167,9 @@ class SGLang(Engine):
             tokens += choice["text"].split()
             cached = choice.get("cached_by", cached)
             reason = choice["finish_reason"]
+            if reason == "abort" and asked.get("whole"):
+                # it was done just before
+                reason = "stop"
             meta = {
                 "id": asked["rid"],
                 "finish_reason": reason and {"type": reason},

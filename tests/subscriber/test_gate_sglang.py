@@ -71,6 +71,18 @@ def test_a_caller_aborts_by_his_own_rid(host: Host) -> None:
     assert host.engines[0].get("/under_way") == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_was_whole_before_its_abort_is_not_partial(host: Host, stream: bool) -> None:
+    host.publish()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(host.generate, rid="mine", whole=True, stream=stream, **ENDLESS)
+        wait_until(lambda: host.engines[0].get("/under_way") == 1)
+        assert host.client.post("/abort_request", json={"rid": "mine"}).json() == {"aborted": 1}
+        answer = asked.result()
+    label = events(answer.text.splitlines())[1] if stream else answer.json()["weightcast"]
+    assert label.keys() == {"version", "last_version"}
+
+
 def test_an_update_ends_answers_with_the_tokens_that_they_have(site: Site, run: Run) -> None:
     host = Host(site, run, Engine(site, kind="sglang"), options=("--gate-updates", "partial"))
     version = host.publish()
