@@ -326,7 +326,8 @@ class Gate(Collector):
                 self._sessions[name].post(
                     self._upstreams[name].url + "/abort_request",
                     json={"rid": rid},
-                    headers=self._key_of(name),
+                    # the session adds none, and SGLang reads no other body
+                    headers={"content-type": "application/json", **self._key_of(name)},
                 ),
             ):
                 pass

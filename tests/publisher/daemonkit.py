@@ -189,8 +189,9 @@ class Daemon:
     def wait_for_version(self, version: int) -> dict[str, Any]:
         def published() -> dict[str, Any] | None:
             status = self.status()
-            # until it ends, the inbox still has the checkpoint
-            return status if status["version"] == version and status["publishing"] is None else None
+            # until the step ends, inbox and local checkpoint are those of before
+            has_ended = status["publishing"] is None and status["loop"]["step_began"] is None
+            return status if status["version"] == version and has_ended else None
 
         found: dict[str, Any] = wait_until(published)
         return found

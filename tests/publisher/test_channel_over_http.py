@@ -160,7 +160,7 @@ def test_a_daemon_follows_a_static_server_and_goes_on_after_a_restart(
             found = status()
             assert (found["channel"], found["report_error"]) == (server.url, "")
             # as of a host that was here before, no full weights are read again
-            wait_until(lambda: status()["bytes_by_cause"]["step"])
+            wait_until(lambda: any(status()["bytes_by_cause"][cause] for cause in ("step", "skip")))
             assert not status()["bytes_by_cause"]["anchor"]
 
 

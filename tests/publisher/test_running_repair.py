@@ -111,6 +111,9 @@ def test_a_running_publisher_finds_and_repairs_damage_by_itself(tmp_path: Path) 
         daemon.ready()
         rename_in(places.watch / "step_1", changed(base_tensors(), 1))
         daemon.wait_for_version(1)
+        wait_until(
+            lambda: not any(".parts" in name for name in committed(places.channel)), passing=(OSError,)
+        )
         before = committed(places.channel)
         DAMAGES[1](places.channel / "weight_v000001")
         assert committed(places.channel) != before

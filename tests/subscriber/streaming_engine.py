@@ -182,6 +182,9 @@ class SGLang(Engine):
             yield {"text": text, "output_ids": list(range(len(tokens))), "meta_info": meta}
 
     async def abort(self, request: Request) -> Response:
+        if request.headers.get("content-type") != "application/json":
+            # as SGLang, which takes it for bytes
+            return Response(status_code=400)
         asked = await request.json()
         for aborted, rid in self.under_way.items():
             if asked.get("abort_all") or rid == asked.get("rid"):
