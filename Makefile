@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak dist docs docs-serve clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak mutants dist docs docs-serve clean
 
 install: $(STAMP) .typing/weightcast/client.py
 
@@ -150,6 +150,10 @@ fuzz: install
 # of an S3 server fail too.
 soak: install
 	$(BIN)/python tests/faults/soak_run.py --versions 3000 $(SOAK_ARGS)
+
+# Bugs that the tests must catch, each planted into a copy of the tree: two minutes.
+mutants: install
+	$(BIN)/python tests/mutants.py
 
 demo: install
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
