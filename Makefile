@@ -6,13 +6,13 @@ STAMP := $(VENV)/.installed
 
 .PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak mutants dist docs docs-serve clean
 
-install: $(STAMP) .typing/weightcast/client.py
+install: $(STAMP) .typing/weightcast/integrations
 
 # Editors, mypy and the import contracts see the flat folders as `weightcast.*` through the links in .typing.
-.typing/weightcast/client.py:
+.typing/weightcast/integrations:
 	@mkdir -p .typing/weightcast
 	@for p in benchmarks shared publisher subscriber; do ln -sfn ../../$$p .typing/weightcast/$$p; done
-	@ln -sfn ../../shared/top/client.py .typing/weightcast/client.py
+	@for p in client.py integrations; do ln -sfn ../../shared/top/$$p .typing/weightcast/$$p; done
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { echo "weightcast needs Python 3.11 to 3.14 (set PYTHON=python3.14)"; exit 2; }
@@ -76,6 +76,9 @@ $(TRAINERS)/.installed: constraints-trainers.txt pyproject.toml
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -q -c $< torch
 	$(@D)/bin/python -m pip install -q -c $< transformers trl hypothesis pytest pytest-timeout -e .
+# verl asks for an older transformers, and for what its checkpoint engine does without
+	$(@D)/bin/python -m pip install -q -c $< codetiming hydra-core ray tensordict
+	$(@D)/bin/python -m pip install -q --no-deps -c $< verl
 	@touch $@
 
 test-trainers: $(TRAINERS)/.installed

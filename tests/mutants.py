@@ -141,7 +141,7 @@ def survives(mutant: Mutant) -> bool:
         links.mkdir(parents=True)
         for package in PACKAGES:
             (links / package).symlink_to(tree / package)
-        for name in ("client.py",):
+        for name in ("client.py", "integrations"):
             (links / name).symlink_to(tree / "shared" / "top" / name)
         run = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests.split()]
         done = subprocess.run(
