@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import uvicorn
 from hosts import on_disk
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+KEY_VARIABLE = "WEIGHTCAST_TEST_ENGINE_KEY"
 
 
 class Engine:
@@ -40,6 +44,8 @@ class Engine:
         """one of each request, set to abort it, and its `rid`"""
         self.cache: dict[tuple[str, str], str] = {}
         self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        """of all requests"""
         self.streamed = 0
 
     salt, prompt = "cache_salt", "prompt"
@@ -112,10 +118,18 @@ class Engine:
         routes = [
             *self.dialect(),
             _say("/requests", lambda: self.requests),
+            _say("/headers", lambda: self.headers),
             _say("/streamed", lambda: self.streamed),
             _say("/under_way", lambda: len(self.under_way)),
         ]
-        return Starlette(routes=routes)
+        return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=self.note)])
+
+    async def note(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        self.headers.append(dict(request.headers))
+        answer = await call_next(request)
+        # of this hop
+        answer.headers.update({"connection": "x-hop", "x-hop": "1"})
+        return answer
 
     def dialect(self) -> list[Route]:
         config = {"device_config": {"device": "cuda"}, "speculative_config": None}
@@ -187,7 +201,7 @@ class SGLang(Engine):
             return Response(status_code=400)
         asked = await request.json()
         for aborted, rid in self.under_way.items():
-            if asked.get("abort_all") or rid == asked.get("rid"):
+            if asked.get("abort_all") or rid.startswith(asked["rid"]):
                 aborted.set()
         return Response()
 
@@ -205,6 +219,7 @@ class SGLang(Engine):
         return Response()
 
     def dialect(self) -> list[Route]:
+        started = {"speculative_algorithm": None, "api_key": os.environ.get(KEY_VARIABLE)}
         named = 'sglang:startup_time_seconds{engine_type="unified",model_name="m",phase="tokenizer_e2e"}'
         return [
             Route("/generate", self.generate, methods=["POST"]),
@@ -215,7 +230,7 @@ class SGLang(Engine):
             Route("/update_weight_version", self.relabel, methods=["POST"]),
             Route("/double", self.say, methods=["POST"]),
             _say("/model_info", lambda: {"model_path": "m", "weight_version": self.label}),
-            _say("/server_info", lambda: {"speculative_algorithm": None, "weight_version": self.label}),
+            _say("/server_info", lambda: {**started, "weight_version": self.label}),
             _text("/metrics", lambda: f"{named} {self.started}\n"),
         ]
 

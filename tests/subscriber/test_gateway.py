@@ -255,7 +255,7 @@ def test_a_gate_gets_its_own_token_alone_and_a_redirect_is_not_followed(site: Si
         environment = pytest.MonkeyPatch()
         environment.setenv("WEIGHTCAST_GATE_TOKEN", "gates-token")
         environment.setenv("WEIGHTCAST_TOKEN", "callers-token")
-        gateway = Gateway(site, "--gate", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        gateway = Gateway(site, "--gates", f"http://127.0.0.1:{listener.getsockname()[1]}")
         environment.undo()
         gateway.client.headers["Authorization"] = "Bearer callers-token"
         gateway.wait_for(1)
@@ -266,7 +266,7 @@ def test_a_gate_gets_its_own_token_alone_and_a_redirect_is_not_followed(site: Si
 
 
 def test_one_source_of_gates_is_required(weightcast: Command) -> None:
-    for source in ((), ("--gate", "http://127.0.0.1:1", "--publisher", "127.0.0.1:2"), ("--gate", "here")):
+    for source in ((), ("--gates", "http://127.0.0.1:1", "--publisher", "127.0.0.1:2"), ("--gates", "here")):
         assert weightcast("gateway", "run", *source).code == 2
 
 
