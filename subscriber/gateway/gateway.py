@@ -46,6 +46,8 @@ _FACTS_LIMIT = 64 << 10
 _REFUSALS = (401, 409, 429, 503)
 """answers of a gate after which another one may take the request"""
 _OUTCOMES = ("answered", "unmet", "too_many", "not_ready", "cut", "left")
+_OF_THE_OLDEST = ("/model_info", "/get_model_info", "/weight_info", "/weight_version", "/get_weight_version")
+"""routes that name a version of weights: all other hosts serve it or a later one"""
 _LAGS = ("0", "1", "2", "more")
 
 
@@ -216,7 +218,7 @@ class Gateway:
                 raise NotAdmitted(503, "ended by an abort; nothing was generated")
 
     def _choose(self, request: Request, tried: set[Host]) -> Host | NotAdmitted:
-        if request.scope["path"] in ("/model_info", "/get_model_info"):
+        if request.scope["path"] in _OF_THE_OLDEST:
             oldest = self.hosts.oldest()
             if oldest is not None and oldest not in tried:
                 return oldest

@@ -185,7 +185,11 @@ def events(lines: Iterable[str]) -> tuple[str, dict[str, Any]]:
         if line.startswith("data: {"):
             event = json.loads(line[6:])
             # SGLang's events hold all that came before them
-            text = event["text"] if "text" in event else text + event["choices"][0]["text"]
+            if "text" in event:
+                text = event["text"]
+            else:
+                [choice] = event["choices"]
+                text += choice["delta"]["content"] if "delta" in choice else choice["text"]
         elif line.startswith(": weightcast "):
             label = json.loads(line.removeprefix(": weightcast "))
     return text, label

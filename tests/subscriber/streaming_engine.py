@@ -47,6 +47,8 @@ class Engine:
         self.headers: list[dict[str, str]] = []
         """of all requests"""
         self.streamed = 0
+        self.lingering, self.released = 0, asyncio.Event()
+        """answers that are finished, but for their last bytes"""
 
     salt, prompt = "cache_salt", "prompt"
 
@@ -75,23 +77,49 @@ class Engine:
     async def complete(self, request: Request) -> Response:
         asked = await request.json()
         self.requests.append({"headers": dict(request.headers), **asked})
+        is_chat = "chat" in request.url.path
         if asked.get("stream"):
-            return StreamingResponse(self.events(asked), media_type="text/event-stream")
+            return StreamingResponse(self.events(asked, is_chat), media_type="text/event-stream")
         choices = [choice async for choice in self.tokens(asked)]
         text = "".join(choice["text"] for choice in choices)
-        return JSONResponse(
+        said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        return self.whole(
+            asked,
             {
-                "choices": [{"text": text, "finish_reason": choices[-1]["finish_reason"]}],
+                "choices": [{**said, "finish_reason": choices[-1]["finish_reason"]}] * asked.get("n", 1),
                 "cached_by": choices[0].get("cached_by"),
                 "usage": {"completion_tokens": len(choices)},
-            }
+            },
         )
 
-    async def events(self, asked: dict[str, Any]) -> AsyncIterator[str]:
+    def whole(self, asked: dict[str, Any], answer: dict[str, Any]) -> Response:
+        text = json.dumps(answer)
+
+        async def halves() -> AsyncIterator[str]:
+            yield text[:20]
+            await self.linger(asked)
+            yield text[20:]
+
+        return StreamingResponse(halves(), media_type="application/json")
+
+    async def linger(self, asked: dict[str, Any]) -> None:
+        if asked.get("linger"):
+            self.lingering += 1
+            await self.released.wait()
+
+    async def release(self, request: Request) -> Response:
+        self.released.set()
+        self.lingering, self.released = 0, asyncio.Event()
+        return Response()
+
+    async def events(self, asked: dict[str, Any], is_chat: bool) -> AsyncIterator[str]:
         count = 0
         async for choice in self.tokens(asked):
             count += 1
+            if is_chat:
+                choice["delta"] = {"content": choice.pop("text")}
             yield f"data: {json.dumps({'choices': [choice], 'usage': {'completion_tokens': count}})}\n\n"
+        await self.linger(asked)
         yield "data: [DONE]\n\n"
 
     async def pause(self, request: Request) -> Response:
@@ -120,6 +148,11 @@ class Engine:
             _say("/requests", lambda: self.requests),
             _say("/headers", lambda: self.headers),
             _say("/streamed", lambda: self.streamed),
+            _say("/lingering", lambda: self.lingering),
+            _say("/v1/models", lambda: {"object": "list", "data": [{"id": "policy"}]}),
+            Route("/release", self.release, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.complete, methods=["POST"]),
             _say("/under_way", lambda: len(self.under_way)),
         ]
         return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=self.note)])
@@ -134,7 +167,6 @@ class Engine:
     def dialect(self) -> list[Route]:
         config = {"device_config": {"device": "cuda"}, "speculative_config": None}
         return [
-            Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/pause", self.pause, methods=["POST"]),
             Route("/resume", self.resume, methods=["POST"]),
             Route("/collective_rpc", self.reload, methods=["POST"]),
@@ -158,13 +190,14 @@ class SGLang(Engine):
         asked = await request.json()
         self.requests.append({"headers": dict(request.headers), **asked})
         if asked.get("stream"):
-            return StreamingResponse(self.events(asked), media_type="text/event-stream")
+            return StreamingResponse(self.generated(asked), media_type="text/event-stream")
         [last] = [answer async for answer in self.answers(asked)][-1:]
-        return JSONResponse(last)
+        return self.whole(asked, last)
 
-    async def events(self, asked: dict[str, Any]) -> AsyncIterator[str]:
+    async def generated(self, asked: dict[str, Any]) -> AsyncIterator[str]:
         async for answer in self.answers(asked):
             yield f"data: {json.dumps(answer)}\n\n"
+        await self.linger(asked)
         yield "data: [DONE]\n\n"
 
     async def answers(self, asked: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -230,6 +263,7 @@ class SGLang(Engine):
             Route("/update_weight_version", self.relabel, methods=["POST"]),
             Route("/double", self.say, methods=["POST"]),
             _say("/model_info", lambda: {"model_path": "m", "weight_version": self.label}),
+            _say("/get_model_info", lambda: {"model_path": "m", "weight_version": self.label}),
             _say("/server_info", lambda: {**started, "weight_version": self.label}),
             _text("/metrics", lambda: f"{named} {self.started}\n"),
         ]

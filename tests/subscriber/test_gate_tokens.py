@@ -17,7 +17,8 @@ TOKEN, CALLERS, ENGINES, EDGE, EDGE_CALLERS = (
 )
 ROUTES = (
     "/v1/completions", "/generate", "/v1/models", "/server_info", "/get_server_info", "/model_info",
-    "/get_model_info", "/metrics", "/version", "/readyz", "/health", "/healthz", "/wake", "/nothing", "/pause", "/v1/status",
+    "/get_model_info", "/metrics", "/version", "/readyz", "/health", "/healthz", "/wake", "/nothing",
+    "/pause", "/v1/status",
 )  # fmt: skip
 ENDLESS = {"max_tokens": 10**6, "sampling_params": {"max_new_tokens": 10**6}, "seconds": 0.05}
 
