@@ -182,7 +182,7 @@ def with_members(body: bytes, added: Mapping[str, str]) -> bytes:
 
 def answers_of(body: bytes) -> int:
     """How many a request asks for: `n` to each of its prompts."""
-    with suppress(ValueError, AttributeError, RecursionError, TypeError):
+    with suppress(ValueError, AttributeError, LookupError, RecursionError, TypeError):
         asked = json.loads(body)
         prompts = next((asked[name] for name in ("prompt", "text", "input_ids") if name in asked), None)
         count = len(prompts) if isinstance(prompts, list) and isinstance(prompts[0], list | str) else 1

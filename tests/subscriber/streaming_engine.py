@@ -88,7 +88,7 @@ class Engine:
             {
                 "choices": [{**said, "finish_reason": choices[-1]["finish_reason"]}] * asked.get("n", 1),
                 "cached_by": choices[0].get("cached_by"),
-                "usage": {"completion_tokens": len(choices)},
+                "usage": {"completion_tokens": len(text.split())},
             },
         )
 
@@ -115,7 +115,7 @@ class Engine:
     async def events(self, asked: dict[str, Any], is_chat: bool) -> AsyncIterator[str]:
         count = 0
         async for choice in self.tokens(asked):
-            count += 1
+            count += bool(choice["text"])
             if is_chat:
                 choice["delta"] = {"content": choice.pop("text")}
             yield f"data: {json.dumps({'choices': [choice], 'usage': {'completion_tokens': count}})}\n\n"
