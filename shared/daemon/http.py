@@ -10,6 +10,7 @@ import resource
 import socket
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -75,11 +76,12 @@ def make_app(
     open_paths: Collection[str] = (),
     path_tokens: Mapping[str, str] | None = None,
     beyond: ASGIApp | None = None,
+    beyond_token: str | None = None,
 ) -> FastAPI:
     """`/healthz`, `/readyz`, `/v1/status`, `/v1/wake`, `/metrics`, `/docs`, `/openapi.json`. With a token
     everything but `/healthz` asks for it, and reading `open_paths`; a path of `path_tokens` takes its own
     token too, which opens nothing else. `status_model` is what OpenAPI shows of the status. `beyond` takes
-    the paths that are not routes here, with bodies of any length.
+    the paths that are not routes here, with bodies of any length, for `beyond_token` too.
     `app.state.dead`, a function set by `run_daemon`, gives the reason for an unhealthy answer ("" when all is
     well)."""
     bearer = [Depends(HTTPBearer(auto_error=False))] if token is not None else []
@@ -116,11 +118,12 @@ def make_app(
         return Response(status_code=202)
 
     app.add_middleware(
-        _Gate,
+        Guard,
         token=token,
         open_paths=frozenset(open_paths),
         path_tokens=dict(path_tokens or {}),
         beyond=beyond,
+        beyond_token=beyond_token,
         own_paths=frozenset(getattr(route, "path", "") for route in app.routes),
     )
     return app
@@ -188,23 +191,23 @@ def _phrase(status: int) -> str:
     return HTTPStatus(status).phrase.replace(" ", "")
 
 
-class _Gate:
+class Guard:
     """Before any route: token, origin, size of the body. A pure ASGI middleware, since it must also see
-    requests that no route takes."""
+    requests that no route takes. See `make_app`."""
 
     def __init__(
         self,
         app: ASGIApp,
         token: str | None,
-        open_paths: frozenset[str],
-        path_tokens: Mapping[str, str],
-        beyond: ASGIApp | None,
-        own_paths: frozenset[str],
+        open_paths: frozenset[str] = frozenset(),
+        path_tokens: Mapping[str, str] = MappingProxyType({}),
+        beyond: ASGIApp | None = None,
+        beyond_token: str | None = None,
+        own_paths: frozenset[str] = frozenset(),
     ) -> None:
         self._app, self._beyond, self._own_paths = app, beyond, own_paths
         self._open_paths = open_paths
-        self._expected = None if token is None else _bearer(token)
-        self._path_tokens = {path: _bearer(each) for path, each in path_tokens.items()}
+        self._token, self._beyond_token, self._path_tokens = token, beyond_token, path_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -230,22 +233,22 @@ class _Gate:
         await answer(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        if not scope["raw_path"].startswith(b"/"):
+            return _failure(400, _phrase(400), "the target must be a path", "send only a path", _CLOSE)
         target = len(scope["raw_path"]) + len(scope["query_string"])
         if target + sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_LIMIT:
             too_long = f"headers above {HEADER_LIMIT} bytes"
             return _failure(431, _phrase(431), too_long, "send shorter headers, or a shorter query", _CLOSE)
         if scope["path"] == OPEN_PATH:
             return None
-        if self._expected is None:
-            return browser_refusal(scope["method"], headers)
+        if self._token is None:
+            return _browser_refusal(scope["method"], headers)
         if scope["path"] in self._open_paths and scope["method"] in _SAFE_METHODS:
             return None
-        given = headers.get("authorization", "").encode("latin-1", "replace")
-        # The scheme's name is case-insensitive (RFC 9110, 11.1), the token is not.
-        scheme, _, rest = given.partition(b" ")
-        said = scheme.title() + b" " + rest.strip()
-        narrow = self._path_tokens.get(scope["path"], self._expected)
-        if hmac.compare_digest(said, self._expected) or hmac.compare_digest(said, narrow):
+        narrow = self._path_tokens.get(scope["path"])
+        if scope["path"] not in self._own_paths:
+            narrow = self._beyond_token
+        if gives(headers, self._token) or gives(headers, narrow):
             return None
         return _failure(
             401,
@@ -256,11 +259,15 @@ class _Gate:
         )
 
 
-def _bearer(token: str) -> bytes:
-    return f"Bearer {token}".encode()
+def gives(headers: Mapping[str, str], token: str | None) -> bool:
+    """Whether a request has the token; never where there is none."""
+    # The scheme's name is case-insensitive (RFC 9110, 11.1), the token is not.
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    said = f"{scheme.title()} {given.strip()}".encode()
+    return token is not None and hmac.compare_digest(said, f"Bearer {token}".encode())
 
 
-def browser_refusal(method: str, headers: Headers) -> Response | None:
+def _browser_refusal(method: str, headers: Headers) -> Response | None:
     """Without a token the API is open to this machine's users, but not to web pages that their browsers
     show: those come with a foreign Origin, or (a rebound name) with a Host that is not an address."""
     host = headers.get("host", "")

@@ -163,8 +163,11 @@ class ReportSettings(DaemonSettings):
 
     def secret(self, own: Token | None) -> str | None:
         """Unset: the daemon's token."""
-        token = self.token if own is None else own
-        return None if token is None else token.get_secret_value()
+        return text_of(self.token if own is None else own)
+
+
+def text_of(token: Token | None) -> str | None:
+    return None if token is None else token.get_secret_value()
 
 
 def require_reachable(name: str, url: str, token: str | None, variable: str) -> None:

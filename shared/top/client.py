@@ -11,7 +11,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -70,7 +70,8 @@ class Answer:
 
 
 class Client:
-    """`seconds`: that a request is tried again after 409, 429, 503 and broken connections."""
+    """`seconds`: that a request, with all its pieces, is tried again after 409, 429, 503 and broken
+    connections. A cancelled one ends on its engine too."""
 
     def __init__(self, url: str, *, token: str | None = None, seconds: float = 600.0) -> None:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -107,8 +108,9 @@ class Client:
         headers = {f"Weightcast-{name}": str(value) for name, value in asked.items() if value is not None}
         pieces: list[Piece] = []
         following: Body | None = body
+        deadline = time.monotonic() + self._seconds
         while following is not None:
-            pieces.append(await self._taken(following, headers))
+            pieces.append(await self._taken(following, headers, deadline))
             goes_on = pieces[-1].ended_by == "update" and exact_version is None
             following = continued(body, pieces) if goes_on else None
         return Answer(tuple(pieces), partial=bool(pieces[-1].ended_by) and _left(body, pieces) != 0)
@@ -118,8 +120,7 @@ class Client:
         answer = (await self._http.post("/abort", json=which)).raise_for_status()
         return int(answer.json()["aborted"])
 
-    async def _taken(self, body: Body, headers: Mapping[str, str]) -> Piece:
-        deadline = time.monotonic() + self._seconds
+    async def _taken(self, body: Body, headers: Mapping[str, str], deadline: float) -> Piece:
         while True:
             try:
                 return await self._ask(body, headers)
@@ -208,23 +209,35 @@ async def _of_stream(lines: AsyncIterator[str]) -> Piece:
             events.append(json.loads(line[6:]))
         elif line.startswith(": weightcast "):
             label = json.loads(line.removeprefix(": weightcast "))
-    choices = [choice for event in events for choice in event.get("choices", ())]
-    texts = [choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices]
-    ids = [token for choice in choices for token in choice.get("token_ids") or ()]
-    counts = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
     if not label:
         raise httpx.RemoteProtocolError("the stream ended without its label")
-    return _piece("".join(texts), ids, counts[-1] if counts else len(choices), label, events)
+    if events and "meta_info" in events[-1]:
+        # of SGLang, the last holds all that came before it
+        return _of_whole({**events[-1], "weightcast": label}, {})
+    choices = [choice for event in events for choice in event.get("choices", ())]
+    ids = [token for choice in choices for token in choice.get("token_ids") or ()]
+    counts = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
+    return _piece(_text_of(choices), ids, counts[-1] if counts else len(choices), label, events)
+
+
+def _text_of(choices: Iterable[Body]) -> str:
+    parts = (
+        choice.get("message") or choice.get("delta") or {"content": choice.get("text")} for choice in choices
+    )
+    return "".join(part.get("content") or "" for part in parts)
 
 
 def _of_whole(answer: Any, headers: Mapping[str, str]) -> Piece:
     """A list, of several prompts, has its label in the headers."""
     one = answer if isinstance(answer, dict) else {}
-    spread = {"version": headers["weightcast-version"], "last_version": headers["weightcast-last-version"]}
+    label = one.get("weightcast") or {
+        "version": headers["weightcast-version"],
+        "last_version": headers["weightcast-last-version"],
+    }
     ids = one.get("output_ids") or []
-    tokens = (one.get("meta_info") or {}).get("completion_tokens", len(ids))
-    text = one.get("text") or "".join(choice.get("text") or "" for choice in one.get("choices", ()))
-    return _piece(text, ids, tokens, one.get("weightcast") or spread, answer)
+    counted = one.get("meta_info") or one.get("usage") or {}
+    text = one.get("text") or _text_of(one.get("choices", ()))
+    return _piece(text, ids, counted.get("completion_tokens", len(ids)), label, answer)
 
 
 def _piece(text: str, ids: list[int], tokens: int, label: Body, raw: Any) -> Piece:

@@ -93,7 +93,8 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     gate_url: str | None = Field(None, max_length=256)
     """URL at which a gateway reaches the gate; unset: its port at this machine's name, or at --host."""
     gate_token: Token | None = None
-    """Bearer token of the gate's callers; unset: WEIGHTCAST_TOKEN."""
+    """Bearer token of the gate's callers, who abort their own requests alone; unset: WEIGHTCAST_TOKEN, which
+    opens everything."""
     gate_updates: UpdatePolicy = "pass"
     """Requests under way at an update go on, if they allow the new version (pass); finish before it (drain);
     or end with what they have (partial)."""

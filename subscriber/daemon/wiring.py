@@ -17,6 +17,7 @@ from weightcast.shared.checkpoint.state.state import read_state
 from weightcast.shared.checkpoint.update.fetch import PreRead
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.hooks import run_hook
+from weightcast.shared.daemon.settings import text_of
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.engines.adapter import Adapter
 from weightcast.subscriber.engines.base import BadEngineOption, Timeouts, parse_engines
@@ -128,7 +129,8 @@ def open_gate(
                 remedy="leave out --gate, or give engines of the kinds sglang and vllm",
             )
         trust = trusted(spec.url, spec.ca, verify=spec.verify)
-        upstreams[spec.name] = Upstream(spec.kind, spec.url, keys_of(spec, os.environ).read.value, trust)
+        keys = keys_of(spec, os.environ)
+        upstreams[spec.name] = Upstream(spec.kind, spec.url, keys.read.value, trust, keys.control.value)
     engines.traffic = traffic = Traffic(
         upstreams,
         policy=settings.gate_updates,
@@ -136,8 +138,8 @@ def open_gate(
         hold_seconds=settings.gate_hold,
         most=settings.gate_requests,
     )
-    token = settings.secret(settings.gate_token)
-    return Gate(upstreams, traffic, token=token, run_id=run_id, wake=wake)
+    tokens = {"token": text_of(settings.token), "caller_token": text_of(settings.gate_token)}
+    return Gate(upstreams, traffic, **tokens, run_id=run_id, wake=wake)
 
 
 def _run_id(local: Path) -> str:

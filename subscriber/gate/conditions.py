@@ -3,6 +3,7 @@ body. docs/gate.md has the table."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -75,6 +76,44 @@ class Conditions:
         return {name: value for name, value in found.items() if value not in (None, "")}
 
 
+@dataclass(frozen=True)
+class Abort:
+    """Which requests are to end. None: whatever they have."""
+
+    rid: str | None = None
+    session: str | None = None
+    version: int | None = None
+
+    @classmethod
+    def of(cls, body: bytes, *, by_rid: bool) -> Abort:
+        """`by_rid`: as SGLang is asked. Raises BadCondition."""
+        try:
+            asked = json.loads(body or b"{}")
+            if by_rid:
+                return cls(rid=None if asked.get("abort_all") is True else str(asked.get("rid") or ""))
+            return cls(session=asked.get("session"), version=asked.get("version"))
+        except (ValueError, AttributeError, RecursionError):
+            raise BadCondition("send {}, or an object with session, version or rid") from None
+
+    @property
+    def is_narrow(self) -> bool:
+        """Of requests whose name the caller knows."""
+        return bool(self.rid or self.session)
+
+    def fits(self, conditions: Conditions, rids: Iterable[str], version: int) -> bool:
+        return (
+            self.rid in (None, *rids)
+            and self.session in (None, conditions.session)
+            and self.version in (None, version)
+        )
+
+
+def affinity(session: str, place: str) -> bytes:
+    """The place with the highest takes the session: all who choose agree, and a place that goes moves its own
+    sessions alone."""
+    return hashlib.blake2b(f"{session}\0{place}".encode(), digest_size=8).digest()
+
+
 def _number(name: str, text: str) -> float:
     try:
         number = float(text)
@@ -139,6 +178,16 @@ def with_members(body: bytes, added: Mapping[str, str]) -> bytes:
         own = value.get(name)
         value[name] = [_joined(text, one) for one in own] if isinstance(own, list) else _joined(text, own)
     return json.dumps(value).encode()
+
+
+def answers_of(body: bytes) -> int:
+    """How many a request asks for: `n` to each of its prompts."""
+    with suppress(ValueError, AttributeError, LookupError, RecursionError, TypeError):
+        asked = json.loads(body)
+        prompts = next((asked[name] for name in ("prompt", "text", "input_ids") if name in asked), None)
+        count = len(prompts) if isinstance(prompts, list) and isinstance(prompts[0], list | str) else 1
+        return count * int(asked.get("n") or (asked.get("sampling_params") or {}).get("n") or 1)
+    return 1
 
 
 def _members(body: bytes, names: Iterable[str]) -> dict[str, Any]:

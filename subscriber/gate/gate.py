@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import math
 import re
@@ -17,7 +16,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,27 +26,28 @@ import aiohttp
 import uvicorn
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from weightcast.shared.daemon.environment import port_of
-from weightcast.shared.daemon.http import HEADER_LIMIT, browser_refusal
+from weightcast.shared.daemon.http import Guard
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import CLOSE_SECONDS, listen, server_config
 from weightcast.shared.daemon.metrics import counted
 from weightcast.subscriber.gate import stitch
-from weightcast.subscriber.gate.conditions import Asked, BadCondition, Conditions, with_members
+from weightcast.subscriber.gate.conditions import answers_of, with_members
 from weightcast.subscriber.gate.exchange import (
-    BODY_LIMIT,
-    CLOSE,
-    end_with_caller,
-    headers_of,
+    Request,
+    bearer,
+    is_abort,
+    length_of,
     open_session,
     passed_back,
-    passed_headers,
-    read_body,
+    read_abort,
+    read_request,
+    refuse,
     say,
-    url_at,
+    send_on,
+    while_caller_listens,
 )
 from weightcast.subscriber.gate.traffic import Call, NotAdmitted, Traffic
 from weightcast.subscriber.status import GateStatus
@@ -71,21 +71,23 @@ log = get_log("gate")
 
 @dataclass(frozen=True)
 class Upstream:
-    """An engine behind the gate. `key`: for its user routes, empty where it takes none."""
+    """An engine behind the gate. `key`: for its user routes, empty where it takes none; `admin_key`: that of
+    its other routes, which no answer may show."""
 
     kind: str
     url: str
     key: str
     trust: ssl.SSLContext
+    admin_key: str = ""
 
 
 OUTCOMES = ("answered", "partial", "unmet", "not_ready", "too_many", "engine_failed", "left")
-_REFUSED = {409: "unmet", 429: "too_many", 503: "not_ready"}
 
 
 class Gate(Collector):
-    """An ASGI application, and the server that runs it in a thread of its own. `run_id`: of the channel;
-    `wake` has the engines looked at again."""
+    """An ASGI application, and the server that runs it in a thread of its own. `token`: of those who may end
+    requests of others; `caller_token`: of other callers. `run_id`: of the channel; `wake` has the engines
+    looked at again."""
 
     def __init__(
         self,
@@ -93,12 +95,14 @@ class Gate(Collector):
         traffic: Traffic,
         *,
         token: str | None,
+        caller_token: str | None = None,
         run_id: Callable[[], str],
         wake: Callable[[], None],
     ) -> None:
         self.traffic = traffic
         self._upstreams, self._run_id, self._wake = upstreams, run_id, wake
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._token = caller_token if token is None else token
+        self._guard = Guard(self, self._token, beyond=self._accept, beyond_token=caller_token)
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self.outcomes = dict.fromkeys(OUTCOMES, 0)
@@ -114,7 +118,7 @@ class Gate(Collector):
         listener = listen(host, port)
         self.port = listener.getsockname()[1]
         self.url = f"http://{_reachable(host)}:{self.port}" if url is None else url.rstrip("/")
-        self._server = uvicorn.Server(server_config(self, MOST_CONNECTIONS))
+        self._server = uvicorn.Server(server_config(self._guard, MOST_CONNECTIONS))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="gate", daemon=True
         )
@@ -138,14 +142,7 @@ class Gate(Collector):
         yield GaugeMetricFamily("weightcast_gate_waiting", help, value=self.traffic.waiting)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-        elif scope["type"] == "http":
-            # of a caller who left
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._route(scope, receive, send)
-
-    async def _live(self, receive: Receive, send: Send) -> None:
+        """The lifespan."""
         await receive()
         watchers = [asyncio.create_task(self._watch(name)) for name in self._upstreams]
         for name, engine in self._upstreams.items():
@@ -175,23 +172,15 @@ class Gate(Collector):
                 self._wake()
             await asyncio.sleep(_CONNECT_AGAIN)
 
+    async def _accept(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # of a caller who left
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._route(scope, receive, send)
+
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = headers_of(scope)
         path = scope["path"].lstrip("/")
-        if not scope["raw_path"].startswith(b"/"):
-            await say(send, 400, {"error": "the target must be a path"}, CLOSE)
-        elif _head_size(scope) > HEADER_LIMIT:
-            await say(send, 431, {"error": f"headers above {HEADER_LIMIT} bytes"}, CLOSE)
-        elif path == "healthz":
+        if path == "healthz":
             await say(send, 200, {"ok": True})
-        elif self._expected is None and (page := browser_refusal(scope["method"], Headers(scope=scope))):
-            await page(scope, receive, send)
-        elif self._expected is not None and not hmac.compare_digest(
-            headers.get("authorization", "").encode("latin-1"), self._expected
-        ):
-            await say(
-                send, 401, {"error": "this gate requires a bearer token"}, {"www-authenticate": "Bearer"}
-            )
         elif path == "readyz":
             served = self.traffic.served
             facts = {**self.status().by_name(), "target": self.traffic.target}
@@ -204,13 +193,17 @@ class Gate(Collector):
         elif path == "wake" and scope["method"] == "POST":
             self._wake()
             await say(send, 200, stitch.server_info(self.traffic, self._run_id()))
-        elif path in ("abort", "abort_request") and scope["method"] == "POST":
-            await self._abort(receive, send, by_rid=path == "abort_request")
         elif path.startswith(_BLOCKED):
             error = f"/{path} changes an engine; its subscriber alone does that"
             await say(send, 403, {"error": error})
+        elif (request := await read_request(scope, receive, send)) is None:
+            pass
+        elif is_abort(scope):
+            if abort := await read_abort(request, self._token, send):
+                ended = self.traffic.end(lambda call: abort.fits(call.conditions, call.rids, call.low))
+                await say(send, 200, {"aborted": ended})
         else:
-            await self._answer(scope, headers, receive, send)
+            await self._answer(request, receive, send)
 
     def status(self) -> GateStatus:
         traffic = self.traffic
@@ -223,79 +216,54 @@ class Gate(Collector):
             waiting=traffic.waiting,
         )
 
-    async def _abort(self, receive: Receive, send: Send, *, by_rid: bool) -> None:
-        """`by_rid`: as SGLang is asked."""
-        try:
-            asked = json.loads(await read_body(receive) or b"{}")
-            session, version = asked.get("session"), asked.get("version")
-        except (ValueError, AttributeError):
-            await say(send, 400, {"error": "send {}, or an object with session or version"})
-            return
-
-        def fits(call: Call) -> bool:
-            if by_rid:
-                return asked.get("abort_all") is True or asked.get("rid") in call.rids
-            return session in (None, call.conditions.session) and version in (None, call.low)
-
-        await say(send, 200, {"aborted": self.traffic.end(fits)})
-
-    async def _answer(self, scope: Scope, headers: Mapping[str, str], receive: Receive, send: Send) -> None:
-        body = await read_body(receive)
-        if body is None:
-            await say(send, 413, {"error": f"the body has more than {BODY_LIMIT} bytes"}, CLOSE)
-            return
-        try:
-            asked = Asked.of(body)
-            conditions = Conditions.of(headers, asked.member)
-        except BadCondition as error:
-            await say(send, 400, {"error": str(error)})
-            return
-        task = asyncio.current_task()
-        assert task is not None
-        loop = task.get_loop()
-
-        def end(call: Call) -> None:
-            loop.call_soon_threadsafe(self._end, call, task)
-
-        call = Call(conditions, end, asked.rids or (f"weightcast-{secrets.token_hex(8)}",))
-        answer, outcome = _Answer(call, send), "left"
+    async def _answer(self, request: Request, receive: Receive, send: Send) -> None:
+        scope, asked = request.scope, request.asked
+        call = Call(request.conditions, rids=asked.rids or (f"weightcast-{secrets.token_hex(8)}",))
+        answer, outcome = _Answer(call, request, send, partial(self.traffic.leave, call)), "left"
         if scope["path"] == "/server_info":
-            answer.edit = lambda value: value.update(stitch.server_info(self.traffic, self._run_id(), 1))
+            answer.edit = lambda value: value.update(stitch.server_info(self.traffic, self._run_id()))
         elif asked.is_stitch:
             answer.edit = lambda value: stitch.add_versions(value, call.low, call.high)
-        gone = asyncio.create_task(end_with_caller(receive, task))
         try:
-            await self.traffic.admit(call)
-            async with await self._send_on(scope, headers, asked, call) as response:
-                if not await self.traffic.is_same(call):
-                    raise aiohttp.ClientError("another process answers there now")
-                await answer.pass_back(response)
+            async with while_caller_listens(receive) as task:
+                end = partial(self._end, call, answer, task)
+                call.end = partial(task.get_loop().call_soon_threadsafe, end)
+                try:
+                    await self._through(request, call, answer)
+                except asyncio.CancelledError:
+                    if not call.ended_by:
+                        raise
+                    task.uncancel()
+                    await answer.end_cut(of_sglang=scope["path"] == "/generate")
             outcome = "partial" if answer.ended_by else "answered"
-            self._compare(call, answer.engine_label)
         except NotAdmitted as error:
-            outcome = _REFUSED[error.status]
+            outcome = error.outcome
             await self._refuse(error, call, asked.is_stitch, send)
-        except asyncio.CancelledError:
-            if not call.ended_by:
-                raise
-            task.uncancel()
-            outcome = "partial"
-            await answer.end_partial(of_sglang=scope["path"] == "/generate")
         except (aiohttp.ClientError, OSError) as error:
             outcome = "engine_failed"
             await answer.fail(f"engine {call.engine} does not answer: {error or type(error).__name__}")
         finally:
             self.outcomes[outcome] += 1
-            gone.cancel()
             self.traffic.leave(call)
+
+    async def _through(self, request: Request, call: Call, answer: _Answer) -> None:
+        await self.traffic.admit(call)
+        if request.scope["method"] == "GET":
+            # SGLang shows how it was started
+            engine = self._upstreams[call.engine]
+            answer.hidden = (engine.key, engine.admin_key)
+        async with await self._send_on(request, call) as response:
+            if not await self.traffic.is_same(call):
+                raise aiohttp.ClientError("another process answers there now")
+            await answer.pass_back(response)
+        self._compare(call, answer.engine_label)
 
     async def _refuse(self, error: NotAdmitted, call: Call, is_stitch: bool, send: Send) -> None:
         served, target = self.traffic.served, self.traffic.target
-        facts: dict[str, object] = {"error": error.error, "asked": call.conditions.asked()}
-        facts |= {"served": served, "target": target}
         if error.status == 409 and is_stitch:
-            facts = stitch.not_ready(error.error, served, target)
-        await say(send, error.status, facts, {"retry-after": "1"})
+            await say(send, 409, stitch.not_ready(error.error, served, target), {"retry-after": "1"})
+        else:
+            await refuse(send, error, call.conditions, served, target)
 
     def _compare(self, call: Call, label: str) -> None:
         """What an engine calls the weights of its answer, which is passed on as it is."""
@@ -309,52 +277,46 @@ class Gate(Collector):
                     engine=call.engine, label=label, version=call.low, last_version=call.high,
                 )  # fmt: skip
 
-    def _end(self, call: Call, task: asyncio.Task[Any]) -> None:
-        """SGLang answers with what it has; any other engine stops when nobody listens any more."""
-        if not call.engine or self._upstreams[call.engine].kind != "sglang":
+    def _end(self, call: Call, answer: _Answer, task: asyncio.Task[Any]) -> None:
+        """SGLang answers with what it has; any other engine stops when nobody listens any more. What is
+        complete there has time to come."""
+        if call.engine and not self.traffic.has(call):
+            return
+        by_name = call.engine and self._upstreams[call.engine].kind == "sglang" and not self._hides(call)
+        if not by_name and not answer.is_made:
             task.cancel()
             return
-        for rid in call.rids:
+        for rid in call.rids if by_name else ():
             self._ending.add(asking := asyncio.create_task(self._abort_request(call.engine, rid)))
             asking.add_done_callback(self._ending.discard)
-        task.get_loop().call_later(_ABORT_SECONDS, task.cancel)
+        task.get_loop().call_later(_ABORT_SECONDS, lambda: self.traffic.has(call) and task.cancel())
+
+    def _hides(self, call: Call) -> bool:
+        """Whether SGLang would end requests of others too: all whose name begins with this one."""
+        others = [each for each in self.traffic.doors[call.engine].calls if not each.ended_by]
+        return any(rid.startswith(call.rids) for each in others for rid in each.rids)
 
     async def _abort_request(self, name: str, rid: str) -> None:
+        engine = self._upstreams[name]
+        # the session adds no content type, and SGLang reads no other body
+        headers = {"content-type": "application/json", **bearer(engine.key)}
         with contextlib.suppress(aiohttp.ClientError, OSError):
             async with (
                 asyncio.timeout(_ABORT_SECONDS),
-                self._sessions[name].post(
-                    self._upstreams[name].url + "/abort_request",
-                    json={"rid": rid},
-                    # the session adds none, and SGLang reads no other body
-                    headers={"content-type": "application/json", **self._key_of(name)},
-                ),
+                self._sessions[name].post(f"{engine.url}/abort_request", json={"rid": rid}, headers=headers),
             ):
                 pass
 
-    def _key_of(self, name: str) -> dict[str, str]:
-        key = self._upstreams[name].key
-        return {"authorization": f"Bearer {key}"} if key else {}
-
-    async def _send_on(
-        self, scope: Scope, headers: Mapping[str, str], asked: Asked, call: Call
-    ) -> aiohttp.ClientResponse:
+    async def _send_on(self, request: Request, call: Call) -> aiohttp.ClientResponse:
         engine = self._upstreams[call.engine]
         added = {}
-        if scope["method"] == "POST":
+        if request.scope["method"] == "POST":
             salt = "extra_key" if engine.kind == "sglang" else "cache_salt"
             added = {salt: f"{self._run_id()}.{call.low}"}
-            if engine.kind == "sglang" and not asked.rids:
+            if engine.kind == "sglang" and not request.asked.rids:
                 added["rid"] = call.rids[0]
-        body = with_members(asked.body, added)
-        ask = partial(
-            self._sessions[call.engine].request,
-            scope["method"],
-            url_at(engine.url, scope),
-            headers=passed_headers(headers) | self._key_of(call.engine),
-            data=body or None,
-            allow_redirects=False,
-        )
+        body, session = with_members(request.asked.body, added), self._sessions[call.engine]
+        ask = partial(send_on, session, engine.url, request, body, bearer(engine.key))
         try:
             return await ask()
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
@@ -365,20 +327,33 @@ class Gate(Collector):
 
 
 class _Answer:
-    """What goes back to the caller."""
+    """What goes back to the caller. `leave`: called when its engine has answered."""
 
-    def __init__(self, call: Call, send: Send) -> None:
-        self._call, self._send = call, send
-        self._begun = self._is_stream = False
-        self._last = bytearray()
+    def __init__(self, call: Call, request: Request, send: Send, leave: Callable[[], None]) -> None:
+        self._call, self._request, self._send, self._leave = call, request, send, leave
+        self._has_head = self._begun = self._is_stream = self._is_read = False
+        self._last, self._reasons = bytearray(), list[bytes]()
         self.edit: Callable[[dict[str, Any]], None] | None = None
         """of a JSON object"""
+        self.hidden: tuple[str, ...] = ()
+        """what the caller must not see"""
 
     @property
     def ended_by(self) -> str:
-        """Empty where it was whole first: SGLang gives each request its own reason."""
-        reasons = _FINISHED.findall(self._last)
-        return "" if reasons and b"abort" not in reasons else self._call.ended_by
+        """Empty where it was whole first."""
+        return "" if not self._call.ended_by or self._is_whole else self._call.ended_by
+
+    @property
+    def _is_whole(self) -> bool:
+        """An engine gives each answer its own reason to end."""
+        reasons = self._reasons + _FINISHED.findall(self._last)
+        is_complete = self._is_read or (self._is_stream and len(reasons) >= answers_of(self._request.body))
+        return is_complete and b"abort" not in reasons
+
+    @property
+    def is_made(self) -> bool:
+        """Whether its engine has finished it, and only the rest of it is still to come."""
+        return self._is_whole if self._is_stream else self._has_head
 
     @property
     def engine_label(self) -> str:
@@ -388,20 +363,24 @@ class _Answer:
 
     async def pass_back(self, response: aiohttp.ClientResponse) -> None:
         kind = response.headers.get("content-type", "")
-        self._is_stream = kind.startswith("text/event-stream")
+        self._has_head, self._is_stream = True, kind.startswith("text/event-stream")
         if kind.startswith("application/json"):
             await self._pass_whole(response)
             return
-        await self._begin(response)
+        await self._begin(response, [] if self._is_stream else length_of(response))
         async for piece in response.content.iter_any():
             if self._is_stream:
                 self._last += piece
                 if len(self._last) > 2 * _TAIL:
+                    self._reasons += _FINISHED.findall(self._last[:-_TAIL])
                     del self._last[:-_TAIL]
             await self._piece(piece)
-        if self._is_stream:
-            await self._piece(self._comment())
-        await self._piece(b"", more=False)
+        self._read()
+        await self._piece(self._comment() if self._is_stream else b"", more=False)
+
+    def _read(self) -> None:
+        self._is_read = True
+        self._leave()
 
     async def _pass_whole(self, response: aiohttp.ClientResponse) -> None:
         """With its label in the body."""
@@ -409,7 +388,10 @@ class _Answer:
             self._last += piece
             if len(self._last) > REPLY_LIMIT:
                 raise aiohttp.ClientError("the answer is too long")
+        self._read()
         text = bytes(self._last)
+        for secret in filter(None, self.hidden):
+            text = text.replace(json.dumps(secret)[1:-1].encode(), b"...")
         if response.status == 200 and text[-1:] == b"}" and text.lstrip()[:1] == b"{":
             if self.edit is not None:
                 with contextlib.suppress(ValueError, RecursionError):
@@ -418,14 +400,16 @@ class _Answer:
             label = json.dumps(self._label()).encode()
             comma = b"" if text[:-1].rstrip()[-1:] == b"{" else b","
             text = text[:-1].rstrip() + comma + b'"weightcast":' + label + b"}"
-        await self._begin(response, len(text))
+        last = (b"weightcast-last-version", str(self._call.high).encode())
+        await self._begin(response, [last, (b"content-length", str(len(text)).encode())])
         await self._piece(text, more=False)
 
-    async def end_partial(self, *, of_sglang: bool) -> None:
+    async def end_cut(self, *, of_sglang: bool) -> None:
         """The answer as far as it came; nothing came if it is not streamed."""
         if self._begun:
             if self._is_stream:
-                await self._piece(b"\n\n" + self._comment(), more=False)
+                is_done = self.ended_by or self._last.endswith(_DONE)
+                await self._piece((b"\n\n" if is_done else _DONE) + self._comment(), more=False)
         elif of_sglang and self._call.ended_by == "abort" and not self._call.engine:
             # as SGLang answers a request that is aborted in its queue
             reason = {"type": "abort", "message": "aborted before an engine took it"}
@@ -453,29 +437,21 @@ class _Answer:
             label["tokens"] = _tokens(bytes(self._last))
         return b": weightcast " + json.dumps(label).encode() + b"\n\n"
 
-    async def _begin(self, response: aiohttp.ClientResponse, length: int | None = None) -> None:
+    async def _begin(self, response: aiohttp.ClientResponse, more: Iterable[tuple[bytes, bytes]]) -> None:
         self._begun = True
-        headers = passed_back(response)
-        headers.append((b"weightcast-version", str(self._call.low).encode()))
-        if length is not None:
-            headers.append((b"weightcast-last-version", str(self._call.high).encode()))
-            headers.append((b"content-length", str(length).encode()))
-        elif not self._is_stream and "content-length" in response.headers:
-            headers.append((b"content-length", response.headers["content-length"].encode()))
+        version = (b"weightcast-version", str(self._call.low).encode())
+        headers = [*passed_back(response), version, *more]
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
 
     async def _piece(self, piece: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
-def _head_size(scope: Scope) -> int:
-    headers = sum(len(name) + len(value) for name, value in scope["headers"])
-    return headers + len(scope["raw_path"]) + len(scope["query_string"])
-
-
 _NOT_HEALTHY = {"ready": False, "reason": "no engine serves here"}
 _TAIL = 64 << 10
-_FINISHED = re.compile(rb'"finish_reason" ?: ?\{"type" ?: ?"(\w+)"')
+_DONE = b"data: [DONE]\n\n"
+_FINISHED = re.compile(rb'"finish_reason" ?: ?(?:\{"type" ?: ?)?"(\w+)"')
+"""as /generate has it, and as OpenAI's routes do"""
 _LABEL = re.compile(rb'"weight_version" ?: ?"([^"\\]{1,64})"')
 
 

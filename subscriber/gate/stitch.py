@@ -29,8 +29,8 @@ def add_versions(answer: dict[str, Any], low: int, high: int) -> None:
     holder |= {"weight_version_start": low, "weight_version_end": high}
 
 
-def server_info(traffic: Traffic, run_id: str, answered: int = 0) -> dict[str, object]:
-    """What an engine's own answer lacks. `answered`: requests under way that ask for this."""
+def server_info(traffic: Traffic, run_id: str) -> dict[str, object]:
+    """What an engine's own answer lacks."""
     served, target = traffic.served, traffic.target
     run = f"{run_id}/" if run_id else ""
     return {
@@ -40,7 +40,7 @@ def server_info(traffic: Traffic, run_id: str, answered: int = 0) -> dict[str, o
         "reason": None,
         "run_id": run_id or None,
         "commit_mode": "in_place" if traffic.policy == "pass" else "quiesce",
-        "active_requests": sum(len(door.calls) for door in traffic.doors.values()) - answered,
+        "active_requests": sum(len(door.calls) for door in traffic.doors.values()),
         "update_destination_ready": True,
         "update_destination_error": None,
         "terminal_error": None,

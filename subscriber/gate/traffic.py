@@ -12,15 +12,15 @@ import contextlib
 import math
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from weightcast.subscriber.gate.conditions import Conditions, UpdatePolicy
+from weightcast.subscriber.gate.conditions import Conditions, UpdatePolicy, affinity
 
 _ENDING_SECONDS = 5.0
 """for requests to end after the gate ended them"""
+_OUTCOMES = {409: "unmet", 429: "too_many", 503: "not_ready"}
 
 
 class NotAdmitted(Exception):
@@ -29,6 +29,12 @@ class NotAdmitted(Exception):
     def __init__(self, status: int, error: str) -> None:
         super().__init__(error)
         self.status, self.error = status, error
+        self.outcome = _OUTCOMES[status]
+
+    def patience(self, conditions: Conditions, hold_seconds: float) -> float:
+        """Seconds that the request may wait: a version that is not here may be long in coming, and only who
+        asks for it waits for it."""
+        return conditions.wait if self.status == 409 else hold_seconds
 
 
 @dataclass(eq=False)
@@ -36,7 +42,7 @@ class Call:
     """A request. `end`: called from any thread to end it; `rids`: what its engine calls it."""
 
     conditions: Conditions
-    end: Callable[[Call], None]
+    end: Callable[[], object] = lambda: None
     rids: tuple[str, ...] = ()
     engine: str = ""
     """that answers it; empty while it waits for one"""
@@ -99,7 +105,7 @@ class Traffic:
                 self._changed.wait(left)
             for call in self._must_end(door, toward):
                 call.ended_by = "update"
-                call.end(call)
+                call.end()
             deadline = time.monotonic() + _ENDING_SECONDS
             while self._must_end(door, toward) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
@@ -154,9 +160,7 @@ class Traffic:
         self._held.add(call)
         try:
             while refusal is not None:
-                # a version that is not here may be long in coming: only who asks for it waits for it
-                patience = call.conditions.wait if refusal.status == 409 else self._hold_seconds
-                left = began + patience - time.monotonic()
+                left = began + refusal.patience(call.conditions, self._hold_seconds) - time.monotonic()
                 if left <= 0:
                     raise refusal
                 await self._change_after(seen, left)
@@ -199,10 +203,9 @@ class Traffic:
                 return NotAdmitted(503, "no engine serves here now")
             served = max((door.version or 0 for door in open_doors.values()), default=None)
             return NotAdmitted(409, f"this host serves version {served}")
-        session = conditions.session.encode()
         name = (
-            max(free, key=lambda each: zlib.crc32(session + each.encode()))
-            if session
+            max(free, key=lambda each: affinity(conditions.session, each))
+            if conditions.session
             else min(free, key=lambda each: len(free[each].calls))
         )
         door, version = free[name], free[name].version or 0
@@ -227,10 +230,15 @@ class Traffic:
         return any(door.was_open and door.is_sure for door in self.doors.values())
 
     def leave(self, call: Call) -> None:
+        """Its engine has answered, or does so no more."""
         with self._changed:
-            if call.engine:
+            if self.has(call):
                 self.doors[call.engine].calls.discard(call)
                 self._tell()
+
+    def has(self, call: Call) -> bool:
+        """Whether an engine is answering it."""
+        return bool(call.engine) and call in self.doors[call.engine].calls
 
     def end(self, fits: Callable[[Call], bool]) -> int:
         """Ends the requests that fit. Returns how many."""
@@ -239,7 +247,7 @@ class Traffic:
             found = [call for call in calls if fits(call) and not call.ended_by]
         for call in found:
             call.ended_by = "abort"
-            call.end(call)
+            call.end()
         return len(found)
 
     def _tell(self) -> None:

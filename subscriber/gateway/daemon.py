@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from fnmatch import fnmatchcase
+from functools import partial
 from urllib.parse import urlsplit
 
 from weightcast.shared.channel.directory_store import open_store
@@ -12,7 +14,7 @@ from weightcast.shared.daemon.fleet import FLEET_PATH, Fleet, FleetReader, parse
 from weightcast.shared.daemon.http import make_app
 from weightcast.shared.daemon.loop import Stop, Wakeup, run_daemon
 from weightcast.shared.daemon.metrics import new_registry, watch_loop
-from weightcast.shared.daemon.settings import Token
+from weightcast.shared.daemon.settings import text_of
 from weightcast.shared.daemon.status import SOFTWARE, Facts, LoopStatus, Readiness, Snapshot
 from weightcast.subscriber.gate.gate import MOST_CONNECTIONS
 from weightcast.subscriber.gateway.gateway import Gateway, GatewayMetrics
@@ -40,26 +42,29 @@ FindGates = Callable[[], dict[str, str]]
 
 def find_gates(settings: GatewaySettings) -> FindGates:
     """Where the gates are found. Raises BadAddress."""
-    if settings.gate:
-        listed = {url: urlsplit(url).netloc for url in settings.gate}
+    if settings.gates:
+        listed = {url: urlsplit(url).netloc for url in settings.gates}
         return lambda: listed
+    of_fleet = partial(_gates_of, settings.gate_pattern)
     if settings.publisher is not None:
         publisher = Daemon(
-            settings.publisher, _text(settings.publisher_token), token_from="WEIGHTCAST_PUBLISHER_TOKEN"
+            settings.publisher, text_of(settings.publisher_token), token_from="WEIGHTCAST_PUBLISHER_TOKEN"
         )
-        return lambda: _gates_of(parse_fleet(publisher.get(FLEET_PATH), publisher.url))
+        return lambda: of_fleet(parse_fleet(publisher.get(FLEET_PATH), publisher.url))
     assert settings.channel is not None
     reader = FleetReader(open_store(settings.channel), updates=0)
-    return lambda: _gates_of(reader.read())
+    return lambda: of_fleet(reader.read())
 
 
-def _gates_of(fleet: Fleet) -> dict[str, str]:
-    """Of hosts of this run whose report is young: another run's gate may have the address of an old one."""
+def _gates_of(patterns: Collection[str], fleet: Fleet) -> dict[str, str]:
+    """Of hosts of this run whose report is young: another run's gate may have the address of an old one.
+    `patterns`: of their addresses; a report may be forged."""
     return {
         host.gate: host.key
         for host in fleet.hosts
         if host.presence == "live" and host.standing != "stopped"
         if fleet.run_id in (None, host.run_id) and is_server_url(host.gate)
+        if any(fnmatchcase(urlsplit(host.gate).netloc.lower(), pattern.lower()) for pattern in patterns)
     }
 
 
@@ -70,8 +75,9 @@ class GatewayDaemon:
         self._registry = new_registry()
         watch_loop(self._registry, self._loop)
         self.gateway = Gateway(
-            _text(settings.gate_token),
+            text_of(settings.gate_token),
             GatewayMetrics(self._registry),
+            token=text_of(settings.token),
             hold_seconds=settings.hold,
             most=settings.requests,
             look_every=settings.poll_seconds,
@@ -109,14 +115,11 @@ class GatewayDaemon:
             self.status,
             self.ready,
             self._registry,
-            _text(self._settings.token),
+            text_of(self._settings.token),
             self._wakeup.set,
             GatewayStatus,
             beyond=self.gateway,
+            beyond_token=text_of(self._settings.caller_token),
         )
         app.router.lifespan_context = self.gateway.live
         run_daemon(app, self._step, self._wakeup, self._settings, loop=self._loop, most=MOST_CONNECTIONS)
-
-
-def _text(token: Token | None) -> str | None:
-    return None if token is None else token.get_secret_value()

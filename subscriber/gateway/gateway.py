@@ -10,7 +10,6 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -18,18 +17,20 @@ from starlette.types import Receive, Scope, Send
 
 from weightcast.shared.daemon.metrics import Metrics
 from weightcast.shared.daemon.timing import jittered
-from weightcast.subscriber.gate.conditions import MEMBER, Asked, BadCondition, Conditions
+from weightcast.subscriber.gate.conditions import MEMBER
 from weightcast.subscriber.gate.exchange import (
-    BODY_LIMIT,
-    CLOSE,
-    end_with_caller,
-    headers_of,
+    Request,
+    bearer,
+    is_abort,
+    length_of,
     open_session,
     passed_back,
-    passed_headers,
-    read_body,
+    read_abort,
+    read_request,
+    refuse,
     say,
-    url_at,
+    send_on,
+    while_caller_listens,
 )
 from weightcast.subscriber.gate.traffic import NotAdmitted
 from weightcast.subscriber.gateway.hosts import Host, Hosts
@@ -44,15 +45,16 @@ _LOOKS_PER_SECOND = 500
 _FACTS_LIMIT = 64 << 10
 _REFUSALS = (401, 409, 429, 503)
 """answers of a gate after which another one may take the request"""
-_OUTCOMES = {200: "answered", 409: "unmet", 429: "too_many", 503: "not_ready"}
+_OUTCOMES = ("answered", "unmet", "too_many", "not_ready", "cut", "left")
+_OF_THE_OLDEST = ("/model_info", "/get_model_info", "/weight_info", "/weight_version", "/get_weight_version")
+"""routes that name a version of weights: all other hosts serve it or a later one"""
 _LAGS = ("0", "1", "2", "more")
 
 
 class GatewayMetrics:
     def __init__(self, registry: Metrics) -> None:
-        outcomes = (*_OUTCOMES.values(), "cut", "left")
         self.requests = registry.count(
-            "gateway_requests", "Requests to the gateway, by what became of them.", {"outcome": outcomes}
+            "gateway_requests", "Requests to the gateway, by what became of them.", {"outcome": _OUTCOMES}
         )
         self.retries = registry.count(
             "gateway_retries",
@@ -71,34 +73,27 @@ class GatewayMetrics:
         self.ready = registry.number("gateway_ready_hosts", "Hosts that take requests.")
 
 
-@dataclass(eq=False)
-class _Request:
-    scope: Scope
-    headers: Mapping[str, str]
-    body: bytes
-    conditions: Conditions
-    began: float
-    aborted: bool = False
-
-    def left(self, refusal: NotAdmitted, hold_seconds: float) -> float:
-        """Seconds that it may yet wait: only who asks for it waits for a version."""
-        patience = self.conditions.wait if refusal.status == 409 else hold_seconds
-        return self.began + patience - time.monotonic()
-
-
 class Gateway:
-    """An ASGI application for what is not a route of the daemon, and the looks at the gates. `token`: of the
-    gates; `most`: requests at a time, under way and waiting."""
+    """An ASGI application for what is not a route of the daemon, and the looks at the gates. `gate_token`:
+    of the gates; `token`: of callers who may end requests of others; `most`: requests at a time, under way
+    and waiting."""
 
     def __init__(
-        self, token: str | None, metrics: GatewayMetrics, *, hold_seconds: float, most: int, look_every: float
+        self,
+        gate_token: str | None,
+        metrics: GatewayMetrics,
+        *,
+        token: str | None,
+        hold_seconds: float,
+        most: int,
+        look_every: float,
     ) -> None:
         self.hosts = Hosts()
-        self._key = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._key, self._token = bearer(gate_token), token
         self._metrics, self._hold_seconds, self._most = metrics, hold_seconds, most
         self._look_every = look_every
         self._watchers: dict[str, asyncio.Task[None]] = {}
-        self._requests: set[_Request] = set()
+        self._requests: set[Request] = set()
         self.waiting = 0
         self._changed = asyncio.Event()
         self._session: aiohttp.ClientSession
@@ -164,44 +159,33 @@ class Gateway:
         path = scope["path"]
         if path == "/health":
             await say(send, 200 if self.hosts.ready else 503, {"ready_hosts": len(self.hosts.ready)})
-            return
-        body = await read_body(receive)
-        if body is None:
-            await say(send, 413, {"error": f"the body exceeds the {BODY_LIMIT}-byte limit"}, CLOSE)
-        elif path in ("/abort", "/abort_request"):
-            await self._abort(scope, body, send)
+        elif (request := await read_request(scope, receive, send)) is None:
+            pass
+        elif is_abort(scope):
+            await self._abort(request, send)
         else:
-            await self._take(scope, body, receive, send)
+            await self._take(request, receive, send)
 
-    async def _take(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        headers = headers_of(scope)
-        try:
-            asked = Asked.of(body)
-            conditions = Conditions.of(headers, asked.member)
-        except BadCondition as error:
-            await say(send, 400, {"error": str(error)})
-            return
-        # the gate answers in Stitch's dialect where it was asked in it
-        body = body if asked.is_stitch else asked.body
-        if "session" in asked.member:
+    async def _take(self, request: Request, receive: Receive, send: Send) -> None:
+        if not request.asked.is_stitch:
+            # else the gate is asked in that dialect too, and answers in it
+            request.body = request.asked.body
+        if "session" in request.asked.member:
             # not as a header: it may be any text
-            body = _with_session(body, conditions.session)
-        request = _Request(scope, headers, body, conditions, time.monotonic())
-        task, outcome = asyncio.current_task(), "left"
-        assert task is not None
-        gone = asyncio.create_task(end_with_caller(receive, task))
+            request.body = _with_session(request.body, request.conditions.session)
+        outcome = "left"
         self._requests.add(request)
         try:
-            outcome = await self._answered(request, send)
+            async with while_caller_listens(receive):
+                outcome = await self._answered(request, send)
         except ConnectionError:
             outcome = "cut"
             raise
         finally:
-            gone.cancel()
             self._requests.discard(request)
             self._metrics.requests.labels(outcome).inc()
 
-    async def _answered(self, request: _Request, send: Send) -> str:
+    async def _answered(self, request: Request, send: Send) -> str:
         """Returns the outcome. Raises ConnectionError where the answer breaks off."""
         try:
             if len(self._requests) > self._most:
@@ -209,14 +193,11 @@ class Gateway:
             await self._answer(request, send)
             return "answered"
         except NotAdmitted as error:
-            facts: dict[str, object] = {"error": error.error, "asked": request.conditions.asked()}
-            facts |= {"served": self.hosts.served, "target": self.hosts.target}
-            if request.aborted:
-                facts |= {"ended_by": "abort", "retryable": True}
-            await say(send, error.status, facts, {"retry-after": "1"})
-            return _OUTCOMES[error.status]
+            more = {"ended_by": "abort", "retryable": True} if request.aborted else {}
+            await refuse(send, error, request.conditions, self.hosts.served, self.hosts.target, **more)
+            return error.outcome
 
-    async def _answer(self, request: _Request, send: Send) -> None:
+    async def _answer(self, request: Request, send: Send) -> None:
         """Raises NotAdmitted where no gate took it, ConnectionError where one took it and broke off."""
         tried: set[Host] = set()
         has_guessed = False
@@ -236,16 +217,17 @@ class Gateway:
             if request.aborted:
                 raise NotAdmitted(503, "ended by an abort; nothing was generated")
 
-    def _choose(self, request: _Request, tried: set[Host]) -> Host | NotAdmitted:
-        if request.scope["path"] in ("/model_info", "/get_model_info"):
+    def _choose(self, request: Request, tried: set[Host]) -> Host | NotAdmitted:
+        if request.scope["path"] in _OF_THE_OLDEST:
             oldest = self.hosts.oldest()
             if oldest is not None and oldest not in tried:
                 return oldest
         return self.hosts.choose(request.conditions, tried)
 
-    async def _wait(self, request: _Request, refusal: NotAdmitted) -> None:
+    async def _wait(self, request: Request, refusal: NotAdmitted) -> None:
         """For a change. Raises `refusal` when the request's time is up."""
-        left = request.left(refusal, self._hold_seconds)
+        waits = refusal.patience(request.conditions, self._hold_seconds)
+        left = request.began + waits - time.monotonic()
         if left <= 0:
             raise refusal
         self.waiting += 1
@@ -257,7 +239,7 @@ class Gateway:
             self.waiting -= 1
             self._metrics.waiting.set(self.waiting)
 
-    async def _attempt(self, request: _Request, host: Host, send: Send) -> NotAdmitted | None:
+    async def _attempt(self, request: Request, host: Host, send: Send) -> NotAdmitted | None:
         """None: its answer was passed back. Raises ConnectionError where that broke off."""
         begun = False
         before = time.monotonic() - request.began
@@ -281,25 +263,16 @@ class Gateway:
             return NotAdmitted(503, reason)
         return None
 
-    async def _ask(self, request: _Request, host: Host) -> aiohttp.ClientResponse:
-        conditions, session = request.conditions, request.headers.get("weightcast-session")
-        headers = passed_headers(request.headers) | conditions.for_gate(self.hosts.target) | self._key
-        if session is not None:
-            headers["weightcast-session"] = session
-        return await self._session.request(
-            request.scope["method"],
-            url_at(host.url, request.scope),
-            headers=headers,
-            data=request.body or None,
-            allow_redirects=False,
-        )
+    async def _ask(self, request: Request, host: Host) -> aiohttp.ClientResponse:
+        headers, session = request.conditions.for_gate(self.hosts.target), "weightcast-session"
+        if session in request.headers:
+            headers[session] = request.headers[session]
+        return await send_on(self._session, host.url, request, request.body, headers | self._key)
 
     async def _pass_back(
-        self, request: _Request, host: Host, response: aiohttp.ClientResponse, send: Send
+        self, request: Request, host: Host, response: aiohttp.ClientResponse, send: Send
     ) -> None:
-        headers = [*passed_back(response), (b"weightcast-host", host.name.encode())]
-        if "content-length" in response.headers:
-            headers.append((b"content-length", response.headers["content-length"].encode()))
+        headers = [*passed_back(response), *length_of(response), (b"weightcast-host", host.name.encode())]
         session = request.conditions.session
         if session and not self.hosts.is_usual(host, session):
             headers.append((b"weightcast-session-moved", b"true"))
@@ -315,31 +288,26 @@ class Gateway:
         lag = self.hosts.target - int(version) if version.isdecimal() else 0
         return _LAGS[min(max(lag, 0), len(_LAGS) - 1)]
 
-    async def _abort(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def _abort(self, request: Request, send: Send) -> None:
         """At all gates, and of the requests that wait here."""
-        try:
-            asked = json.loads(body or b"{}")
-            session, version = asked.get("session"), asked.get("version")
-        except (ValueError, AttributeError):
-            await say(send, 400, {"error": "send {}, or an object with session or version"})
+        abort = await read_abort(request, self._token, send)
+        if abort is None:
             return
-        if scope["path"] == "/abort" and version is None:
-            for request in self._requests:
-                request.aborted = session in (None, request.conditions.session)
-            self._tell()
+        for each in self._requests:
+            each.aborted |= abort.fits(each.conditions, each.asked.rids, -1)
+        self._tell()
         hosts = list(self.hosts.by_url.values())
-        answers = await asyncio.gather(*(self._abort_at(host, scope, body) for host in hosts))
+        answers = await asyncio.gather(*(self._abort_at(host, request) for host in hosts))
         ended = sum(answer for answer in answers if answer is not None)
         unreached = [host.name for host, answer in zip(hosts, answers, strict=True) if answer is None]
         await say(send, 200, {"aborted": ended, "unreached": unreached})
 
-    async def _abort_at(self, host: Host, scope: Scope, body: bytes) -> int | None:
+    async def _abort_at(self, host: Host, request: Request) -> int | None:
         headers = {"content-type": "application/json", **self._key}
-        url = url_at(host.url, scope)
         with contextlib.suppress(aiohttp.ClientError, OSError):
             async with (
                 asyncio.timeout(LOOK_SECONDS),
-                self._session.post(url, data=body, headers=headers, allow_redirects=False) as response,
+                await send_on(self._session, host.url, request, request.body, headers) as response,
             ):
                 facts = await _facts(response)
                 return int(facts.get("aborted") or 0) if response.status == 200 else None

@@ -6,7 +6,6 @@ All of it may be old: a gate checks the conditions of a request again, and label
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 from weightcast.shared.daemon.status import Facts
 from weightcast.shared.daemon.timing import Backoff, jittered
-from weightcast.subscriber.gate.conditions import Conditions
+from weightcast.subscriber.gate.conditions import Conditions, affinity
 from weightcast.subscriber.gate.traffic import NotAdmitted
 
 LOST_SECONDS = 15.0
@@ -100,7 +99,7 @@ class Hosts:
         idle = [host for host in fit if host.out_until <= now]
         free = [host for host in idle if host not in tried]
         if free and conditions.session:
-            return max(free, key=lambda host: _weight(conditions.session, host))
+            return max(free, key=lambda host: affinity(conditions.session, host.url))
         if free:
             return min(free, key=lambda host: (host.load, random.random()))
         if ready and not fit:
@@ -119,7 +118,7 @@ class Hosts:
 
     def is_usual(self, host: Host, session: str) -> bool:
         """Whether the session's requests go to it while all hosts can take them."""
-        return host is max(self.by_url.values(), key=lambda each: _weight(session, each), default=None)
+        return host is max(self.by_url.values(), key=lambda each: affinity(session, each.url), default=None)
 
     def looked(self, host: Host, facts: Mapping[str, Any]) -> None:
         """`facts`: of its gate's `/readyz`."""
@@ -167,8 +166,3 @@ class Hosts:
 def _version(facts: Mapping[str, Any], name: str) -> int | None:
     found = facts.get(name)
     return found if isinstance(found, int) and found >= 0 else None
-
-
-def _weight(session: str, host: Host) -> bytes:
-    """The highest wins: every gateway finds the same, and a host that goes moves its own sessions alone."""
-    return hashlib.blake2b(f"{session}\0{host.url}".encode(), digest_size=8).digest()

@@ -17,21 +17,27 @@ class GatewaySettings(DaemonSettings):
     port: int = Field(GATEWAY_PORT, ge=0, le=65535)
     """Its port; 0 takes a free one."""
     channel: Annotated[ChannelAddress | None, BeforeValidator(channel_address)] = None
-    """The channel in whose reports the gates are found; or --publisher, or --gate."""
+    """The channel in whose reports the gates are found; or --publisher, or --gates."""
     publisher: str | None = None
     """URL of the publisher, which is asked for the reports instead."""
     publisher_token: Token | None = None
     """Bearer token of the publisher."""
-    gate: tuple[str, ...] = Field((), max_length=4096)
+    gates: tuple[str, ...] = Field((), max_length=4096)
     """URL of a host's gate, repeatable, instead of reports."""
+    gate_pattern: tuple[str, ...] = ("*",)
+    """Pattern of HOST:PORT, repeatable, that gates found in reports must fit: rollout-*.example:8350."""
     gate_token: Token | None = None
-    """Bearer token of the gates; unset: none is sent. Callers of the gateway give WEIGHTCAST_TOKEN."""
+    """Bearer token that the gates get: their WEIGHTCAST_TOKEN, so that aborts of all requests pass through.
+    Unset: none is sent."""
+    caller_token: Token | None = None
+    """Bearer token of callers, who abort their own requests alone; unset: WEIGHTCAST_TOKEN, which opens
+    everything."""
     hold: float = Field(60.0, gt=0, le=86400)
     """Seconds that a request is held while no host can take it."""
     requests: int = Field(1024, ge=1, le=4096)
     """Requests at a time, under way and waiting."""
 
-    @field_validator("gate", mode="after")
+    @field_validator("gates", mode="after")
     @classmethod
     def _check_gates(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not all(map(is_server_url, value)):
@@ -40,6 +46,8 @@ class GatewaySettings(DaemonSettings):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        if sum((self.channel is not None, self.publisher is not None, bool(self.gate))) != 1:
-            raise ValueError("channel, publisher, gate: give one of them")
+        if sum((self.channel is not None, self.publisher is not None, bool(self.gates))) != 1:
+            raise ValueError("channel, publisher, gates: give one of them")
+        if self.caller_token is not None and self.token is None:
+            raise ValueError("caller_token: set WEIGHTCAST_TOKEN too, which opens the gateway's own routes")
         return self

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
+import httpx
 import pytest
 from ports import free_port
 from vllm_world import (
@@ -141,6 +146,62 @@ def test_the_gate_names_the_versions_of_every_answer(world: World, variant: str,
             assert low == high or (updates == "pass" and not pinned)
             assert not partial or (updates == "partial" and low == version)
     assert met, "no answer was under way at an update"
+
+
+@contextmanager
+def without_a_flush(server: str) -> Iterator[str]:
+    """Another address of the server, at which a pause leaves its prefix cache as it is."""
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            path = self.path.replace("clear_cache=true", "clear_cache=false")
+            kind = {"content-type": self.headers.get("content-type", "")}
+            answer = httpx.request(
+                self.command, server + path, content=body, headers=kind, timeout=STEP_SECONDS, trust_env=False
+            )
+            self.send_response(answer.status_code)
+            self.send_header("content-type", answer.headers.get("content-type", ""))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *words: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        proxy.daemon_threads, proxy.block_on_close = True, False
+        Thread(target=proxy.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{proxy.server_port}"
+        proxy.shutdown()
+
+
+@pytest.mark.parametrize("variant", UNTIED[:1])
+def test_a_cached_prefix_of_another_version_is_used_without_the_gate_alone(
+    world: World, variant: str
+) -> None:
+    """The engine keeps its prefix cache over updates here: what the gate adds to a request keeps versions
+    apart."""
+    port = free_port()
+    gate = world.server.through(f"http://127.0.0.1:{port}")
+    with without_a_flush(world.server.url) as url:
+        world.host.extra = ("--gate", str(port))
+        world.host.with_engine(f"vllm={url}")
+        for _ in range(3):
+            version = world.run.newest
+            world.host.wait_served(version)
+            for asked in (gate, world.server):
+                answers = [asked.ask(LONG) for _ in range(2)]
+                assert [answer.status for answer in answers] == [200] * 2, answers[0].text
+            new = world.run.publish()
+            world.host.wait_served(new)
+            through, past = gate.ask(LONG), world.server.ask(LONG)
+            assert through.label["version"] == new
+            assert world.misfits(through, new) == []
+            assert not world.judged(past, new), "the engine flushed its prefix cache: the test shows nothing"
+        world.host.stop()
+    httpx.post(f"{world.server.url}/reset_prefix_cache", timeout=STEP_SECONDS).raise_for_status()
 
 
 @pytest.mark.parametrize("variant", [KEYED])

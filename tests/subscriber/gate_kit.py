@@ -51,8 +51,15 @@ class Host:
     """A subscriber with a gate before `engines`."""
 
     def __init__(
-        self, site: Site, run: Run, *engines: Engine, options: tuple[str, ...] = (), name: str = "host"
+        self,
+        site: Site,
+        run: Run,
+        *engines: Engine,
+        options: tuple[str, ...] = (),
+        name: str = "host",
+        of_engines: str = "",
     ) -> None:
+        """`of_engines`: options of each."""
         self.run, self.engines, self._port_file = run, engines, site.root / f"{name}.port"
         gate_port = free_port()
         self._arguments = [
@@ -61,7 +68,7 @@ class Host:
             *("--poll-seconds", "0.1", "--engine-check-seconds", "0.2", "--gate", gate_port, *options),
         ]
         for number, engine in enumerate(engines):
-            self._arguments += ["--engine", f"{engine.kind}={engine.url},name=e{number}"]
+            self._arguments += ["--engine", f"{engine.kind}={engine.url},name=e{number}{of_engines}"]
         self._log = site.stack.enter_context((site.root / f"{name}.log").open("ab"))
         self.start()
         site.stack.callback(self.kill)
@@ -83,8 +90,9 @@ class Host:
         self.process.wait()
 
     def status(self) -> dict[str, Any]:
-        port = self._port_file.read_text().strip()
-        return httpx.get(f"http://127.0.0.1:{port}/v1/status", trust_env=False).json()
+        port, token = self._port_file.read_text().strip(), os.environ.get("WEIGHTCAST_TOKEN")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return httpx.get(f"http://127.0.0.1:{port}/v1/status", headers=headers, trust_env=False).json()
 
     def mislabeled(self) -> float:
         """Answers whose engine named other weights."""
@@ -167,7 +175,7 @@ class Gateway:
 
 def gates_of(*hosts: Host) -> tuple[str, ...]:
     """Options of a gateway."""
-    return tuple(word for host in hosts for word in ("--gate", host.gate))
+    return tuple(word for host in hosts for word in ("--gates", host.gate))
 
 
 def events(lines: Iterable[str]) -> tuple[str, dict[str, Any]]:
@@ -177,7 +185,11 @@ def events(lines: Iterable[str]) -> tuple[str, dict[str, Any]]:
         if line.startswith("data: {"):
             event = json.loads(line[6:])
             # SGLang's events hold all that came before them
-            text = event["text"] if "text" in event else text + event["choices"][0]["text"]
+            if "text" in event:
+                text = event["text"]
+            else:
+                [choice] = event["choices"]
+                text += choice["delta"]["content"] if "delta" in choice else choice["text"]
         elif line.startswith(": weightcast "):
             label = json.loads(line.removeprefix(": weightcast "))
     return text, label

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import uvicorn
 from hosts import on_disk
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+KEY_VARIABLE = "WEIGHTCAST_TEST_ENGINE_KEY"
 
 
 class Engine:
@@ -40,7 +44,11 @@ class Engine:
         """one of each request, set to abort it, and its `rid`"""
         self.cache: dict[tuple[str, str], str] = {}
         self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        """of all requests"""
         self.streamed = 0
+        self.lingering, self.released = 0, asyncio.Event()
+        """answers that are finished, but for their last bytes"""
 
     salt, prompt = "cache_salt", "prompt"
 
@@ -69,23 +77,49 @@ class Engine:
     async def complete(self, request: Request) -> Response:
         asked = await request.json()
         self.requests.append({"headers": dict(request.headers), **asked})
+        is_chat = "chat" in request.url.path
         if asked.get("stream"):
-            return StreamingResponse(self.events(asked), media_type="text/event-stream")
+            return StreamingResponse(self.events(asked, is_chat), media_type="text/event-stream")
         choices = [choice async for choice in self.tokens(asked)]
         text = "".join(choice["text"] for choice in choices)
-        return JSONResponse(
+        said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        return self.whole(
+            asked,
             {
-                "choices": [{"text": text, "finish_reason": choices[-1]["finish_reason"]}],
+                "choices": [{**said, "finish_reason": choices[-1]["finish_reason"]}] * asked.get("n", 1),
                 "cached_by": choices[0].get("cached_by"),
-                "usage": {"completion_tokens": len(choices)},
-            }
+                "usage": {"completion_tokens": len(text.split())},
+            },
         )
 
-    async def events(self, asked: dict[str, Any]) -> AsyncIterator[str]:
+    def whole(self, asked: dict[str, Any], answer: dict[str, Any]) -> Response:
+        text = json.dumps(answer)
+
+        async def halves() -> AsyncIterator[str]:
+            yield text[:20]
+            await self.linger(asked)
+            yield text[20:]
+
+        return StreamingResponse(halves(), media_type="application/json")
+
+    async def linger(self, asked: dict[str, Any]) -> None:
+        if asked.get("linger"):
+            self.lingering += 1
+            await self.released.wait()
+
+    async def release(self, request: Request) -> Response:
+        self.released.set()
+        self.lingering, self.released = 0, asyncio.Event()
+        return Response()
+
+    async def events(self, asked: dict[str, Any], is_chat: bool) -> AsyncIterator[str]:
         count = 0
         async for choice in self.tokens(asked):
-            count += 1
+            count += bool(choice["text"])
+            if is_chat:
+                choice["delta"] = {"content": choice.pop("text")}
             yield f"data: {json.dumps({'choices': [choice], 'usage': {'completion_tokens': count}})}\n\n"
+        await self.linger(asked)
         yield "data: [DONE]\n\n"
 
     async def pause(self, request: Request) -> Response:
@@ -112,15 +146,27 @@ class Engine:
         routes = [
             *self.dialect(),
             _say("/requests", lambda: self.requests),
+            _say("/headers", lambda: self.headers),
             _say("/streamed", lambda: self.streamed),
+            _say("/lingering", lambda: self.lingering),
+            _say("/v1/models", lambda: {"object": "list", "data": [{"id": "policy"}]}),
+            Route("/release", self.release, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.complete, methods=["POST"]),
             _say("/under_way", lambda: len(self.under_way)),
         ]
-        return Starlette(routes=routes)
+        return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=self.note)])
+
+    async def note(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        self.headers.append(dict(request.headers))
+        answer = await call_next(request)
+        # of this hop
+        answer.headers.update({"connection": "x-hop", "x-hop": "1"})
+        return answer
 
     def dialect(self) -> list[Route]:
         config = {"device_config": {"device": "cuda"}, "speculative_config": None}
         return [
-            Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/pause", self.pause, methods=["POST"]),
             Route("/resume", self.resume, methods=["POST"]),
             Route("/collective_rpc", self.reload, methods=["POST"]),
@@ -144,13 +190,14 @@ class SGLang(Engine):
         asked = await request.json()
         self.requests.append({"headers": dict(request.headers), **asked})
         if asked.get("stream"):
-            return StreamingResponse(self.events(asked), media_type="text/event-stream")
+            return StreamingResponse(self.generated(asked), media_type="text/event-stream")
         [last] = [answer async for answer in self.answers(asked)][-1:]
-        return JSONResponse(last)
+        return self.whole(asked, last)
 
-    async def events(self, asked: dict[str, Any]) -> AsyncIterator[str]:
+    async def generated(self, asked: dict[str, Any]) -> AsyncIterator[str]:
         async for answer in self.answers(asked):
             yield f"data: {json.dumps(answer)}\n\n"
+        await self.linger(asked)
         yield "data: [DONE]\n\n"
 
     async def answers(self, asked: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -187,7 +234,7 @@ class SGLang(Engine):
             return Response(status_code=400)
         asked = await request.json()
         for aborted, rid in self.under_way.items():
-            if asked.get("abort_all") or rid == asked.get("rid"):
+            if asked.get("abort_all") or rid.startswith(asked["rid"]):
                 aborted.set()
         return Response()
 
@@ -205,6 +252,7 @@ class SGLang(Engine):
         return Response()
 
     def dialect(self) -> list[Route]:
+        started = {"speculative_algorithm": None, "api_key": os.environ.get(KEY_VARIABLE)}
         named = 'sglang:startup_time_seconds{engine_type="unified",model_name="m",phase="tokenizer_e2e"}'
         return [
             Route("/generate", self.generate, methods=["POST"]),
@@ -215,7 +263,8 @@ class SGLang(Engine):
             Route("/update_weight_version", self.relabel, methods=["POST"]),
             Route("/double", self.say, methods=["POST"]),
             _say("/model_info", lambda: {"model_path": "m", "weight_version": self.label}),
-            _say("/server_info", lambda: {"speculative_algorithm": None, "weight_version": self.label}),
+            _say("/get_model_info", lambda: {"model_path": "m", "weight_version": self.label}),
+            _say("/server_info", lambda: {**started, "weight_version": self.label}),
             _text("/metrics", lambda: f"{named} {self.started}\n"),
         ]
 

@@ -255,7 +255,7 @@ def test_a_gate_gets_its_own_token_alone_and_a_redirect_is_not_followed(site: Si
         environment = pytest.MonkeyPatch()
         environment.setenv("WEIGHTCAST_GATE_TOKEN", "gates-token")
         environment.setenv("WEIGHTCAST_TOKEN", "callers-token")
-        gateway = Gateway(site, "--gate", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        gateway = Gateway(site, "--gates", f"http://127.0.0.1:{listener.getsockname()[1]}")
         environment.undo()
         gateway.client.headers["Authorization"] = "Bearer callers-token"
         gateway.wait_for(1)
@@ -265,8 +265,47 @@ def test_a_gate_gets_its_own_token_alone_and_a_redirect_is_not_followed(site: Si
     assert not [request for request in seen if b"callers-token" in request or b"elsewhere" in request]
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_routes_that_speak_for_all_hosts(site: Site, run: Run, kind: str) -> None:
+    """One serves version 1, one version 2, one is down."""
+    engines = [Engine(site, f"e{number}", kind) for number in range(3)]
+    old, new = (
+        Host(site, run, engine, name=f"host{number}", options=options)
+        for number, (engine, options) in enumerate(zip(engines, (("--target", "1"), ()), strict=False))
+    )
+    new.publish()
+    down = Host(site, run, engines[2], name="host2")
+    down.wait_open(1)
+    gateway = Gateway(site, *gates_of(old, new, down))
+    gateway.wait_for(1, 1, 1)
+    new.publish()
+    down.wait_open(2)
+    down.kill()
+    gateway.wait_for(0, 1, 2)
+    assert gateway.client.get("/health").json() == {"ready_hosts": 2}
+    assert gateway.client.get("/readyz").status_code == 200
+    for _ in range(4):
+        # of any host that answers
+        assert gateway.client.get("/v1/models").json()["data"] == [{"id": "policy"}]
+        for path in ("/model_info", "/get_model_info") if kind == "sglang" else ("/weight_info",):
+            answer = gateway.client.get(path)
+            assert answer.json()["weight_version"] == answer.headers["weightcast-version"] == "1"
+            assert answer.headers["weightcast-host"] == old.gate.removeprefix("http://")
+    status = gateway.client.get("/v1/status").json()
+    assert (status["ready"], status["served_version"], status["target_version"]) == (True, 2, 2)
+    lines = {host["url"]: (host["version"], bool(host["reason"])) for host in status["hosts"]}
+    assert lines == {old.gate: (1, False), new.gate: (2, False), down.gate: (None, True)}
+    old.kill()
+    gateway.wait_for(0, 0, 2)
+    asked = gateway.client.get("/model_info" if kind == "sglang" else "/weight_info").json()
+    assert asked["weight_version"] == "2"
+    new.kill()
+    wait_until(lambda: gateway.client.get("/health").status_code == 503)
+    assert len(gateway.client.get("/readyz").json()["reasons"]) == 3
+
+
 def test_one_source_of_gates_is_required(weightcast: Command) -> None:
-    for source in ((), ("--gate", "http://127.0.0.1:1", "--publisher", "127.0.0.1:2"), ("--gate", "here")):
+    for source in ((), ("--gates", "http://127.0.0.1:1", "--publisher", "127.0.0.1:2"), ("--gates", "here")):
         assert weightcast("gateway", "run", *source).code == 2
 
 
@@ -316,6 +355,87 @@ class TestClient:
         with pytest.raises(RequestRefused) as error:
             asyncio.run(refused())
         assert (error.value.status, error.value.facts["served"]) == (409, 2)
+
+
+class TestClientRoutes:
+    """Each route of both engines."""
+
+    @pytest.fixture(params=["vllm", "sglang"])
+    def gateway(self, site: Site, run: Run, request: pytest.FixtureRequest) -> Gateway:
+        engine = Engine(site, kind=request.param)
+        self.host = Host(site, run, engine, options=("--gate-updates", "partial"))
+        self.host.publish()
+        gateway = Gateway(site, *gates_of(self.host))
+        gateway.wait_for(1)
+        return gateway
+
+    def bodies(self, tokens: int) -> list[dict[str, Any]]:
+        sampling = {"max_new_tokens": tokens}
+        of_openai: list[dict[str, Any]] = [{"prompt": "p"}, {"messages": [{"role": "user", "content": "p"}]}]
+        found = [body | {"max_tokens": tokens} for body in of_openai]
+        if self.host.engines[0].kind == "sglang":
+            found += [
+                {"text": "p ", "sampling_params": sampling, "stream": stream} for stream in (False, True)
+            ]
+        return found
+
+    def test_answers_have_their_text_tokens_and_versions(self, gateway: Gateway) -> None:
+        async def generate() -> None:
+            async with Client(gateway.url) as client:
+                for body in self.bodies(4):
+                    answer = await client.generate(body, min_version=1)
+                    assert self.host.version_of(answer.text) == [1] * 4
+                    assert (answer.version, answer.last_version, answer.partial) == (1, 1, False)
+                    [piece] = answer.pieces
+                    assert (piece.tokens, piece.ended_by) == (4, "")
+                    assert piece.ids == (list(range(4)) if "text" in body else [])
+                    if "text" not in body:
+                        # several are not streamed
+                        both = await client.generate(body | {"n": 2})
+                        assert self.host.version_of(both.text) == [1] * 8
+
+        asyncio.run(generate())
+
+    def test_an_answer_that_an_update_ends_goes_on(self, gateway: Gateway) -> None:
+        engine = self.host.engines[0]
+
+        async def generate() -> None:
+            async with Client(gateway.url) as client:
+                for body in self.bodies(40):
+                    version, before = self.host.status()["gate"]["version"], engine.get("/streamed")
+                    asked = asyncio.create_task(client.generate(body | {"seconds": 0.05}))
+                    await asyncio.to_thread(wait_until, lambda: engine.get("/streamed") > before + 2)  # noqa: B023
+                    await asyncio.to_thread(self.host.publish)
+                    answer = await asked
+                    made_by = self.host.version_of(answer.text)
+                    assert (len(made_by), answer.partial) == (40, False)
+                    assert made_by == sorted(made_by) and set(made_by) == {version, version + 1}
+                    counts = [made_by.count(version), made_by.count(version + 1)]
+                    assert [piece.tokens for piece in answer.pieces] == counts
+
+        asyncio.run(generate())
+
+    def test_cancelling_ends_the_request_and_a_deadline_the_retries(self, gateway: Gateway) -> None:
+        def under_way() -> int:
+            return sum(self.host.client.get("/readyz").json()["requests"].values())
+
+        async def run() -> None:
+            async with Client(gateway.url, seconds=0.3) as client:
+                for body in self.bodies(10**6):
+                    asked = asyncio.create_task(client.generate(body | {"seconds": 0.05}))
+                    await asyncio.to_thread(wait_until, lambda: under_way() == 1)
+                    asked.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await asked
+                    await asyncio.to_thread(wait_until, lambda: under_way() == 0)
+                with pytest.raises(RequestRefused) as error:
+                    await client.generate(self.bodies(3)[0], min_version=9)
+                assert error.value.facts["served"] == 1
+                gateway.kill()
+                with pytest.raises(httpx.TransportError):
+                    await client.generate(self.bodies(3)[0])
+
+        asyncio.run(run())
 
 
 class TestChoice:

@@ -1,0 +1,393 @@
+"""What gate and gateway add to an answer's latency: `python -m benchmarks.gate` prints a table, in three
+minutes on two idle cores. Everything runs on this machine: a client, an engine that answers at once, and one
+process for each proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from weightcast.shared.cli.balancers import shown
+from weightcast.shared.daemon.environment import usable_cores
+
+HERE = Path(__file__).resolve()
+EVENTS = 20
+"""of a stream in a closed loop"""
+RATE, TOKENS_PER_SECOND = 50.0, 20.0
+"""of the open loop: requests per second, events of each per second"""
+PATIENCE = 30.0
+_STAMP = re.compile(rb'"at": (\d+)')
+_ASKED = re.compile(rb'"events": (\d+), "every": ([\d.]+)')
+_LENGTH = re.compile(rb"\ncontent-length: *(\d+)", re.IGNORECASE)
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class EngineDouble(asyncio.Protocol):
+    """Answers at once: an object, or events, each with the moment when it was written."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport, self._buffer = cast(asyncio.Transport, transport), b""
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        head, end, rest = self._buffer.partition(b"\r\n\r\n")
+        length = _LENGTH.search(head)
+        size = int(length[1]) if length else 0
+        if not end or len(rest) < size:
+            return
+        self._buffer = rest[size:]
+        asked = _ASKED.search(rest[:size])
+        count, every = (int(asked[1]), float(asked[2])) if asked else (0, 0.0)
+        if not count:
+            body = b'{"choices": [{"text": "token"}], "at": %d}' % time.monotonic_ns()
+            start = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            self._transport.write(start % len(body) + body)
+            return
+        self._transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        self._event(count, every)
+
+    def _event(self, left: int, every: float) -> None:
+        while left:
+            event = b'data: {"at": %d, "choices": [{"text": "token "}]}\n\n' % time.monotonic_ns()
+            self._transport.write(b"%x\r\n%s\r\n" % (len(event), event))
+            left -= 1
+            if every and left:
+                asyncio.get_running_loop().call_later(every, self._event, left, every)
+                return
+        self._transport.write(b"0\r\n\r\n")
+
+
+@dataclass
+class Seen:
+    """Seconds. `firsts`: from a request to its first piece; `lags`: from an event's writing to its
+    reading."""
+
+    firsts: list[float] = field(default_factory=list)
+    wholes: list[float] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)
+    failures: int = 0
+
+
+class Caller(asyncio.Protocol):
+    """One connection, one request at a time."""
+
+    def __init__(self, seen: Seen) -> None:
+        self._seen, self._buffer, self._done = seen, b"", asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finish(failed=True)
+
+    async def ask(self, request: bytes) -> None:
+        self._buffer, self._began, self._is_first = b"", time.monotonic(), True
+        self._done = asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        await asyncio.wait_for(self._done, PATIENCE)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.monotonic_ns()
+        self._buffer += data
+        stamps = _STAMP.findall(self._buffer[: self._buffer.rfind(b"}") + 1])
+        if stamps and self._is_first:
+            self._is_first = False
+            self._seen.firsts.append(now / 1e9 - self._began)
+        self._seen.lags += ((now - int(stamp)) / 1e9 for stamp in stamps)
+        head, end, body = self._buffer.partition(b"\r\n\r\n")
+        if end and not self._buffer.startswith(b"HTTP/1.1 200") and self._buffer.startswith(b"HTTP/"):
+            self._finish(failed=True)
+        elif length := _LENGTH.search(head):
+            if len(body) >= int(length[1]):
+                self._finish()
+        elif self._buffer.endswith(b"\r\n0\r\n\r\n"):
+            self._finish()
+        elif stamps:
+            self._buffer = self._buffer[self._buffer.rfind(b"}") + 1 :]
+
+    def _finish(self, *, failed: bool = False) -> None:
+        if not self._done.done():
+            self._seen.failures += failed
+            self._seen.wholes.append(time.monotonic() - self._began)
+            self._done.set_result(None)
+
+
+def request_of(port: int, events: int, every: float = 0.0) -> bytes:
+    prompt = "Why is the sky blue? " * 8
+    asked = {"model": "policy", "prompt": prompt, "max_tokens": 64, "events": events, "every": every}
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+async def connect(port: int, seen: Seen) -> Caller:
+    _, caller = await asyncio.get_running_loop().create_connection(lambda: Caller(seen), "127.0.0.1", port)
+    return caller
+
+
+async def closed_loop(port: int, connections: int, seconds: float, events: int) -> Seen:
+    """Each connection sends its next request when it has an answer."""
+    seen, request = Seen(), request_of(port, events)
+    callers = [await connect(port, seen) for _ in range(connections)]
+    end = time.monotonic() + seconds
+
+    async def run(caller: Caller) -> None:
+        while time.monotonic() < end:
+            await caller.ask(request)
+
+    await asyncio.gather(*map(run, callers))
+    for caller in callers:
+        caller.transport.close()
+    return seen
+
+
+async def open_loop(port: int, connections: int, seconds: float) -> Seen:
+    """RATE requests a second, however long their answers take: as many are under way as `connections`."""
+    seen, lasts = Seen(), connections / RATE
+    events = 1 + round(lasts * TOKENS_PER_SECOND)
+    request = request_of(port, events, lasts / events)
+    began, idle, running = time.monotonic(), list[Caller](), list[asyncio.Task[None]]()
+
+    async def run() -> None:
+        caller = idle.pop() if idle else await connect(port, seen)
+        await caller.ask(request)
+        idle.append(caller)
+
+    for number in range(round((lasts + seconds) * RATE)):
+        await asyncio.sleep(max(0.0, began + number / RATE - time.monotonic()))
+        running.append(asyncio.create_task(run()))
+    await asyncio.gather(*running)
+    for caller in idle:
+        caller.transport.close()
+    return seen
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the client sends its requests; `processes`: of proxies on the way."""
+
+    name: str
+    port: int
+    processes: tuple[int, ...] = ()
+
+    def cpu_seconds(self) -> float:
+        found = (Path(f"/proc/{process}/stat").read_text().rpartition(")")[2] for process in self.processes)
+        return sum(int(ticks) for stat in found for ticks in stat.split()[11:13]) / _TICKS
+
+
+Load = Callable[[int], Coroutine[Any, Any, Seen]]
+"""at a port"""
+
+
+@dataclass(frozen=True)
+class Row:
+    load: str
+    connections: int
+    route: str
+    p50: float
+    p99: float
+    per_second: float
+    cpu: float
+    """seconds of the proxies per request"""
+    failures: int
+
+    @classmethod
+    def measured(
+        cls,
+        load: str,
+        connections: int,
+        route: Route,
+        run: Callable[[int], Coroutine[Any, Any, Seen]],
+        times: str,
+    ) -> Row:
+        before, began = route.cpu_seconds(), time.monotonic()
+        seen = asyncio.run(run(route.port))
+        seconds, cpu = time.monotonic() - began, route.cpu_seconds() - before
+        took, count = sorted(getattr(seen, times)), len(seen.wholes)
+        at = (took[len(took) // 2], took[len(took) * 99 // 100])
+        return cls(load, connections, route.name, *at, count / seconds, cpu / count, seen.failures)
+
+
+def measure(routes: Sequence[Route], connections: Sequence[int], seconds: float) -> list[Row]:
+    rows = []
+    for count in connections:
+        for name, events in (("closed loop, JSON", 0), ("closed loop, stream", EVENTS)):
+            for route in routes:
+                run = partial(closed_loop, connections=count, seconds=seconds, events=events)
+                rows.append(Row.measured(name, count, route, run, "wholes"))
+        for route in routes:
+            paced = partial(open_loop, connections=count, seconds=seconds)
+            rows.append(Row.measured("open loop, events", count, route, paced, "lags"))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    names = (
+        "load",
+        "streams",
+        "through",
+        "p50 ms",
+        "p99 ms",
+        "added p50",
+        "added p99",
+        "requests/s",
+        "CPU ms",
+    )
+    yield f"| {' | '.join(names)} |"
+    yield "|---" * len(names) + "|"
+    direct = {(row.load, row.connections): row for row in rows if row.route == "direct"}
+    for row in rows:
+        base = direct[row.load, row.connections]
+        added = ("", "") if row is base else (ms(row.p50 - base.p50), ms(row.p99 - base.p99))
+        cpu = "" if row is base else f"{row.cpu * 1000:.2f}"
+        cells = (row.load, row.connections, row.route, ms(row.p50), ms(row.p99), *added)
+        yield f"| {' | '.join(map(str, cells))} | {row.per_second:,.0f} | {cpu} |"
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1000:.2f}"
+
+
+@contextmanager
+def child(*arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    """A process; a command of this module says its port on a line of its output."""
+    command = [str(each) for each in arguments]
+    if command[0] in ("engine", "gate"):
+        command = [sys.executable, "-m", "benchmarks.gate", *command]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=HERE.parents[1]) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+def port_of(process: subprocess.Popen[bytes]) -> int:
+    assert process.stdout is not None
+    return int(process.stdout.readline())
+
+
+async def _serve_engine() -> None:
+    server = await asyncio.get_running_loop().create_server(EngineDouble, "127.0.0.1", 0, backlog=4096)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+def _serve_gate(engine: int) -> None:
+    """Without a subscriber: its one engine serves version 1 from the start."""
+    import ssl
+
+    from weightcast.shared.daemon.logs import setup_logs
+    from weightcast.subscriber.gate.gate import Gate, Upstream
+    from weightcast.subscriber.gate.traffic import Traffic
+
+    setup_logs("console", "warning")
+    traffic = Traffic(["e"], policy="pass", drain_seconds=1, hold_seconds=60, most=4096)
+    upstream = Upstream("vllm", f"http://127.0.0.1:{engine}", "", ssl.create_default_context())
+
+    def look() -> None:
+        traffic.open("e", 1, "process", time.monotonic())
+
+    gate = Gate({"e": upstream}, traffic, token=None, run_id=lambda: "run", wake=look)
+    gate.start("127.0.0.1", 0)
+    print(gate.port, flush=True)
+    signal.sigwait([signal.SIGTERM])
+
+
+def wait_for(port: int, path: str) -> None:
+    import httpx
+
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False).status_code == 200:
+                return
+        time.sleep(0.05)
+    raise TimeoutError(f"port {port} does not answer {path}")
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def all_routes() -> Iterator[list[Route]]:
+    with ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        engine = port_of(stack.enter_context(child("engine")))
+        gate = stack.enter_context(child("gate", engine))
+        gate_port = port_of(gate)
+        wait_for(gate_port, "/readyz")
+        routes = [Route("direct", engine), Route("gate", gate_port, (gate.pid,))]
+        program = Path(sys.executable).with_name("weightcast")
+        port = free_port()
+        options = ("--gates", f"http://127.0.0.1:{gate_port}", "--port", port)
+        gateway = stack.enter_context(child(program, "gateway", "run", *options))
+        wait_for(port, "/readyz")
+        routes.append(Route("gateway + gate", port, (gateway.pid, gate.pid)))
+        if from_path("haproxy"):
+            port = free_port()
+            main = (HERE.parents[1] / "deploy/haproxy/haproxy.cfg").read_text()
+            (root / "haproxy.cfg").write_text(main.replace("bind :8300", f"bind 127.0.0.1:{port}"))
+            (root / "gates.cfg").write_text(shown([("host", f"127.0.0.1:{gate_port}")], "haproxy"))
+            files = ("-f", root / "haproxy.cfg", "-f", root / "gates.cfg")
+            haproxy = stack.enter_context(child("haproxy", "-db", *files))
+            wait_for(port, "/readyz")
+            routes.append(Route("HAProxy + gate", port, (haproxy.pid, gate.pid)))
+        yield routes
+
+
+def from_path(program: str) -> str | None:
+    import shutil
+
+    return shutil.which(program)
+
+
+@click.group(invoke_without_command=True)
+@click.option("--seconds", default=2.0, help="Of each measurement.")
+@click.option("--streams", default="1,50,200", help="Connections, separated by commas.")
+@click.option("--only", help="Routes whose name has this text, and the direct one.")
+@click.pass_context
+def main(context: click.Context, seconds: float, streams: str, only: str | None) -> None:
+    if context.invoked_subcommand is None:
+        with all_routes() as routes:
+            chosen = [each for each in routes if not only or each.name in ("direct", only)]
+            rows = measure(chosen, [int(count) for count in streams.split(",")], seconds)
+        print(f"Python {platform.python_version()}, {usable_cores()} cores, load {os.getloadavg()[0]:.1f}.\n")
+        print("\n".join(table(rows)))
+        sys.exit(any(row.failures for row in rows))
+
+
+@main.command("engine", hidden=True)
+def engine() -> None:
+    asyncio.run(_serve_engine())
+
+
+@main.command("gate", hidden=True)
+@click.argument("engine", type=int)
+def gate(engine: int) -> None:
+    _serve_gate(engine)
+
+
+if __name__ == "__main__":
+    main()
