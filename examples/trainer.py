@@ -174,7 +174,10 @@ class Fleet:
     def slowest_version(self) -> int:
         """Of the hosts that take requests; -1 while none does."""
         headers = {} if _token() is None else {"Authorization": f"Bearer {_token()}"}
-        answer = httpx.get(f"{self.url}/model_info", headers=headers, timeout=60.0, trust_env=False)
+        try:
+            answer = httpx.get(f"{self.url}/model_info", headers=headers, timeout=60.0, trust_env=False)
+        except httpx.TransportError:
+            return -1
         return int(answer.headers.get("weightcast-version", -1))
 
 
