@@ -108,7 +108,11 @@ def test_hosts_that_a_publisher_knows_join_and_stop_under_requests(
     site.stack.callback(publisher.wait)
     site.stack.callback(publisher.kill)
     wait_until(port_file.exists)
-    gateway = Gateway(site, "--publisher", f"http://127.0.0.1:{port_file.read_text().strip()}")
+    url, token = (
+        f"http://127.0.0.1:{port_file.read_text().strip()}",
+        {"Authorization": "Bearer publishers-token"},
+    )
+    gateway = Gateway(site, "--publisher", url)
 
     def save() -> None:
         number = len(run.versions)
@@ -142,6 +146,9 @@ def test_hosts_that_a_publisher_knows_join_and_stop_under_requests(
             assert first.process.wait(LONG) == 0
             wait_until(lambda: gateway.hosts().keys() == {second.gate})
             newest = gateway.client.get("/model_info")
+            # its last words, for the fleet page
+            fleet = httpx.get(f"{url}/v1/fleet", headers=token, trust_env=False).json()
+            [stopped] = [each for each in fleet["hosts"] if each["standing"] == "stopped"]
             # hosts that are known are kept
             publisher.kill()
             publisher.wait()
@@ -152,6 +159,7 @@ def test_hosts_that_a_publisher_knows_join_and_stop_under_requests(
         answers = [answer for caller in callers for answer in caller.result()]
     assert [one.json()["weight_version"] for one in (oldest, newest)] == ["1", "2"]
     assert {answer.status_code for answer in answers} == {200}
+    assert stopped["requests"]["answered"] > 0 < stopped["tokens"]["1"]
     served = {answer.headers["weightcast-host"]: answer.json()["weightcast"] for answer in answers}
     assert {label["version"] for label in served.values()} == {1, 2}
     for answer in answers:
