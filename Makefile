@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak mutants dist docs docs-serve clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak soak-gate mutants dist docs docs-serve clean
 
 install: $(STAMP) .typing/weightcast/integrations
 
@@ -157,6 +157,12 @@ soak: install
 # Bugs that the tests must catch, each planted into a copy of the tree: two minutes.
 mutants: install
 	$(BIN)/python tests/mutants.py
+
+# Requests through three gateways to four hosts, updates every second, everything killed: 40 minutes.
+GATE_REQUESTS ?= 100000
+soak-gate: install
+	GATE_REQUESTS=$(GATE_REQUESTS) GATE_HOSTS=4 GATE_CALLERS=48 $(BIN)/python -m pytest -q -s --timeout 14400 -k "allowed[3]" \
+		tests/subscriber/test_gate_model.py $(PYTEST_ARGS)
 
 demo: install
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)

@@ -200,6 +200,10 @@ class GateStatus(Facts):
     """under way, by engine"""
     waiting: int = 0
     """requests that no engine can take now"""
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    """what became of requests since the start, as in `weightcast_gate_requests_total`"""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """of answers, as engines count them, by the version that served when they were admitted"""
 
 
 class HostStatus(FollowerStatus):

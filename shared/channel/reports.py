@@ -44,6 +44,7 @@ _ENGINE_TEXT = 64
 _BRIEF_ENGINES, _BRIEF_TEXT = 16, 256
 _ERROR_LIMIT = 4096
 _PHASES_LIMIT = 32
+_COUNTS_LIMIT = 16
 _Word = Annotated[str, MaxLen(32)]
 _State = Annotated[str, MaxLen(64)]
 _Line = Annotated[str, MaxLen(256)]
@@ -100,6 +101,10 @@ class Report:
     """newest first"""
     gate: _Line = ""
     """URL of its gate; empty: it has none"""
+    requests: Mapping[str, int] = field(default_factory=dict)
+    """at its gate: `under_way`, `waiting`, `closed` (1: none is admitted), and outcomes since the start"""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """of answers, by version"""
 
 
 def write_report(store: Store, report: Report) -> float:
@@ -155,7 +160,17 @@ def parse_report(data: bytes, what: str, updates: int = UPDATES_LIMIT) -> Report
         engines=tuple(cast(list[dict[str, object]], engines)),
         bytes=_bytes(members, what) if "bytes" in members else {},
         updates=_updates(members, what, updates) if "updates" in members else (),
+        requests=_counts(members, "requests", what),
+        tokens=_counts(members, "tokens", what),
     )
+
+
+def _counts(members: Members, name: str, what: str) -> dict[str, int]:
+    found = members.object(name) if name in members else {}
+    if len(found) > _COUNTS_LIMIT or any(len(each) > 32 or not is_plain(each) for each in found):
+        raise members.bad(name, f"at most {_COUNTS_LIMIT} numbers")
+    counts = Members(found, f"{what}: {name}")
+    return {each: counts.integer(each) for each in found}
 
 
 def _bytes(members: Members, what: str) -> dict[str, int]:

@@ -105,6 +105,10 @@ class Host(BaseModel, frozen=True):
     """newest first"""
     gate: str = ""
     """URL of its gate; empty: it has none"""
+    requests: Mapping[str, int] = {}
+    """at its gate: `under_way`, `waiting`, `closed` (1: none is admitted), and outcomes since its start"""
+    tokens: Mapping[str, int] = {}
+    """of answers, by the version that served when they were admitted"""
 
     @property
     def takes_part(self) -> bool:
@@ -130,6 +134,7 @@ class Host(BaseModel, frozen=True):
         """With so many characters of each text and so many engines, without updates."""
         texts = ("host", "local", "run_id", "target", "last_error", "remedy", "software")
         cut: dict[str, object] = {name: getattr(self, name)[:text] for name in texts}
+        cut |= {} if engines else {"requests": {}, "tokens": {}}
         return self.model_copy(update={**cut, "engines": self.engines[:engines], "updates": ()})
 
 

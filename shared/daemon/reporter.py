@@ -202,6 +202,8 @@ class Reporter:
     def _tells(self, report: Report, now: float) -> bool:
         if self._last is None:
             return True
+        # they change all the time
+        report = replace(report, requests=self._last.requests, tokens=self._last.tokens)
         if report == self._last:
             return False
         alike = replace(report, phase=self._last.phase, retries=self._last.retries, bytes=self._last.bytes)

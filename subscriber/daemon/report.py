@@ -5,7 +5,7 @@ from __future__ import annotations
 from weightcast.shared.base.errors import FIX_ENGINE
 from weightcast.shared.channel.reports import UPDATES_LIMIT, Report, Update
 from weightcast.shared.daemon.reporter import report_of
-from weightcast.subscriber.status import HostStatus, UpdateStatus
+from weightcast.subscriber.status import GateStatus, HostStatus, UpdateStatus
 
 _ENGINE = ("name", "kind", "state", "mark", "version", "confirmed_by", "aligned")
 """what is reported of an engine's status"""
@@ -21,7 +21,14 @@ def describe(status: HostStatus) -> Report:
         bytes={str(cause): nbytes for cause, nbytes in status.bytes_by_cause.items()},
         updates=tuple(map(_update, reversed(status.updates[-UPDATES_LIMIT:]))),
         gate="" if status.gate is None else status.gate.url,
+        requests={} if status.gate is None else _requests(status.gate),
+        tokens={} if status.gate is None else status.gate.tokens,
     )
+
+
+def _requests(gate: GateStatus) -> dict[str, int]:
+    now = {"under_way": sum(gate.requests.values()), "waiting": gate.waiting}
+    return {**now, "closed": int(gate.version is None), **gate.outcomes}
 
 
 def _trouble(status: HostStatus) -> tuple[str, str]:

@@ -64,6 +64,8 @@ _BLOCKED = (
 MOST_CONNECTIONS = 4096
 _CONNECT_AGAIN = 0.2
 """seconds"""
+_VERSIONS = 8
+"""whose tokens are counted"""
 _ABORT_SECONDS = 4.0
 """for an engine to answer a request after it was asked to end it"""
 log = get_log("gate")
@@ -106,6 +108,8 @@ class Gate(Collector):
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self.outcomes = dict.fromkeys(OUTCOMES, 0)
+        self._tokens: dict[int, int] = {}
+        """of answers, by the version that they were admitted at"""
         self._mislabeled = 0
         self._reported: dict[str, str] = {}
         """by engine, the last wrong label that was logged: every answer may have it"""
@@ -214,6 +218,8 @@ class Gate(Collector):
             version=traffic.served,
             requests=requests,
             waiting=traffic.waiting,
+            outcomes=dict(self.outcomes),
+            tokens={str(version): count for version, count in self._tokens.copy().items()},
         )
 
     async def _answer(self, request: Request, receive: Receive, send: Send) -> None:
@@ -236,6 +242,7 @@ class Gate(Collector):
                     task.uncancel()
                     await answer.end_cut(of_sglang=scope["path"] == "/generate")
             outcome = "partial" if answer.ended_by else "answered"
+            self._count(call.low, answer.tokens or 0)
         except NotAdmitted as error:
             outcome = error.outcome
             await self._refuse(error, call, asked.is_stitch, send)
@@ -276,6 +283,11 @@ class Gate(Collector):
                     "engine names other weights than it holds",
                     engine=call.engine, label=label, version=call.low, last_version=call.high,
                 )  # fmt: skip
+
+    def _count(self, version: int, tokens: int) -> None:
+        self._tokens[version] = self._tokens.get(version, 0) + tokens
+        if len(self._tokens) > _VERSIONS:
+            del self._tokens[min(self._tokens)]
 
     def _end(self, call: Call, answer: _Answer, task: asyncio.Task[Any]) -> None:
         """SGLang answers with what it has; any other engine stops when nobody listens any more. What is
@@ -361,6 +373,13 @@ class _Answer:
         found: list[bytes] = [b"", *_LABEL.findall(self._last)]
         return found[-1].decode("latin-1")
 
+    @property
+    def tokens(self) -> int | None:
+        """As its engine counts them: the events of a stream all that came before, the parts of a list their
+        own. None where it does not."""
+        counts = [int(count) for count in _COUNT.findall(self._last)]
+        return sum(counts[-1:] if self._is_stream else counts) if counts else None
+
     async def pass_back(self, response: aiohttp.ClientResponse) -> None:
         kind = response.headers.get("content-type", "")
         self._has_head, self._is_stream = True, kind.startswith("text/event-stream")
@@ -434,7 +453,7 @@ class _Answer:
     def _comment(self) -> bytes:
         label = self._label()
         if self.ended_by:
-            label["tokens"] = _tokens(bytes(self._last))
+            label["tokens"] = self.tokens
         return b": weightcast " + json.dumps(label).encode() + b"\n\n"
 
     async def _begin(self, response: aiohttp.ClientResponse, more: Iterable[tuple[bytes, bytes]]) -> None:
@@ -452,6 +471,7 @@ _TAIL = 64 << 10
 _DONE = b"data: [DONE]\n\n"
 _FINISHED = re.compile(rb'"finish_reason" ?: ?(?:\{"type" ?: ?)?"(\w+)"')
 """as /generate has it, and as OpenAI's routes do"""
+_COUNT = re.compile(rb'"completion_tokens" ?: ?(\d+)')
 _LABEL = re.compile(rb'"weight_version" ?: ?"([^"\\]{1,64})"')
 
 
@@ -459,16 +479,3 @@ def _reachable(host: str) -> str:
     """A name of this machine, where it listens on all its addresses."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     return f"[{name}]" if ":" in name else name
-
-
-def _tokens(tail: bytes) -> int | None:
-    """As the last event that says so has it; None where none does."""
-    for line in reversed(tail.splitlines()):
-        if line.startswith(b"data: {"):
-            with contextlib.suppress(ValueError, AttributeError, RecursionError):
-                event = json.loads(line[6:])
-                for member in ("meta_info", "usage"):
-                    count = (event.get(member) or {}).get("completion_tokens")
-                    if isinstance(count, int):
-                        return count
-    return None
