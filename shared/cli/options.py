@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,4 +81,31 @@ unfenced_option = option(
     help="Write also to a store that ignores conditions of writes: nothing keeps a second publisher out.",
 )
 token_option = option("--token", envvar="WEIGHTCAST_TOKEN", help="Bearer token of the daemon.")
+
+
+def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds --token, --ca, --tls-cert, --tls-key. The command takes `token` and `trust_for`, as Daemon."""
+
+    @wraps(command)
+    def run(*given: Any, ca: Path | None, tls_cert: Path | None, tls_key: Path | None, **named: Any) -> None:
+        from weightcast.shared.daemon.tls import client_context
+
+        command(*given, trust_for=partial(client_context, ca=ca, cert=tls_cert, key=tls_key), **named)
+
+    added = [
+        token_option,
+        option("--ca", type=path, envvar="WEIGHTCAST_CA", help="PEM file with authorities for https."),
+        option(
+            "--tls-cert",
+            type=path,
+            envvar="WEIGHTCAST_TLS_CERT",
+            help="PEM file with a certificate, for daemons that require one.",
+        ),
+        option("--tls-key", type=path, envvar="WEIGHTCAST_TLS_KEY", help="Its private key, unless in there."),
+    ]
+    for each in reversed(added):
+        run = each(run)
+    return run
+
+
 json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -40,6 +40,9 @@ from weightcast.shared.daemon.environment import (
 )
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import at_home
+
+if TYPE_CHECKING:
+    import ssl
 
 PUBLISHER_PORT = 8340
 SUBSCRIBER_PORT = 8341
@@ -84,6 +87,15 @@ class DaemonSettings(BaseModel):
     """File that the real port is written to."""
     token: Token | None = Field(None, validate_default=True)
     """Bearer token of the HTTP side; required off loopback."""
+    tls_cert: Path | None = None
+    """PEM file with this daemon's certificate and chain: it serves HTTPS only. Daemons that require client
+    certificates are shown it too."""
+    tls_key: Path | None = None
+    """PEM file with the private key of --tls-cert; unset: in the same file."""
+    tls_client_ca: Path | None = None
+    """PEM file with authorities: callers must show a certificate of one of them."""
+    ca: Path | None = None
+    """PEM file with authorities that other daemons' certificates must come from; unset: the system's."""
     trusted_key: tuple[str, ...] = ()
     """Public key (ed25519:...), or file of such lines, repeatable. Unsigned versions are refused; unset:
     signatures are not checked."""
@@ -120,9 +132,32 @@ class DaemonSettings(BaseModel):
             )
         return token
 
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if self.tls_cert is None and (self.tls_key or self.tls_client_ca):
+            raise ValueError("tls_key, tls_client_ca: mean nothing without --tls-cert")
+        return self
+
+    def server_tls(self) -> ssl.SSLContext | None:
+        """None: plain HTTP. Raises BadTls."""
+        if self.tls_cert is None:
+            return None
+        from weightcast.shared.daemon.tls import server_context
+
+        return server_context(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    def client_tls(self, url: str) -> ssl.SSLContext:
+        """For another daemon. Raises BadTls."""
+        from weightcast.shared.daemon.tls import client_context
+
+        return client_context(url, self.ca, self.tls_cert, self.tls_key)
+
     def missing(self) -> list[str]:
         """What is wrong with files that these settings name: looks at the disk."""
         found = [problem_of(partial(Trust.load, (key,))) for key in self.trusted_key]
+        found.append(problem_of(self.server_tls))
+        if self.ca is not None:
+            found.append(problem_of(partial(self.client_tls, "https:")))
         return [problem for problem in found if problem]
 
 

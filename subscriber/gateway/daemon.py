@@ -45,7 +45,10 @@ def find_gates(settings: GatewaySettings) -> FindGates:
         return lambda: listed
     if settings.publisher is not None:
         publisher = Daemon(
-            settings.publisher, _text(settings.publisher_token), token_from="WEIGHTCAST_PUBLISHER_TOKEN"
+            settings.publisher,
+            _text(settings.publisher_token),
+            token_from="WEIGHTCAST_PUBLISHER_TOKEN",
+            trust_for=settings.client_tls,
         )
         return lambda: _gates_of(parse_fleet(publisher.get(FLEET_PATH), publisher.url))
     assert settings.channel is not None
@@ -72,6 +75,7 @@ class GatewayDaemon:
         self.gateway = Gateway(
             _text(settings.gate_token),
             GatewayMetrics(self._registry),
+            settings.client_tls("https:"),
             hold_seconds=settings.hold,
             most=settings.requests,
             look_every=settings.poll_seconds,

@@ -91,12 +91,19 @@ class Gateway:
     gates; `most`: requests at a time, under way and waiting."""
 
     def __init__(
-        self, token: str | None, metrics: GatewayMetrics, *, hold_seconds: float, most: int, look_every: float
+        self,
+        token: str | None,
+        metrics: GatewayMetrics,
+        trust: ssl.SSLContext,
+        *,
+        hold_seconds: float,
+        most: int,
+        look_every: float,
     ) -> None:
         self.hosts = Hosts()
         self._key = {} if token is None else {"authorization": f"Bearer {token}"}
         self._metrics, self._hold_seconds, self._most = metrics, hold_seconds, most
-        self._look_every = look_every
+        self._look_every, self._trust = look_every, trust
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._requests: set[_Request] = set()
         self.waiting = 0
@@ -108,7 +115,7 @@ class Gateway:
     async def live(self, app: object) -> AsyncIterator[None]:
         """As a lifespan."""
         self._loop = asyncio.get_running_loop()
-        async with open_session(ssl.create_default_context()) as self._session:
+        async with open_session(self._trust) as self._session:
             yield
             for watcher in self._watchers.values():
                 watcher.cancel()
