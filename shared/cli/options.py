@@ -37,11 +37,24 @@ class Number(click.FloatRange):
         return number
 
 
+_METAVARS = {"CHANNEL_ADDRESS": "CHANNEL", "INTEGER RANGE": "INTEGER", "FLOAT RANGE": "NUMBER"}
+
+
 class Option(click.Option):
-    """Help names its variable of the environment and its default."""
+    """Help has type, variable and default as those of the daemons' settings have."""
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **{"show_envvar": True, "show_default": True} | attributes)
+
+    def make_metavar(self, ctx: click.Context) -> str:
+        name = super().make_metavar(ctx)
+        return (
+            "|".join(self.type.choices) if isinstance(self.type, click.Choice) else _METAVARS.get(name, name)
+        )
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        return record and (record[0], record[1].replace("[env var: ", "[").replace("  [", " ["))
 
 
 def option(*names: str, **attributes: Any) -> Callable[[F], F]:
@@ -73,7 +86,10 @@ sign_key_option = option(
     "--sign-key", type=path, envvar="WEIGHTCAST_SIGN_KEY", help="File with the key that signs."
 )
 threads_option = option(
-    "--threads", type=click.IntRange(min=1), help="Worker threads; unset: all usable cores."
+    "--threads",
+    type=click.IntRange(min=1),
+    envvar="WEIGHTCAST_THREADS",
+    help="Worker threads; unset: all usable cores.",
 )
 unfenced_option = option(
     "--unfenced",
@@ -94,14 +110,24 @@ def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
 
     added = [
         token_option,
-        option("--ca", type=path, envvar="WEIGHTCAST_CA", help="PEM file with authorities for https."),
+        option(
+            "--ca",
+            type=path,
+            envvar="WEIGHTCAST_CA",
+            help="PEM file with the authorities of https; unset: the system's.",
+        ),
         option(
             "--tls-cert",
             type=path,
             envvar="WEIGHTCAST_TLS_CERT",
-            help="PEM file with a certificate, for daemons that require one.",
+            help="PEM file with a certificate for daemons that require one.",
         ),
-        option("--tls-key", type=path, envvar="WEIGHTCAST_TLS_KEY", help="Its private key, unless in there."),
+        option(
+            "--tls-key",
+            type=path,
+            envvar="WEIGHTCAST_TLS_KEY",
+            help="PEM file with the private key of --tls-cert; unset: in the same file.",
+        ),
     ]
     for each in reversed(added):
         run = each(run)

@@ -109,7 +109,7 @@ def server_context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.
 def client_context(
     url: str, ca: Path | None = None, cert: Path | None = None, key: Path | None = None
 ) -> ssl.SSLContext:
-    """For http one that trusts nobody: to load the system's authorities takes a tenth of a second. `cert` and
+    """Trusts nobody for http: loading the system's authorities takes a tenth of a second. `cert` and
     `key` are shown to a daemon that asks for them. Raises BadTls."""
     context = _Context(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -285,7 +285,7 @@ def trusted(url: str, ca: Path | None = None, *, verify: bool = True) -> ssl.SSL
     try:
         context = client_context(url, ca)
     except BadTls as error:
-        raise BadEngineOption(f"--engine {url}: ca={ca}: {error.message}") from error
+        raise BadEngineOption(f"--engine {url}: ca={ca} cannot be read: {error.message}") from error
     if not verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
