@@ -50,12 +50,33 @@ if TYPE_CHECKING:
 @click.command
 @click.argument("checkpoint", type=path, help="HF checkpoint directory with the new weights.")
 @channel_option
-@option("--local", type=path, required=True, help="The publisher's own local checkpoint.")
 @option(
-    "--base", type=path, help="The run's base; remembered for the user and machine that created the channel."
+    "--local",
+    type=path,
+    required=True,
+    envvar="WEIGHTCAST_LOCAL",
+    help="The publisher's own local checkpoint: a separate directory.",
 )
-@option("--encoding", type=click.Choice(get_args(Encoding)), default="fast", help="Delta encoding.")
-@option("--layout", type=click.Choice(get_args(Layout)), default="plain", help="As of the publisher.")
+@option(
+    "--base",
+    type=path,
+    envvar="WEIGHTCAST_BASE",
+    help="HF checkpoint that the run starts from; remembered for the user and machine that made the channel.",
+)
+@option(
+    "--encoding",
+    type=click.Choice(get_args(Encoding)),
+    default="fast",
+    envvar="WEIGHTCAST_ENCODING",
+    help="Delta encoding.",
+)
+@option(
+    "--layout",
+    type=click.Choice(get_args(Layout)),
+    default="plain",
+    envvar="WEIGHTCAST_LAYOUT",
+    help="Layout of the channel: plain, or as Stitch's replicas read it.",
+)
 @option("--step", type=click.IntRange(min=0), help="The trainer's step.")
 @threads_option
 @option("--take-over", is_flag=True, help="Take the channel over from a publisher that seems alive.")

@@ -67,9 +67,8 @@ def open_lead(settings: SubscriberSettings) -> Lead:
         # an HTTP client takes long to import, and most commands ask nobody
         from weightcast.subscriber.groups.client import MemberClient
 
-        members = [
-            MemberClient(url, settings.secret(settings.group_token), lease) for url in settings.group_member
-        ]
+        token = settings.secret(settings.group_token)
+        members = [MemberClient(url, token, lease, settings.client_tls(url)) for url in settings.group_member]
     return Lead(
         members,
         name=f"{socket.gethostname()}:{settings.local.absolute()}"[:NAME_LIMIT],

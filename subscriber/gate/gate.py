@@ -29,9 +29,9 @@ from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from weightcast.shared.daemon.environment import port_of
-from weightcast.shared.daemon.http import Guard
+from weightcast.shared.daemon.http import CLOSE_SECONDS, Guard
 from weightcast.shared.daemon.logs import get_log
-from weightcast.shared.daemon.loop import CLOSE_SECONDS, listen, server_config
+from weightcast.shared.daemon.loop import listen, server_config
 from weightcast.shared.daemon.metrics import counted
 from weightcast.subscriber.gate import stitch
 from weightcast.subscriber.gate.conditions import answers_of, with_members
@@ -117,12 +117,13 @@ class Gate(Collector):
         self._thread: threading.Thread | None = None
         self.port, self.url = 0, ""
 
-    def start(self, host: str, port: int, url: str | None = None) -> None:
+    def start(self, host: str, port: int, url: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         """`url`: at which other machines reach it. Raises Refused if the address cannot be bound."""
         listener = listen(host, port)
         self.port = listener.getsockname()[1]
-        self.url = f"http://{_reachable(host)}:{self.port}" if url is None else url.rstrip("/")
-        self._server = uvicorn.Server(server_config(self._guard, MOST_CONNECTIONS))
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://{_reachable(host)}:{self.port}" if url is None else url.rstrip("/")
+        self._server = uvicorn.Server(server_config(self._guard, MOST_CONNECTIONS, tls))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="gate", daemon=True
         )
