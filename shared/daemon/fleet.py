@@ -21,6 +21,7 @@ from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_point
 from weightcast.shared.channel.reports import (
     CAUSES,
     UPDATES_LIMIT,
+    AdapterReport,
     ChannelClock,
     Heard,
     Report,
@@ -105,6 +106,7 @@ class Host(BaseModel, frozen=True):
     """newest first"""
     gate: str = ""
     """URL of its gate; empty: it has none"""
+    adapters: tuple[AdapterReport, ...] = ()
 
     @property
     def takes_part(self) -> bool:
