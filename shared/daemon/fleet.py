@@ -21,6 +21,7 @@ from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_point
 from weightcast.shared.channel.reports import (
     CAUSES,
     UPDATES_LIMIT,
+    AdapterReport,
     ChannelClock,
     Heard,
     Report,
@@ -109,6 +110,7 @@ class Host(BaseModel, frozen=True):
     """at its gate: `under_way`, `waiting`, `closed` (1: none is admitted), and outcomes since its start"""
     tokens: Mapping[str, int] = {}
     """of answers, by the version that served when they were admitted"""
+    adapters: tuple[AdapterReport, ...] = ()
 
     @property
     def takes_part(self) -> bool:
