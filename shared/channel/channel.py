@@ -50,6 +50,7 @@ from weightcast.shared.channel.run_files import (
     CHANNEL_FILE_LIMIT,
     Base,
     ChannelFile,
+    check_component,
     parse_base,
     parse_channel_file,
 )
@@ -188,6 +189,7 @@ class Channel:
             base = parse_base(data)
         if stated is not None:
             require_same(stated, stated_by_base(base, stated.time), place)
+        check_component(base.component, store.component, place)
         if base.run_id != parsed.run_id:
             raise DamagedFile(
                 f"{place} is of run {base.run_id}, channel.json of {parsed.run_id}",

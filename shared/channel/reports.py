@@ -39,6 +39,7 @@ PROBE_SECONDS = 60.0
 _COARSE = 2.0
 """seconds to which file times may be rounded"""
 TimeSource = Literal["channel", "local", "unknown"]
+ADAPTERS_LIMIT = 128
 _ENGINES_LIMIT = 64
 _ENGINE_TEXT = 64
 _BRIEF_ENGINES, _BRIEF_TEXT = 16, 256
@@ -65,6 +66,20 @@ class Update:
     seconds: Mapping[str, float]
     bytes: int
     outcome: _Word
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """An adapter on a host. `name`: `adapter/NAME`; `version`: the newest that engines have loaded;
+    `main_version`: of `main`, on which it was trained; `target`: the newest in the channel. `state`: `ready`,
+    or what keeps it."""
+
+    name: _Line
+    version: int | None
+    target: int | None
+    main_version: int | None
+    state: _State
+    error: _Line = ""
 
 
 @dataclass(frozen=True)
@@ -100,6 +115,7 @@ class Report:
     """newest first"""
     gate: _Line = ""
     """URL of its gate; empty: it has none"""
+    adapters: tuple[AdapterReport, ...] = ()
 
 
 def write_report(store: Store, report: Report) -> float:
@@ -124,12 +140,15 @@ def pack_report(report: Report) -> bytes:
         remedy=_plain(report.remedy),
         updates=report.updates[:UPDATES_LIMIT],
         engines=report.engines[:_ENGINES_LIMIT],
+        adapters=report.adapters[:ADAPTERS_LIMIT],
     )
     while len(data := write_object({"format": FORMAT, **asdict(report)})) > REPORT_LIMIT:
         if report.updates:
             report = replace(report, updates=report.updates[:-1])
         elif report.engines:
             report = replace(report, engines=report.engines[:-1])
+        elif report.adapters:
+            report = replace(report, adapters=report.adapters[:-1])
         else:
             break
     return data
@@ -155,12 +174,20 @@ def parse_report(data: bytes, what: str, updates: int = UPDATES_LIMIT) -> Report
         engines=tuple(cast(list[dict[str, object]], engines)),
         bytes=_bytes(members, what) if "bytes" in members else {},
         updates=_updates(members, what, updates) if "updates" in members else (),
+        adapters=_adapters(members, what) if "adapters" in members else (),
     )
 
 
 def _bytes(members: Members, what: str) -> dict[str, int]:
     found = Members(members.object("bytes"), f"{what}: bytes")
     return {cause: found.integer(cause) for cause in CAUSES if cause in found}
+
+
+def _adapters(members: Members, what: str) -> tuple[AdapterReport, ...]:
+    rows = members.array("adapters")
+    if len(rows) > ADAPTERS_LIMIT:
+        raise members.bad("adapters", f"at most {ADAPTERS_LIMIT} objects")
+    return tuple(Members(row, f"{what}: adapters").record(AdapterReport, absent=("error",)) for row in rows)
 
 
 def _updates(members: Members, what: str, most: int) -> tuple[Update, ...]:

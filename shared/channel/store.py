@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.files.disk_errors import DiskError, disk_remedy, disk_text, is_lasting
 from weightcast.shared.files.paths import file_name
@@ -146,6 +147,8 @@ class Entry:
 class Placed:
     """Stores at one place are equal."""
 
+    component: str = MAIN
+
     def place(self, key: str = "") -> str:
         raise NotImplementedError
 
@@ -184,6 +187,9 @@ class Writer(Protocol):
 class Store(Protocol):
     """Objects of a channel, or of a directory within it. Safe for several threads. A store makes the
     directories that its keys need, never its own: nothing is written where a mount or an attempt is gone."""
+
+    component: str
+    """of the run whose channel is here, as `component_store` sets it"""
 
     @property
     def renames(self) -> bool:

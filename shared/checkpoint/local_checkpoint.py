@@ -212,13 +212,15 @@ class LocalCheckpoint(TensorFiles):
             return None
         try:
             base = read_base(paths)
-            checkpoint = open_checkpoint(directory, follow_links=False)
+            checkpoint = open_checkpoint(directory, follow_links=False, adapter=base.is_adapter)
         except FileNotFoundError as error:
             raise NeedsReseed(f"{error.filename} is gone", remedy=_SEEDED_AGAIN) from error
         except Refused as error:
             # a kill while seeding may leave no weights at all
             raise NeedsReseed(error.message, remedy=_SEEDED_AGAIN) from error
-        if checkpoint.table != base.table or len(state.position.lanes) != LANES_BYTES * len(base.table):
+        if checkpoint.table.specs != base.table.specs or len(state.position.lanes) != LANES_BYTES * len(
+            base.table
+        ):
             raise NeedsReseed(f"{directory}: its tensors differ from the run's base", remedy=_SEEDED_AGAIN)
         check_roots(paths.state, state, base.table)
         return cls(paths, base, state, checkpoint, threads=threads)

@@ -11,6 +11,7 @@ from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import (
     REPORT_LIMIT,
+    AdapterReport,
     Report,
     ReportReader,
     Update,
@@ -33,6 +34,7 @@ REPORT = Report(
     engines=({"name": "sglang", "served": 7, "paused": None},),
     counter=3,
     software="weightcast 0.1.0",
+    adapters=(AdapterReport("adapter/math", 17, 18, 3, "loading"),),
 )
 
 
@@ -87,6 +89,9 @@ def test_of_too_many_reports_the_youngest_count(tmp_path: Path) -> None:
         {"engines": {}},
         {"engines": [1]},
         {"engines": [{}] * 65},
+        {"adapters": {}},
+        {"adapters": [{"name": "adapter/math"}]},
+        {"adapters": [{}] * 129},
         {"counter": None},
         {"lag": 1.5},
         {"last_error": "x" * 4097},
