@@ -69,8 +69,8 @@ class ExportedAdapters:
         return sorted(path.name for path in room.iterdir()) if is_directory(room) else []
 
     def scan(self) -> Iterator[Exported]:
-        """Reads every byte. What a kill left half done, or whose bytes are no longer those that were exported,
-        is deleted."""
+        """Reads every byte. What a kill left half done is deleted, and what has other bytes than were
+        exported."""
         for path in sorted(self.directory.iterdir()) if is_directory(self.directory) else ():
             if _OURS(path.name) is None:
                 continue
@@ -80,7 +80,12 @@ class ExportedAdapters:
                 self._remove(path)
 
     def export(
-        self, name: str, local: LocalCheckpoint, index: Index, carried: Collection[str], readers: Readers | None
+        self,
+        name: str,
+        local: LocalCheckpoint,
+        index: Index,
+        carried: Collection[str],
+        readers: Readers | None,
     ) -> Exported:
         """A copy of the local version of an adapter, as its index describes it, with the files that it
         carries. Raises Refused where its config is not among them, and NeedsReseed where the copied bytes are
@@ -89,6 +94,7 @@ class ExportedAdapters:
         there = self.directory / made.directory
         draft = there.with_name(there.name + _DRAFT)
         self._remove(draft)
+        self._remove(there)
         if CONFIG not in carried:
             raise Refused(f"{made.label} has no {CONFIG}", remedy="publish the directory that PEFT saved")
         draft.mkdir(parents=True)
@@ -106,7 +112,6 @@ class ExportedAdapters:
         if readers is not None:
             grant_read_within(draft, readers)
             self.directory.chmod(local.directory.stat().st_mode & 0o7777)
-        self._remove(there)
         draft.rename(there)
         failpoint("adapter.exported", there)
         durable.sync_directory(self.directory)
@@ -138,6 +143,8 @@ def _read(path: Path) -> Exported:
     check_format(members, what)
     found = members.record(Exported)
     records = side_records(members, what)
-    if found.directory != path.name or any(file_record(path / each.name, each.name) != each for each in records):
+    if found.directory != path.name or any(
+        file_record(path / each.name, each.name) != each for each in records
+    ):
         raise DamagedFile(f"{path} is not what was exported")
     return found

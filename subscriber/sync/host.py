@@ -252,8 +252,16 @@ class StepHost:
                 f"engine {one.name}{' failed' if one.failed else ''}: {one.reason or 'not reloaded yet'}"
                 for one in self.engines.engines
                 if one.name not in serving
-            )
+            ),
+            *(
+                f"adapter {one.name}: {one.error or 'not loaded yet'}"
+                for one in self.status.adapters
+                if not one.ready
+            ),
         )
+        for one in self.status.adapters:
+            if one.ready and one.error:
+                self.degrade(f"adapter {one.name}: {one.error}")
 
     def degrade(self, reason: str) -> None:
         if reason and reason not in self.status.degraded:
