@@ -21,6 +21,7 @@ from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_point
 from weightcast.shared.channel.reports import (
     CAUSES,
     UPDATES_LIMIT,
+    AdapterReport,
     ChannelClock,
     Heard,
     Report,
@@ -105,6 +106,7 @@ class Host(BaseModel, frozen=True):
     """newest first"""
     gate: str = ""
     """URL of its gate; empty: it has none"""
+    adapters: tuple[AdapterReport, ...] = ()
 
     @property
     def takes_part(self) -> bool:
@@ -130,7 +132,14 @@ class Host(BaseModel, frozen=True):
         """With so many characters of each text and so many engines, without updates."""
         texts = ("host", "local", "run_id", "target", "last_error", "remedy", "software")
         cut: dict[str, object] = {name: getattr(self, name)[:text] for name in texts}
-        return self.model_copy(update={**cut, "engines": self.engines[:engines], "updates": ()})
+        return self.model_copy(
+            update={
+                **cut,
+                "engines": self.engines[:engines],
+                "updates": (),
+                "adapters": self.adapters[:engines],
+            }
+        )
 
 
 class Counts(BaseModel, frozen=True):
