@@ -66,6 +66,9 @@ class _Adapter:
     here: int | None = None
     """the version of its local checkpoint, as far as this process brought it there"""
     versions: dict[int, Exported] = field(default_factory=dict)
+    """exported, by number"""
+    newest: Exported | None = None
+    """that was ever here"""
     error: WeightcastError | None = None
     old_since: dict[int, float] = field(default_factory=dict)
     """when a version that engines may have was first not kept any more"""
@@ -112,8 +115,9 @@ class Adapters:
         """What an earlier process left here. Before any engine is paused."""
         if self._begun:
             return
-        for found in self._exported.scan():
-            self._adapter(found.name).versions[found.version] = found
+        for found in sorted(self._exported.scan(), key=lambda each: each.version):
+            one = self._adapter(found.name)
+            one.versions[found.version] = one.newest = found
         for name in self._exported.left():
             self._adapter(name)
         try:
@@ -238,21 +242,23 @@ class Adapters:
             raise RetryLater(
                 f"the index of {one.name}@{position.version} is gone", remedy="wait for a newer one"
             )
-        if self._is_past(index):
+        made = Exported(one.name, index.version, position.digest, index.main_version, index.main_root)
+        one.newest = made
+        if self._is_past(made):
             return
         carried = [name for name in one.updater.side_files.names(position) if "/" not in name]
         try:
-            made = self._exported.export(one.name, local, index, carried, self._options.readable_by)
+            self._exported.export(made, local, carried, self._options.readable_by)
         except NeedsReseed:
             one.updater.rehash()  # the next step repairs it
             raise
         one.versions[made.version] = made
 
-    def _is_past(self, of: Exported | Index) -> bool:
+    def _is_past(self, of: Exported) -> bool:
         """Whether it belongs to main weights that this host has left."""
         return not self._fits(of) and of.main_version < self._main.version
 
-    def _fits(self, of: Exported | Index) -> bool:
+    def _fits(self, of: Exported) -> bool:
         return self._options.allow_base_drift or of.main_root == self._main.root
 
     def _kept(self, one: _Adapter) -> list[Exported]:
@@ -400,7 +406,7 @@ class Adapters:
         for one in self._adapters.values():
             if not self._wanted(one):
                 continue
-            kept, newest = self._kept(one), one.versions.get(max(one.versions, default=0))
+            kept, newest = self._kept(one), one.newest
             in_all = [each.version for each in kept if all(each.label in its for its in held)]
             loaded = in_all if len(held) == len(engines) else []
             text = "" if one.error is None else one.error.message

@@ -14,7 +14,7 @@ from annotated_types import Ge, MaxLen
 
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
-from weightcast.shared.channel.index import Index, file_record
+from weightcast.shared.channel.index import file_record
 from weightcast.shared.channel.run_files import FORMAT, check_format, side_records, write_file_records
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers, grant_read_within
 from weightcast.shared.checkpoint.verify.hashing import hash_tensors
@@ -80,17 +80,10 @@ class ExportedAdapters:
                 self._remove(path)
 
     def export(
-        self,
-        name: str,
-        local: LocalCheckpoint,
-        index: Index,
-        carried: Collection[str],
-        readers: Readers | None,
-    ) -> Exported:
-        """A copy of the local version of an adapter, as its index describes it, with the files that it
-        carries. Raises Refused where its config is not among them, and NeedsReseed where the copied bytes are
-        not the version's."""
-        made = Exported(name, index.version, local.state.position.digest, index.main_version, index.main_root)
+        self, made: Exported, local: LocalCheckpoint, carried: Collection[str], readers: Readers | None
+    ) -> None:
+        """A copy of the local version of an adapter, with the files that it carries. Raises Refused where its
+        config is not among them, and NeedsReseed where the copied bytes are not the version's."""
         there = self.directory / made.directory
         draft = there.with_name(there.name + _DRAFT)
         self._remove(draft)
@@ -104,8 +97,9 @@ class ExportedAdapters:
         failpoint("adapter.copied", draft)
         with ReadCheckpoint(open_checkpoint(draft, follow_links=False, adapter=True)) as read:
             found = root(local.table, hash_tensors(local.table, read, threads=local.threads))
-        if found != index.root:
-            raise NeedsReseed(f"{made.label}: its copy has root {found[:16]}, expected {index.root[:16]}")
+        expected = local.state.position.root
+        if found != expected:
+            raise NeedsReseed(f"{made.label}: its copy has root {found[:16]}, expected {expected[:16]}")
         files = write_file_records(file_record(draft / file, file) for file in names)
         facts = {key: getattr(made, key) for key in Exported.__dataclass_fields__}
         durable.replace(draft / _RECORD, write_object({"format": FORMAT, **facts, "side_files": files}))
@@ -115,7 +109,6 @@ class ExportedAdapters:
         draft.rename(there)
         failpoint("adapter.exported", there)
         durable.sync_directory(self.directory)
-        return made
 
     def delete(self, exported: Exported) -> None:
         self._remove(self.directory / exported.directory)
