@@ -272,6 +272,9 @@ class PublishJob:
     input"""
     request: str = ""
     """written into the version's index, by which whoever asked for the version finds it again"""
+    trained_on: tuple[int, str] | None = None
+    """of an adapter: the version of main that it belongs to, and its root; None: as version `carried_of` or
+    the previous one"""
     check_allowed: Callable[[], None] | None = None
     """called before anything is written to the channel; raises what forbids it"""
     on_pointer_moved: Callable[[PublishReport], None] | None = None

@@ -117,11 +117,13 @@ class CheckpointWeights(NewWeights):
 
     by_flags = True
 
-    def __init__(self, directory: Path, *, follow_links: bool = True) -> None:
+    def __init__(self, directory: Path, *, follow_links: bool = True, adapter: bool = False) -> None:
+        """`adapter`: as of `open_checkpoint`."""
+        opened = partial(open_checkpoint, directory, follow_links=follow_links, adapter=adapter)
         try:
-            self._before = identities(open_checkpoint(directory, follow_links=follow_links))
+            self._before = identities(opened())
             # headers read before the identities were taken may be of other files
-            self.checkpoint: Checkpoint = open_checkpoint(directory, follow_links=follow_links)
+            self.checkpoint: Checkpoint = opened()
             self._read = ReadCheckpoint(self.checkpoint)
         except FileNotFoundError as error:
             raise Refused(
@@ -241,7 +243,9 @@ class GivenWeights(NewWeights):
                 made[key] = RawTensor(one.spec.dtype, one.spec.shape, _copy(one))
             is_whole = one.spec == one.whole
             given[name] = made[key] if is_whole else Shard(made[key], one.box.offsets, one.whole.shape)
-        return GivenWeights(given)
+        copy = GivenWeights(given)
+        copy.facts = self.facts
+        return copy
 
     def box(self, name: str) -> Box:
         return self._given[name].box

@@ -128,24 +128,38 @@ def add_component(channel: Channel, name: str) -> Component:
 
     def added(there: Component | None) -> Component:
         if there is not None and not there.active:
-            raise retired(name)
+            raise _retired(name)
         return there or Component(check_name(name), "active", time.time())
 
     return _put(channel, name, added)
 
 
 def retire_component(channel: Channel, name: str) -> Component:
-    """Raises Refused for one that is not listed. A retired one stays as it is."""
+    """Raises Refused where it is not listed. A retired one stays as it is."""
 
     def ended(there: Component | None) -> Component:
         if there is None:
-            raise Refused(f"{channel.place} has no component {name}", remedy="check the name")
+            raise _unknown(channel, name)
         return replace(there, state="retired", retired=time.time()) if there.active else there
 
     return _put(channel, name, ended)
 
 
-def retired(name: str) -> Refused:
+def require_active(channel: Channel, name: str) -> None:
+    """Raises Refused for a component that is not listed, or retired."""
+    there = next((each for each in read_components(channel) if each.name == name), None)
+    if there is None:
+        raise _unknown(channel, name)
+    if not there.active:
+        raise _retired(name)
+
+
+def _unknown(channel: Channel, name: str) -> Refused:
+    remedy = "check the name; `weightcast channel component log` lists them"
+    return Refused(f"{channel.place} has no component {name}", remedy=remedy)
+
+
+def _retired(name: str) -> Refused:
     return Refused(f"{name} is retired", remedy="add the adapter under another name")
 
 

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.text import Text
 
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import Refused, WeightcastError, counted
 from weightcast.shared.channel.channel import require_named
 from weightcast.shared.channel.directory_store import open_store
@@ -127,6 +128,7 @@ def fleet(
 )
 @option("--min-hosts", type=int, help="Minimum number of hosts.")
 @option("--timeout", type=Number(min=0.0), default=600.0, help="Timeout in seconds.")
+@option("--component", default=MAIN, help="adapter/NAME: of this adapter, as engines have it loaded.")
 @any_channel_option
 @url_option
 @token_option
@@ -136,6 +138,7 @@ def wait(
     fraction: float | None,
     min_hosts: int | None,
     timeout: float,
+    component: str,
     channel: ChannelAddress | None,
     url: str | None,
     token: str | None,
@@ -143,7 +146,15 @@ def wait(
 ) -> None:
     """Wait until hosts are ready with a version: one, or as many as requested. Exit code 4 on timeout."""
     with _Source(channel, url, token).looking(updates=0) as look:
-        hosts = wait_for_version(look, version, min_hosts, fraction, timeout, poll_seconds=_WATCH_SECONDS / 2)
+        hosts = wait_for_version(
+            look,
+            version,
+            min_hosts,
+            fraction,
+            timeout,
+            poll_seconds=_WATCH_SECONDS / 2,
+            component=component,
+        )
     facts = {"version": version, "hosts": hosts}
     Output(json=as_json).result(
         facts,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.elements import MAIN, TensorTable
 from weightcast.shared.base.errors import (
     MEND_CHANNEL,
     DamagedFile,
@@ -434,8 +434,8 @@ def remember_base(run_id: str, base: Path) -> None:
 
 def recorded_base(channel: Channel) -> Path | None:
     """The base from which this user made `channel` on this machine, not looked at. None: no record, or it is
-    gone."""
-    path = _base_path(channel)
+    gone; an adapter has none."""
+    path = _base_path(channel) if channel.store.component == MAIN else None
     return path if path is not None and is_directory(path) else None
 
 
