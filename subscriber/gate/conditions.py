@@ -149,7 +149,7 @@ def _adapter(text: object, adapters: Collection[str]) -> tuple[str, int | None] 
 
 def with_members(body: bytes, added: Mapping[str, str]) -> bytes:
     """An object with the members `added`: before the text of a member that is there (of a list: of each),
-    with a slash between them. A body that is not an object stays as it is."""
+    with a dot between them. A body that is not an object stays as it is."""
     start = len(body) - len(body.lstrip())
     if not added or body[start : start + 1] != b"{":
         return body
@@ -177,4 +177,4 @@ def _members(body: bytes, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _joined(text: str, own: object) -> str:
-    return f"{text}/{own}" if own else text
+    return f"{text}.{own}" if own else text

@@ -344,7 +344,9 @@ class Gate(Collector):
         added = {}
         if scope["method"] == "POST":
             salt = "extra_key" if engine.kind == "sglang" else "cache_salt"
-            added = {salt: f"{self._run_id()}.{call.low}{call.adapter_label}"}
+            # vLLM refuses some characters in it
+            of_adapter = f".{call.adapter}.{call.adapter_version}" if call.adapter else ""
+            added = {salt: f"{self._run_id()}.{call.low}{of_adapter}"}
             if engine.kind == "sglang" and not asked.rids:
                 added["rid"] = call.rids[0]
         given = asked.body_for(engine.kind, call.adapter_label) if call.adapter else asked.body

@@ -75,6 +75,10 @@ class Engine:
     async def complete(self, request: Request) -> Response:
         asked = await request.json()
         self.requests.append({"headers": dict(request.headers), **asked})
+        if set(asked.get(self.salt) or "") & set("@/\\\0"):
+            return JSONResponse(
+                {"error": {"message": "Parameter 'cache_salt' must not contain '@', '/'"}}, 400
+            )
         if "@" in asked.get("model", "") and asked["model"] not in self.adapters:
             return JSONResponse({"error": {"message": "no such model"}}, 404)
         if asked.get("stream"):
