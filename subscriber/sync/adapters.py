@@ -90,7 +90,7 @@ class Adapters:
         self._host, self._options, self._engines = host, host.options, host.engines
         self._store, self._exported = host.updater.store, ExportedAdapters(host.options.local / "adapters")
         self._adapters: dict[str, _Adapter] = {}
-        self._main: Position
+        self._main: Position | None = None
         """of the main component, as it is here"""
         self._loaded: dict[str, _Loaded] = {}
         """by engine"""
@@ -103,6 +103,7 @@ class Adapters:
         self._saving = threading.Lock()
         self._run: Channel | None = None
         self._looks = Due(0.0 if self._store.renames else _REGISTRY_SECONDS, host.clock)
+        host.adapters = self._status
         for engine in self._engines.engines:
             engine.before_pause = partial(self.withdraw, engine)
 
@@ -155,7 +156,6 @@ class Adapters:
         for one in list(self._adapters.values()):
             self._bring(one, engines, follow)
         self._new.clear()
-        self._host.note(adapters=tuple(self._status()))
 
     def _bring(self, one: _Adapter, engines: Sequence[HostEngine], follow: bool) -> None:
         """One adapter to its newest version, as far as it goes."""
@@ -256,10 +256,10 @@ class Adapters:
 
     def _is_past(self, of: Exported) -> bool:
         """Whether it belongs to main weights that this host has left."""
-        return not self._fits(of) and of.main_version < self._main.version
+        return not self._fits(of) and self._main is not None and of.main_version < self._main.version
 
     def _fits(self, of: Exported) -> bool:
-        return self._options.allow_base_drift or of.main_root == self._main.root
+        return self._options.allow_base_drift or (self._main is not None and of.main_root == self._main.root)
 
     def _kept(self, one: _Adapter) -> list[Exported]:
         """Newest first."""
@@ -400,6 +400,7 @@ class Adapters:
     # for people
 
     def _status(self) -> Iterator[AdapterStatus]:
+        """Also while engines are reloaded."""
         engines = self._engines.engines
         found = [(engine.facts.process, self._loaded.get(engine.name)) for engine in engines]
         held = [each.digests for process, each in found if each and each.process == process]
@@ -410,7 +411,7 @@ class Adapters:
             in_all = [each.version for each in kept if all(each.label in its for its in held)]
             loaded = in_all if len(held) == len(engines) else []
             text = "" if one.error is None else one.error.message
-            if not text and newest is not None and newest not in kept:
+            if not text and newest is not None and self._main is not None and not self._fits(newest):
                 text = (
                     f"version {newest.version} belongs to main version {newest.main_version}, and this host "
                     f"has {self._main.version}"

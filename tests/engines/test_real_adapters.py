@@ -161,7 +161,7 @@ def test_main_weights_move_with_lora_enabled(lora: Lora) -> None:
     for _ in range(3):
         main = lora.run.publish()
         wait_until(lambda: served(lora.host) == lora.run.newest, f"main version {main} served")
-        assert lora.loaded() == [] and not lora.host.ready
+        wait_until(lambda: lora.loaded() == [] and not lora.host.ready, "the adapters of the old main gone")
         assert [card["id"] for card in lora.server.fetch("/v1/models")["data"]] == ["tiny"]
         assert lora.misfits(lora.gate.ask(LONG), "", main) == []
         label = lora.publish()

@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from crashes import killed, started
+from crashes import killed, killed_at, started
 from doubles import Answer, Drop
 from hosts import VLLM, Host, Run, SGLang, Site
+from in_process import Command
 
 from weightcast.subscriber.status import AdapterStatus
 from weightcast.subscriber.sync.adapters import GRACE_SECONDS
@@ -325,6 +326,27 @@ def test_killed_at_every_step_of_a_version(site: Site, event: str) -> None:
     assert number > 1
 
 
+@pytest.mark.parametrize(
+    "failpoint",
+    ["copied", "exported", "loaded", "recorded", "unloaded", "deleting", "withdrawn"],
+)
+def test_killed_at_its_failpoints(site: Site, failpoint: str) -> None:
+    run, engine = site.run(), VLLM()
+    host = site.host(run, engine, adapters_kept=1)
+    run.publish_adapter()
+    host.step()
+    if failpoint == "withdrawn":
+        run.publish()
+    label = run.publish_adapter()
+    host.sync.close()
+    assert killed_at(lambda: all_steps(host), f"adapter.{failpoint}")
+    host.start()
+    all_steps(host)
+    assert host.status.ready and engine.loaded == expected(run, label)
+    assert exported(host) == ["math-v000002"] and not engine.paused
+    assert list((host.local / "adapters").glob("*.tmp")) == []
+
+
 def all_steps(host: Host) -> None:
     """Until the version before is unloaded and deleted."""
     started(host)
@@ -354,3 +376,20 @@ def test_killed_while_main_moves(site: Site, event: str) -> None:
     else:
         pytest.fail("never came to an end")
     assert number > 1
+
+
+def test_a_single_sync_brings_adapters_too(site: Site, run: Run, weightcast: Command) -> None:
+    engine = VLLM()
+    run.publish_adapter()
+    words = ["sync", "--channel", run.channel, "--base", run.base_dir, "--local", site.root / "host"]
+    words += ["--engine", site.option(engine), "--json"]
+    done = weightcast(*words)
+    assert done.code == 0 and engine.loaded == expected(run, "math@1")
+    [told] = done.json["adapters"]
+    assert (told["state"], told["loaded"]) == ("loaded", [1])
+    engine.restart()
+    engine.lora = False
+    done = weightcast(*words)
+    assert done.code == 5 and "--enable-lora" in done.out
+    words[-1] = "--adapters=none"
+    assert weightcast(*words).code == 0
