@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex, get_args
 
 from weightcast.publisher.components import (
-    AdapterConfig,
     AdapterWeights,
     Components,
     TrainedOn,
-    add_config,
     component_local,
-    tensors_in,
     tensors_of,
     trained_on,
 )
@@ -48,7 +45,13 @@ from weightcast.publisher.publish.stitch import Layout, StitchPointer, check_lay
 from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
-from weightcast.publisher.weights.config import CONFIG, carried_bytes, changed_configs, check_config
+from weightcast.publisher.weights.config import (
+    CONFIG,
+    AdapterConfig,
+    carried_bytes,
+    changed_configs,
+    check_config,
+)
 from weightcast.publisher.weights.device_side import Baselines, When
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
 from weightcast.publisher.weights.given import whole_step
@@ -322,17 +325,23 @@ class Publisher:
             return state.position.version, state.position.root
         return trained_on(Channel.open(self.store, self._trust), number)
 
-    def _adapter(
+    def _given(
         self,
-        weights: NewWeights,
+        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
         component: str,
         config: AdapterConfig,
-        main_version: SupportsIndex | None,
+    ) -> GivenWeights:
+        if config is not None and component == MAIN and self._of is None:
+            raise Refused("adapter_config= is not for main", remedy='give component="adapter/NAME" too')
+        return GivenWeights(named_tensors, self.baselines if component == MAIN else None, config)
+
+    def _for(
+        self, component: str, first: Callable[[], NewWeights], main_version: SupportsIndex | None
     ) -> tuple[Publisher, TrainedOn | None]:
-        """Who publishes `weights`, which get their configuration, and what they were trained on."""
-        publisher = self.component(component, lambda: tensors_of(weights))
-        add_config(weights, config)
-        return publisher, self.trained_on(main_version) if self._rank.number == 0 else None
+        """Who publishes a component that begins with the weights `first`, and what they were trained on."""
+        publisher = self.component(component, lambda: tensors_of(first()))
+        named = publisher._of is not None and self._rank.number == 0
+        return publisher, self.trained_on(main_version) if named else None
 
     def __enter__(self) -> Self:
         return self
@@ -475,15 +484,12 @@ class Publisher:
                 component=component,
                 main_version=main_version,
             )
-        if self._of is not None or component != MAIN:
-            given = GivenWeights(named_tensors)
-            publisher, belongs = self._adapter(given, component, adapter_config, main_version)
-            return publisher.publish_weights(
-                lambda: given, step=step, advance=advance, watching=watching, trained_on=belongs
-            )
         # once: a second look at an iterator would see nothing
-        read = functools.cache(lambda: GivenWeights(named_tensors, self.baselines))
-        return self.publish_weights(read, step=step, advance=advance, watching=watching)
+        read = functools.cache(lambda: self._given(named_tensors, component, adapter_config))
+        publisher, belongs = self._for(component, read, main_version)
+        return publisher.publish_weights(
+            read, step=step, advance=advance, watching=watching, trained_on=belongs
+        )
 
     def submit(
         self,
@@ -522,11 +528,9 @@ class Publisher:
         if hold not in get_args(Hold):
             raise Refused(f"hold is {hold!r}", remedy='give "tensors" or "copy"')
         number = whole_step(step, self._world_size)
-        if self._of is not None or component != MAIN:
-            given = GivenWeights(named_tensors)
-            publisher, belongs = self._adapter(given, component, adapter_config, main_version)
-            return publisher._submit(given, number, when_busy, hold, belongs)
-        return self._submit(GivenWeights(named_tensors, self.baselines), number, when_busy, hold)
+        weights = self._given(named_tensors, component, adapter_config)
+        publisher, belongs = self._for(component, lambda: weights, main_version)
+        return publisher._submit(weights, number, when_busy, hold, belongs)
 
     def _submit(
         self,
@@ -534,7 +538,7 @@ class Publisher:
         step: int | None,
         when_busy: WhenBusy,
         hold: Hold,
-        belongs: TrainedOn | None = None,
+        belongs: TrainedOn | None,
     ) -> Handle:
         if hold == "copy":
             # not before the one in flight has let go of its own
@@ -617,13 +621,10 @@ class Publisher:
         Raises:
             Refused: The checkpoint does not fit the run, or changes while it is read.
         """
-        publisher = self.component(component, lambda: tensors_in(directory))
+        publisher, belongs = self._for(component, lambda: AdapterWeights(Path(directory)), main_version)
+        read = functools.partial(publisher.open_checkpoint, directory, ExportRules.of(cast, rename, drop))
         return publisher.publish_weights(
-            functools.partial(publisher.open_checkpoint, directory, ExportRules.of(cast, rename, drop)),
-            step=step,
-            advance=advance,
-            watching=watching,
-            trained_on=self.trained_on(main_version) if publisher._of is not None else None,
+            read, step=step, advance=advance, watching=watching, trained_on=belongs
         )
 
     def open_checkpoint(self, directory: str | Path, rules: ExportRules = NO_RULES) -> NewWeights:

@@ -4,13 +4,12 @@ needed; what a version of an adapter carries and names besides its weights."""
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from weightcast.publisher.publish.commit import Signer
 from weightcast.publisher.ranks.rendezvous import Rank, looks
@@ -22,7 +21,7 @@ from weightcast.publisher.weights.config import (
     read_config,
 )
 from weightcast.publisher.weights.match import bare_name
-from weightcast.publisher.weights.tensors import CheckpointWeights, InputFacts, NewWeights
+from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import NotInTime, Refused
 from weightcast.shared.base.failpoints import failpoint
@@ -54,8 +53,6 @@ from weightcast.shared.files.hf_checkpoint import ADAPTER_CONFIG, ADAPTER_MODEL
 
 _OF_A_MODEL = re.compile(r"lora_(A|B|embedding_A|embedding_B)\.(?!weight$|bias$)[^.]+(\.|$)")
 """a model has the adapter's name there"""
-AdapterConfig = Mapping[str, Any] | str | Path | None
-"""peft's, as a mapping or a file; None: that of the previous version"""
 TrainedOn = tuple[int, str]
 """a version of main, and its root"""
 
@@ -75,7 +72,8 @@ def component_local(local: Path, name: str) -> Path:
 def tensors_of(weights: NewWeights) -> TensorTable:
     """Of a component that begins with these weights: names as peft saves them. Raises Refused for names of a
     model with adapters in it."""
-    specs = [spec._replace(name=bare_name(spec.name)) for spec in weights.table]
+    with contextlib.closing(weights):
+        specs = [spec._replace(name=bare_name(spec.name)) for spec in weights.table]
     for spec in specs:
         if _OF_A_MODEL.search(spec.name):
             raise Refused(
@@ -85,10 +83,9 @@ def tensors_of(weights: NewWeights) -> TensorTable:
     return TensorTable.of(specs)
 
 
-def tensors_in(adapter: str | Path) -> TensorTable:
+def tensors_in(adapter: Path) -> TensorTable:
     """As `tensors_of`, of a directory."""
-    with contextlib.closing(AdapterWeights(Path(adapter))) as weights:
-        return tensors_of(weights)
+    return tensors_of(AdapterWeights(adapter))
 
 
 def init_component(
@@ -203,23 +200,3 @@ class AdapterWeights(CheckpointWeights):
         except BaseException:
             self.close()
             raise
-
-
-def add_config(weights: NewWeights, config: AdapterConfig) -> None:
-    """To tensors the configuration of their adapter."""
-    if config is None:
-        return
-    path = Path(ADAPTER_CONFIG) if isinstance(config, Mapping) else Path(config)
-    try:
-        said = config if isinstance(config, Mapping) else read_config(path)
-        data = json.dumps(said, indent=2, sort_keys=True, default=_plain).encode()
-    except (TypeError, FileNotFoundError) as error:
-        raise Refused(f"{path}: {error}", remedy="give peft_config.to_dict(), or peft's file") from error
-    weights.facts = InputFacts(configs={ADAPTER_CONFIG: digest_of(data)}, carry={ADAPTER_CONFIG: data})
-
-
-def _plain(value: object) -> object:
-    """peft has sets, and enums, which are text."""
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from weightcast.publisher.weights.config import AdapterConfig, adapter_config, digest_of
 from weightcast.publisher.weights.device_side import Baselines, DeviceComparison, words_of
 from weightcast.publisher.weights.given import (
     CastTensor,
@@ -218,8 +219,12 @@ class GivenWeights(NewWeights):
         self,
         named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
         baselines: Baselines | None = None,
+        config: AdapterConfig = None,
     ) -> None:
-        """`baselines`: of the publisher, for tensors on devices."""
+        """`baselines`: of the publisher, for tensors on devices; `config`: of an adapter."""
+        carry = adapter_config(config)
+        if carry:
+            self.facts = InputFacts(configs={n: digest_of(data) for n, data in carry.items()}, carry=carry)
         given: dict[str, _Given] = {}
         for name, tensor in pairs_of(named_tensors):
             one = _Given.of(name, tensor)

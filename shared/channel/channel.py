@@ -10,7 +10,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.elements import MAIN, TensorTable
 from weightcast.shared.base.errors import (
     MEND_CHANNEL,
     DamagedFile,
@@ -277,6 +277,8 @@ class Channel:
         if kind == "ours" and not self.foreign:
             index = self._ours(data, files, version, table, "", top)
             _require(not index.main, f"{place}: its index belongs to an anchor or a multi-step delta")
+            names_main = table.component == MAIN or index.main_root != ""
+            _require(names_main, f"{place}: its index names no version of main")
             return index
         if kind == "ours":
             raise UnknownFormat(

@@ -12,7 +12,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from weightcast.shared.base.elements import TensorTable
-from weightcast.shared.base.errors import DamagedFile, Refused, WrongRun
+from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError, WrongRun
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.chain import Problem, faults
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.run_files import (
     FORMAT,
@@ -23,6 +25,7 @@ from weightcast.shared.channel.run_files import (
     run_id,
     write_base,
 )
+from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import AlreadyExists, Changed, Store, read_if_there
 from weightcast.shared.digest.checksums import hash_bytes, root
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
@@ -32,6 +35,7 @@ ADAPTER = "adapter/"
 REGISTRY_LIMIT = 1 << 20
 ComponentState = Literal["active", "retired"]
 _TRIES = 20
+_NOT_LISTED = "hosts keep the adapters that they have; restore the file from a backup"
 
 
 @dataclass(frozen=True)
@@ -147,11 +151,16 @@ def retire_component(channel: Channel, name: str) -> Component:
 
 def require_active(channel: Channel, name: str) -> None:
     """Raises Refused for a component that is not listed, or retired."""
-    there = next((each for each in read_components(channel) if each.name == name), None)
+    if not require_listed(channel, name).active:
+        raise _retired(name)
+
+
+def require_listed(channel: Channel, name: str) -> Component:
+    """Raises Refused for a component that is not listed."""
+    there = next((each for each in read_components(channel) if each.name == check_name(name)), None)
     if there is None:
         raise _unknown(channel, name)
-    if not there.active:
-        raise _retired(name)
+    return there
 
 
 def _unknown(channel: Channel, name: str) -> Refused:
@@ -182,6 +191,26 @@ def _put(channel: Channel, name: str, change: Callable[[Component | None], Compo
             if not left:
                 raise
     raise AssertionError("unreachable")
+
+
+def all_faults(store: Store, advance: Advance | None = None, trust: Trust | None = None) -> list[Problem]:
+    """As `faults`, of a channel and, if it is a run's, of its components, which their problems name."""
+    problems = faults(store, advance, trust)
+    try:
+        run = Channel.open(store)
+    except WeightcastError:
+        return problems
+    try:
+        names = [each.name for each in read_components(run)]
+    except WeightcastError as error:
+        return [*problems, Problem(None, error.message, "channel", meaning=_NOT_LISTED)]
+    for name in names:
+        try:
+            found = faults(component_store(store, name), advance, trust)
+        except WeightcastError as error:
+            found = [Problem(None, error.message, "channel")]
+        problems += [replace(each, message=f"{name}: {each.message}") for each in found]
+    return problems
 
 
 def zero_base(run: str, component: str, tensors: TensorTable) -> Base:

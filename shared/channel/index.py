@@ -505,14 +505,10 @@ def _check_lineage(index: Index, table: TensorTable, what: str) -> None:
     else:
         fits = 0 <= index.base_version < index.version and index.encoding is not None
         fits = fits and is_hex(index.base_root, 64) and is_hex(index.parent, 64)
-    belongs = table.component != MAIN and not index.main
-    if belongs != bool(index.main_root):
-        raise DamagedFile(
-            f"{what}: main_root {index.main_root[:16]!r} does not fit a version of {table.component}"
-        )
+    fits = fits and not (index.main_root and (table.component == MAIN or index.main))
     if not fits or not is_hex(index.root, 64) or not (index.main == "" or is_hex(index.main, 64)):
         raise DamagedFile(
-            f"{what}: base, parent, root or encoding do not fit a version of kind {index.kind!r}"
+            f"{what}: base, parent, root, main or encoding do not fit a version of kind {index.kind!r}"
         )
 
 

@@ -155,6 +155,9 @@ class Placed:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.place()!r})"
 
+    def __str__(self) -> str:
+        return self.place()
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Placed) and other.place() == self.place()
 

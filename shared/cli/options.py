@@ -53,7 +53,34 @@ _CHANNEL: dict[str, Any] = {
     "envvar": "WEIGHTCAST_CHANNEL",
     "help": "The channel: a directory, or a URL (s3://, gs://, az://; to read it also http[s]://).",
 }
-channel_option = option("--channel", required=True, **_CHANNEL)
+_COMPONENT = "weightcast.component"
+
+
+def _keep_component(context: click.Context, parameter: click.Parameter, name: str | None) -> None:
+    context.meta[_COMPONENT] = name
+
+
+def _of_component(context: click.Context, parameter: click.Parameter, channel: Any) -> Any:
+    """The channel itself, or the store of the component's."""
+    name = context.meta.get(_COMPONENT)
+    if name is None or channel is None:
+        return channel
+    from weightcast.shared.channel.channel import Channel
+    from weightcast.shared.channel.components import open_component, require_listed
+    from weightcast.shared.channel.directory_store import open_store
+
+    run = Channel.open(open_store(channel))
+    return open_component(run, require_listed(run, name).name).store
+
+
+channel_option = option("--channel", required=True, callback=_of_component, **_CHANNEL)
+component_option = option(
+    "--component",
+    callback=_keep_component,
+    is_eager=True,
+    expose_value=False,
+    help="adapter/NAME: of the channel of this adapter instead.",
+)
 any_channel_option = option("--channel", **_CHANNEL)
 local_option = option(
     "--local",

@@ -11,6 +11,7 @@ from publisher_cases import STORE_PARAMS, StorePlace, make_place, make_store, nu
 
 from weightcast.publisher.api import Publisher
 from weightcast.publisher.components import init_component, tensors_in
+from weightcast.publisher.maintenance.orders import Held, order_rollback
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.components import open_component, read_components, retire_component
@@ -185,3 +186,42 @@ def test_a_lost_local_checkpoint_is_made_again(tmp_path: Path) -> None:
     with place.publisher() as publisher:
         publisher.publish(adapter(2), component=MATH)
     assert follow(place.channel, MATH, tmp_path / "host")[1] == bytes_of(adapter(2))
+
+
+def test_a_configuration_without_a_component_is_refused(tmp_path: Path) -> None:
+    place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
+    with place.publisher() as publisher:
+        with pytest.raises(Refused, match="adapter_config= is not for main"):
+            publisher.publish(adapter(1), adapter_config=CONFIG)
+        with pytest.raises(Refused, match="cannot be written as JSON"):
+            publisher.publish(adapter(1), component=MATH, adapter_config={"r": object()})
+        assert publisher.publish(adapter(1), component=MATH, adapter_config={"r": {4, 2}}).version == 1
+    assert follow(place.channel, MATH, tmp_path / "host")[2] == {"r": [2, 4]}
+
+
+def test_a_rollback_of_an_adapter_names_what_it_was_trained_on(tmp_path: Path) -> None:
+    place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
+    with place.publisher() as publisher:
+        publisher.publish(adapter(1), component=MATH, adapter_config=CONFIG)
+        publisher.publish_checkpoint(place.new(numpy_model(np.random.default_rng(4))))
+        publisher.publish(adapter(2), component=MATH)
+        nested = publisher.component(MATH)
+        order_rollback(nested.store, 1)
+        nested.obey_orders()
+        with pytest.raises(Held):
+            publisher.publish(adapter(3), component=MATH)
+    assert [index_of(place, MATH, version).main_version for version in (1, 2, 3)] == [0, 1, 0]
+    assert follow(place.channel, MATH, tmp_path / "host")[:2] == (3, bytes_of(adapter(1)))
+
+
+def test_full_weights_begin_a_new_chain_where_the_local_checkpoint_is_ahead(tmp_path: Path) -> None:
+    place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
+    with place.publisher() as publisher:
+        publisher.publish(adapter(1), component=MATH, adapter_config=CONFIG)
+        publisher.publish(adapter(2), component=MATH)
+    nested = place.channel / "components" / MATH
+    (nested / "latest").write_text("000001")
+    (nested / "weight_v000002").rename(nested / "gone")
+    with place.publisher() as publisher:
+        assert publisher.publish(adapter(3), component=MATH).kind == "anchor"
+    assert follow(place.channel, MATH, tmp_path / "host")[1] == bytes_of(adapter(3))
