@@ -144,7 +144,7 @@ class TakesAdapters(Adapter):
     """how it is started so that it takes adapters"""
 
     def adapters(self) -> Mapping[str, str]:
-        reply = self._wire.get("/v1/models", self._timeouts.control).require_ok(LOG)
+        reply = self._wire.get("/v1/models", self._timeouts.probe).require_ok(LOG)
         models = reply.fields().get("data")
         cards = [each for each in models if isinstance(each, dict)] if isinstance(models, list) else []
         return {str(card["id"]): str(card.get("root")) for card in cards if card.get("parent")}

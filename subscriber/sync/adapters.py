@@ -51,6 +51,8 @@ GRACE_SECONDS = 60.0
 """before an old version is unloaded where no gate counts the requests that use it"""
 _REGISTRY_SECONDS = 10.0
 """between two looks for components where every look is a request"""
+_VISIBLE_SECONDS = 5.0
+"""that what a pointer implies is waited for in a step: main versions wait behind it"""
 _RETRY = Backoff(1.0, 60.0)
 _STATE_LIMIT = 4 << 20
 
@@ -98,10 +100,11 @@ class Adapters:
         """the disk was read; the registry was"""
         self._new: set[str] = set()
         """engines that are given all that is kept, since they started"""
-        self._failed: dict[tuple[str, str], tuple[int, float, EngineFailed]] = {}
-        """by engine and name: failures in a row, when the next try is due, why"""
+        self._failed: dict[tuple[str, str], tuple[int, float, WeightcastError]] = {}
+        """by engine and name, or by adapter alone: failures in a row, when the next try is due, why"""
         self._saving = threading.Lock()
         self._run: Channel | None = None
+        self._visible_seconds = min(host.options.visible_seconds, _VISIBLE_SECONDS)
         self._looks = Due(0.0 if self._store.renames else _REGISTRY_SECONDS, host.clock)
         host.adapters = self._status
         for engine in self._engines.engines:
@@ -162,12 +165,15 @@ class Adapters:
         one.error = None
         try:
             if follow:
+                self._require_due("", one.name)
                 self._follow(one)
                 self._export(one)
+                self._failed.pop(("", one.name), None)
         except Stopped:
             raise
         except (WeightcastError, OSError) as error:
             one.error, one.here = known(error), None
+            self._fail("", one.name, one.error)
         kept = self._kept(one)  # those that belong to the main weights here
         for engine in engines:
             self._load(engine, one, kept)  # and record
@@ -209,9 +215,8 @@ class Adapters:
             one = self._adapter(name)
             if one.updater is None:
                 store = component_store(self._store, ADAPTER + name)
-                options = replace(
-                    self._host.updater.options, on_phase=_pass, on_wait=_pass, before_replay=_pass
-                )
+                options = replace(self._host.updater.options, visible_seconds=self._visible_seconds)
+                options = replace(options, on_phase=_pass, on_wait=_pass, before_replay=_pass)
                 one.updater = LocalUpdater(store, self._exported.followed(name), None, options)
         for one in self._adapters.values():
             if one.name not in wanted and one.updater is not None:
@@ -301,7 +306,7 @@ class Adapters:
             self._unload_strange(engine, there, trusted)
             self._failed.pop((engine.name, ""), None)
         except EngineFailed as failure:
-            self._fail(engine, "", failure)
+            self._fail(engine.name, "", failure)
 
     def _unload_strange(self, engine: HostEngine, there: Mapping[str, str], trusted: Collection[str]) -> None:
         """What the engine has of ours beyond what is `trusted`: loaded by a process that was killed, or over
@@ -322,12 +327,12 @@ class Adapters:
             if each.label in self._of(engine):
                 continue
             try:
-                self._require_due(engine, "")
-                self._require_due(engine, each.label)
+                self._require_due(engine.name, "")
+                self._require_due(engine.name, each.label)
                 self._load_one(engine, each)
                 self._failed.pop((engine.name, each.label), None)
             except EngineFailed as failure:
-                self._fail(engine, each.label, failure)
+                self._fail(engine.name, each.label, failure)
                 if each is kept[0]:
                     one.error = failure
 
@@ -349,17 +354,17 @@ class Adapters:
     def _of(self, engine: HostEngine) -> Mapping[str, str]:
         return self._loaded.get(engine.name, _Loaded()).digests
 
-    def _fail(self, engine: HostEngine, label: str, failure: EngineFailed) -> None:
-        times, due, _ = self._failed.get((engine.name, label), (0, 0.0, failure))
+    def _fail(self, engine: str, name: str, failure: WeightcastError) -> None:
+        times, due, _ = self._failed.get((engine, name), (0, 0.0, failure))
         now = self._host.clock()
         if now >= due:
             times, due = times + 1, now + _RETRY.pause(times + 1)
-        self._failed[engine.name, label] = times, due, failure
+        self._failed[engine, name] = times, due, failure
 
-    def _require_due(self, engine: HostEngine, label: str) -> None:
-        """Raises what the last try failed with."""
-        _, due, failure = self._failed.get((engine.name, label), (0, 0.0, None))
-        if failure is not None and (not label or self._host.clock() < due):
+    def _require_due(self, engine: str, name: str) -> None:
+        """Raises what the last try failed with; of an engine itself until a look succeeds."""
+        _, due, failure = self._failed.get((engine, name), (0, 0.0, None))
+        if failure is not None and (not name or self._host.clock() < due):
             raise failure
 
     def _record(self, engine: HostEngine, loaded: _Loaded) -> None:
@@ -389,7 +394,7 @@ class Adapters:
                 engine.unload_adapter(label)
                 failpoint("adapter.unloaded")
             except EngineFailed as failure:
-                self._fail(engine, "", failure)
+                self._fail(engine.name, "", failure)
 
     def _in_use(self, engine: HostEngine, one: _Adapter, version: int) -> bool:
         if self._engines.traffic is not None:
