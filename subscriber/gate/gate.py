@@ -201,7 +201,7 @@ class Gate(Collector):
         elif path.startswith(_BLOCKED):
             error = f"/{path} changes an engine; its subscriber alone does that"
             await say(send, 403, {"error": error})
-        elif (request := await read_request(scope, receive, send)) is None:
+        elif (request := await read_request(scope, receive, send, self.traffic.adapters)) is None:
             pass
         elif is_abort(scope):
             if abort := await read_abort(request, self._token, send):
@@ -225,7 +225,10 @@ class Gate(Collector):
 
     async def _answer(self, request: Request, receive: Receive, send: Send) -> None:
         scope, asked = request.scope, request.asked
-        call = Call(request.conditions, rids=asked.rids or (f"weightcast-{secrets.token_hex(8)}",))
+        rids = asked.rids or (f"weightcast-{secrets.token_hex(8)}",)
+        call = Call(
+            request.conditions, rids=rids, adapter=asked.adapter, adapter_version=asked.adapter_version
+        )
         answer, outcome = _Answer(call, request, send, partial(self.traffic.leave, call)), "left"
         if scope["path"] == "/server_info":
             answer.edit = lambda value: value.update(stitch.server_info(self.traffic, self._run_id()))
@@ -325,10 +328,15 @@ class Gate(Collector):
         added = {}
         if request.scope["method"] == "POST":
             salt = "extra_key" if engine.kind == "sglang" else "cache_salt"
-            added = {salt: f"{self._run_id()}.{call.low}"}
+            # vLLM refuses some characters in it
+            of_adapter = f".{call.adapter}.{call.adapter_version}" if call.adapter else ""
+            added = {salt: f"{self._run_id()}.{call.low}{of_adapter}"}
             if engine.kind == "sglang" and not request.asked.rids:
                 added["rid"] = call.rids[0]
-        body, session = with_members(request.asked.body, added), self._sessions[call.engine]
+        given = (
+            request.asked.body_for(engine.kind, call.adapter_label) if call.adapter else request.asked.body
+        )
+        body, session = with_members(given, added), self._sessions[call.engine]
         ask = partial(send_on, session, engine.url, request, body, bearer(engine.key))
         try:
             return await ask()
@@ -449,7 +457,8 @@ class _Answer:
     def _label(self) -> dict[str, object]:
         partial = {"partial": True, "ended_by": self.ended_by} if self.ended_by else {}
         versions = {"version": self._call.low, "last_version": self._call.high} if self._call.engine else {}
-        return {**versions, **partial}
+        adapter = {"adapter": self._call.adapter_label} if versions and self._call.adapter else {}
+        return {**versions, **adapter, **partial}
 
     def _comment(self) -> bytes:
         label = self._label()
@@ -459,8 +468,10 @@ class _Answer:
 
     async def _begin(self, response: aiohttp.ClientResponse, more: Iterable[tuple[bytes, bytes]]) -> None:
         self._begun = True
-        version = (b"weightcast-version", str(self._call.low).encode())
-        headers = [*passed_back(response), version, *more]
+        labels = [(b"weightcast-version", str(self._call.low).encode())]
+        if self._call.adapter:
+            labels.append((b"weightcast-adapter", self._call.adapter_label.encode()))
+        headers = [*passed_back(response), *labels, *more]
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
 
     async def _piece(self, piece: bytes, *, more: bool = True) -> None:
