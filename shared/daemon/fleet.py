@@ -136,7 +136,11 @@ class Host(BaseModel, frozen=True):
         """With so many characters of each text and so many engines, without updates."""
         texts = ("host", "local", "run_id", "target", "last_error", "remedy", "software")
         cut: dict[str, object] = {name: getattr(self, name)[:text] for name in texts}
-        few = {"engines": self.engines[:engines], "adapters": self.adapters[:engines], "updates": ()}
+        few: dict[str, object] = {
+            "engines": self.engines[:engines],
+            "adapters": self.adapters[:engines],
+            "updates": (),
+        }
         few |= {} if engines else {"requests": {}, "tokens": {}}
         return self.model_copy(update={**cut, **few})
 

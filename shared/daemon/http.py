@@ -248,7 +248,7 @@ class Guard:
         if scope["path"] in self._open_paths and scope["method"] in _SAFE_METHODS:
             return None
         narrow = self._path_tokens.get(scope["path"])
-        if scope["path"] not in self._own_paths:
+        if narrow is None and scope["path"] not in self._own_paths:
             narrow = self._beyond_token
         if gives(headers, self._token) or gives(headers, narrow):
             return None

@@ -177,7 +177,6 @@ class Engine:
             _say("/headers", lambda: self.headers),
             _say("/streamed", lambda: self.streamed),
             _say("/lingering", lambda: self.lingering),
-            _say("/v1/models", lambda: {"object": "list", "data": [{"id": "policy"}]}),
             Route("/release", self.release, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),

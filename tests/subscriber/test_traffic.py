@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from functools import partial
 
 import pytest
 
@@ -20,7 +21,8 @@ def traffic(policy: UpdatePolicy = "pass") -> Traffic:
 
 
 def admitted(to: Traffic, conditions: Conditions) -> Call:
-    call = Call(conditions, to.leave)
+    call = Call(conditions)
+    call.end = partial(to.leave, call)
     asyncio.run(to.admit(call))
     return call
 
