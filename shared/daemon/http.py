@@ -9,6 +9,7 @@ import re
 import resource
 import socket
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from functools import lru_cache
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
@@ -281,6 +282,7 @@ def _browser_refusal(method: str, headers: Headers) -> Response | None:
     return None
 
 
+@lru_cache(256)
 def _is_plain_host(host: str) -> bool:
     try:
         name = urlsplit(f"//{host}").hostname

@@ -36,12 +36,14 @@ from weightcast.shared.daemon.metrics import counted
 from weightcast.subscriber.gate import stitch
 from weightcast.subscriber.gate.conditions import answers_of, with_members
 from weightcast.subscriber.gate.exchange import (
+    PIECE_LIMIT,
     Request,
     bearer,
     is_abort,
     length_of,
     open_session,
     passed_back,
+    put_requests_first,
     read_abort,
     read_request,
     refuse,
@@ -115,6 +117,7 @@ class Gate(Collector):
 
     def start(self, host: str, port: int, url: str | None = None) -> None:
         """`url`: at which other machines reach it. Raises Refused if the address cannot be bound."""
+        put_requests_first()
         listener = listen(host, port)
         self.port = listener.getsockname()[1]
         self.url = f"http://{_reachable(host)}:{self.port}" if url is None else url.rstrip("/")
@@ -368,7 +371,7 @@ class _Answer:
             await self._pass_whole(response)
             return
         await self._begin(response, [] if self._is_stream else length_of(response))
-        async for piece in response.content.iter_any():
+        async for piece in response.content.iter_chunked(PIECE_LIMIT):
             if self._is_stream:
                 self._last += piece
                 if len(self._last) > 2 * _TAIL:
