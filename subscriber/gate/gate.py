@@ -348,8 +348,9 @@ class _Answer:
 
     @property
     def _is_whole(self) -> bool:
-        """An engine gives each answer its own reason to end."""
-        reasons = self._reasons + _FINISHED.findall(self._last)
+        """An engine gives each answer its own reason to end. Half an event counts for nothing."""
+        complete = len(self._last) if self._is_read else self._last.rfind(b"\n\n") + 1
+        reasons = self._reasons + _FINISHED.findall(self._last, 0, complete)
         is_complete = self._is_read or (self._is_stream and len(reasons) >= answers_of(self._request.body))
         return is_complete and b"abort" not in reasons
 
