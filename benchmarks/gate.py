@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -234,34 +235,25 @@ class Row:
     """seconds of the proxies per request"""
     failures: int
 
-    @classmethod
-    def measured(
-        cls,
-        load: str,
-        connections: int,
-        route: Route,
-        run: Callable[[int], Coroutine[Any, Any, Seen]],
-        times: str,
-    ) -> Row:
+
+LOADS: Mapping[str, tuple[Callable[..., Coroutine[Any, Any, Seen]], Mapping[str, str]]] = {
+    "closed loop, JSON": (partial(closed_loop, events=0), {"whole": "wholes"}),
+    "closed loop, stream": (partial(closed_loop, events=EVENTS), {"whole": "wholes"}),
+    "open loop": (open_loop, {"first event": "firsts", "each event": "lags"}),
+}
+"""with what is timed, and its name in Seen"""
+
+
+def measure(routes: Sequence[Route], connections: Sequence[int], seconds: float) -> Iterator[Row]:
+    for count, (load, (run, timed)), route in product(connections, LOADS.items(), routes):
         before, began = route.cpu_seconds(), time.monotonic()
-        seen = asyncio.run(run(route.port))
-        seconds, cpu = time.monotonic() - began, route.cpu_seconds() - before
-        took, count = sorted(getattr(seen, times)), len(seen.wholes)
-        at = (took[len(took) // 2], took[len(took) * 99 // 100])
-        return cls(load, connections, route.name, *at, count / seconds, cpu / count, seen.failures)
-
-
-def measure(routes: Sequence[Route], connections: Sequence[int], seconds: float) -> list[Row]:
-    rows = []
-    for count in connections:
-        for name, events in (("closed loop, JSON", 0), ("closed loop, stream", EVENTS)):
-            for route in routes:
-                run = partial(closed_loop, connections=count, seconds=seconds, events=events)
-                rows.append(Row.measured(name, count, route, run, "wholes"))
-        for route in routes:
-            paced = partial(open_loop, connections=count, seconds=seconds)
-            rows.append(Row.measured("open loop, events", count, route, paced, "lags"))
-    return rows
+        seen = asyncio.run(run(route.port, count, seconds))
+        took, cpu, answers = time.monotonic() - began, route.cpu_seconds() - before, len(seen.wholes)
+        for name, times in timed.items():
+            found = sorted(getattr(seen, times))
+            at = (found[len(found) // 2], found[len(found) * 99 // 100])
+            about = (f"{load}, {name}", count, route.name)
+            yield Row(*about, *at, answers / took, cpu / answers, seen.failures)
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
@@ -378,7 +370,7 @@ def start_haproxy(stack: ExitStack, gate_port: int, port: int) -> subprocess.Pop
 
 
 @click.group(invoke_without_command=True)
-@click.option("--seconds", default=2.0, help="Of each measurement.")
+@click.option("--seconds", default=3.0, help="Of each measurement.")
 @click.option("--streams", default="1,50,200", help="Connections, separated by commas.")
 @click.option("--through", default="", help="Routes whose name has this text, and that of the gate alone.")
 @click.pass_context
@@ -386,7 +378,7 @@ def main(context: click.Context, seconds: float, streams: str, through: str) -> 
     if context.invoked_subcommand is None:
         load, counts = os.getloadavg()[0], [int(count) for count in streams.split(",")]
         with open_routes(through) as routes:
-            rows = measure(routes, counts, seconds)
+            rows = sorted(measure(routes, counts, seconds), key=lambda row: (row.connections, row.load))
         print(f"Python {platform.python_version()}, {usable_cores()} cores, load before {load:.1f}.\n")
         print("\n".join(table(rows)))
         sys.exit(any(row.failures for row in rows))

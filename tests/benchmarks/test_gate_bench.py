@@ -19,7 +19,12 @@ def test_a_short_run_has_a_row_for_every_load_and_route() -> None:
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if "loop, " in line]
     routes = ("direct", "gate", "gateway + gate")
-    loads = ("closed loop, JSON", "closed loop, stream", "open loop, events")
+    loads = (
+        "closed loop, JSON, whole",
+        "closed loop, stream, whole",
+        "open loop, each event",
+        "open loop, first event",
+    )
     assert [(row[0].removeprefix("| "), row[2]) for row in rows] == [
         (load, route) for load in loads for route in routes
     ]
