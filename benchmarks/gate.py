@@ -9,22 +9,30 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
 import click
+import httpx
 
 from weightcast.shared.cli.balancers import shown
 from weightcast.shared.daemon.environment import usable_cores
+from weightcast.shared.daemon.logs import setup_logs
+from weightcast.subscriber.gate.gate import Gate, Upstream
+from weightcast.subscriber.gate.traffic import Traffic
 
 HERE = Path(__file__).resolve()
 EVENTS = 20
@@ -33,16 +41,19 @@ RATE, TOKENS_PER_SECOND = 50.0, 20.0
 """of the open loop: requests per second, events of each per second"""
 PATIENCE = 30.0
 _STAMP = re.compile(rb'"at": (\d+)')
-_ASKED = re.compile(rb'"events": (\d+), "every": ([\d.]+)')
+_ASKED = re.compile(rb'"events": (\d+), "every": ([\d.]+), "size": (\d+)')
 _LENGTH = re.compile(rb"\ncontent-length: *(\d+)", re.IGNORECASE)
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class EngineDouble(asyncio.Protocol):
-    """Answers at once: an object, or events, each with the moment when it was written."""
+    """Answers at once: an object, or events, each with the moment when it was written. Writes no more than
+    its peer reads."""
+
+    _is_paused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self._buffer = cast(asyncio.Transport, transport), b""
+        self._transport, self._buffer, self._left = cast(asyncio.Transport, transport), b"", 0
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -53,26 +64,39 @@ class EngineDouble(asyncio.Protocol):
             return
         self._buffer = rest[size:]
         asked = _ASKED.search(rest[:size])
-        count, every = (int(asked[1]), float(asked[2])) if asked else (0, 0.0)
-        if not count:
+        self._left, self._every = (int(asked[1]), float(asked[2])) if asked else (0, 0.0)
+        if asked is None or not self._left:
             body = b'{"choices": [{"text": "token"}], "at": %d}' % time.monotonic_ns()
             start = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
             self._transport.write(start % len(body) + body)
             return
+        self._token = b"x" * int(asked[3])
         self._transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         )
-        self._event(count, every)
+        self._stream()
 
-    def _event(self, left: int, every: float) -> None:
-        while left:
-            event = b'data: {"at": %d, "choices": [{"text": "token "}]}\n\n' % time.monotonic_ns()
+    def _stream(self) -> None:
+        while self._left and not self._is_paused:
+            event = b'data: {"at": %d, "choices": [{"text": "%s"}]}\n\n' % (time.monotonic_ns(), self._token)
             self._transport.write(b"%x\r\n%s\r\n" % (len(event), event))
-            left -= 1
-            if every and left:
-                asyncio.get_running_loop().call_later(every, self._event, left, every)
+            self._left -= 1
+            if not self._left:
+                self._transport.write(b"0\r\n\r\n")
+            elif self._every:
+                asyncio.get_running_loop().call_later(self._every, self._stream)
                 return
-        self._transport.write(b"0\r\n\r\n")
+
+    def pause_writing(self) -> None:
+        self._is_paused = not self._every
+
+    def resume_writing(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._stream()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._left = 0
 
 
 @dataclass
@@ -130,9 +154,11 @@ class Caller(asyncio.Protocol):
             self._done.set_result(None)
 
 
-def request_of(port: int, events: int, every: float = 0.0) -> bytes:
+def request_of(port: int, events: int, every: float = 0.0, size: int = 5) -> bytes:
+    """For so many events, each with a token of `size` bytes, `every` so many seconds."""
     prompt = "Why is the sky blue? " * 8
     asked = {"model": "policy", "prompt": prompt, "max_tokens": 64, "events": events, "every": every}
+    asked["size"] = size
     body = json.dumps(asked).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
     return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
@@ -209,34 +235,25 @@ class Row:
     """seconds of the proxies per request"""
     failures: int
 
-    @classmethod
-    def measured(
-        cls,
-        load: str,
-        connections: int,
-        route: Route,
-        run: Callable[[int], Coroutine[Any, Any, Seen]],
-        times: str,
-    ) -> Row:
+
+LOADS: Mapping[str, tuple[Callable[..., Coroutine[Any, Any, Seen]], Mapping[str, str]]] = {
+    "closed loop, JSON": (partial(closed_loop, events=0), {"whole": "wholes"}),
+    "closed loop, stream": (partial(closed_loop, events=EVENTS), {"whole": "wholes"}),
+    "open loop": (open_loop, {"first event": "firsts", "each event": "lags"}),
+}
+"""with what is timed, and its name in Seen"""
+
+
+def measure(routes: Sequence[Route], connections: Sequence[int], seconds: float) -> Iterator[Row]:
+    for count, (load, (run, timed)), route in product(connections, LOADS.items(), routes):
         before, began = route.cpu_seconds(), time.monotonic()
-        seen = asyncio.run(run(route.port))
-        seconds, cpu = time.monotonic() - began, route.cpu_seconds() - before
-        took, count = sorted(getattr(seen, times)), len(seen.wholes)
-        at = (took[len(took) // 2], took[len(took) * 99 // 100])
-        return cls(load, connections, route.name, *at, count / seconds, cpu / count, seen.failures)
-
-
-def measure(routes: Sequence[Route], connections: Sequence[int], seconds: float) -> list[Row]:
-    rows = []
-    for count in connections:
-        for name, events in (("closed loop, JSON", 0), ("closed loop, stream", EVENTS)):
-            for route in routes:
-                run = partial(closed_loop, connections=count, seconds=seconds, events=events)
-                rows.append(Row.measured(name, count, route, run, "wholes"))
-        for route in routes:
-            paced = partial(open_loop, connections=count, seconds=seconds)
-            rows.append(Row.measured("open loop, events", count, route, paced, "lags"))
-    return rows
+        seen = asyncio.run(run(route.port, count, seconds))
+        took, cpu, answers = time.monotonic() - began, route.cpu_seconds() - before, len(seen.wholes)
+        for name, times in timed.items():
+            found = sorted(getattr(seen, times))
+            at = (found[len(found) // 2], found[len(found) * 99 // 100])
+            about = (f"{load}, {name}", count, route.name)
+            yield Row(*about, *at, answers / took, cpu / answers, seen.failures)
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
@@ -292,12 +309,6 @@ async def _serve_engine() -> None:
 
 def _serve_gate(engine: int) -> None:
     """Without a subscriber: its one engine serves version 1 from the start."""
-    import ssl
-
-    from weightcast.shared.daemon.logs import setup_logs
-    from weightcast.subscriber.gate.gate import Gate, Upstream
-    from weightcast.subscriber.gate.traffic import Traffic
-
     setup_logs("console", "warning")
     traffic = Traffic(["e"], policy="pass", drain_seconds=1, hold_seconds=60, most=4096)
     upstream = Upstream("vllm", f"http://127.0.0.1:{engine}", "", ssl.create_default_context())
@@ -312,8 +323,6 @@ def _serve_gate(engine: int) -> None:
 
 
 def wait_for(port: int, path: str) -> None:
-    import httpx
-
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         with suppress(httpx.HTTPError):
@@ -324,56 +333,53 @@ def wait_for(port: int, path: str) -> None:
 
 
 def free_port() -> int:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 @contextmanager
-def all_routes() -> Iterator[list[Route]]:
+def open_routes(names: str = "") -> Iterator[list[Route]]:
+    """The direct one first. `names`: text that has those of all others."""
     with ExitStack() as stack:
-        root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         engine = port_of(stack.enter_context(child("engine")))
         gate = stack.enter_context(child("gate", engine))
         gate_port = port_of(gate)
         wait_for(gate_port, "/readyz")
         routes = [Route("direct", engine), Route("gate", gate_port, (gate.pid,))]
-        program = Path(sys.executable).with_name("weightcast")
-        port = free_port()
-        options = ("--gates", f"http://127.0.0.1:{gate_port}", "--port", port)
-        gateway = stack.enter_context(child(program, "gateway", "run", *options))
-        wait_for(port, "/readyz")
-        routes.append(Route("gateway + gate", port, (gateway.pid, gate.pid)))
-        if from_path("haproxy"):
-            port = free_port()
-            main = (HERE.parents[1] / "deploy/haproxy/haproxy.cfg").read_text()
-            (root / "haproxy.cfg").write_text(main.replace("bind :8300", f"bind 127.0.0.1:{port}"))
-            (root / "gates.cfg").write_text(shown([("host", f"127.0.0.1:{gate_port}")], "haproxy"))
-            files = ("-f", root / "haproxy.cfg", "-f", root / "gates.cfg")
-            haproxy = stack.enter_context(child("haproxy", "-db", *files))
-            wait_for(port, "/readyz")
-            routes.append(Route("HAProxy + gate", port, (haproxy.pid, gate.pid)))
+        for name, start in (("gateway", start_gateway), ("HAProxy", start_haproxy)):
+            if name in (names or name) and (name != "HAProxy" or shutil.which("haproxy")):
+                port = free_port()
+                proxy = start(stack, gate_port, port)
+                wait_for(port, "/readyz")
+                routes.append(Route(f"{name} + gate", port, (proxy.pid, gate.pid)))
         yield routes
 
 
-def from_path(program: str) -> str | None:
-    import shutil
+def start_gateway(stack: ExitStack, gate_port: int, port: int) -> subprocess.Popen[bytes]:
+    program, gate = Path(sys.executable).with_name("weightcast"), f"http://127.0.0.1:{gate_port}"
+    options = ("--gates", gate, "--port", port, "--log-level", "warning")
+    return stack.enter_context(child(program, "gateway", "run", *options))
 
-    return shutil.which(program)
+
+def start_haproxy(stack: ExitStack, gate_port: int, port: int) -> subprocess.Popen[bytes]:
+    root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    main = (HERE.parents[1] / "deploy/haproxy/haproxy.cfg").read_text()
+    (root / "haproxy.cfg").write_text(main.replace("bind :8300", f"bind 127.0.0.1:{port}"))
+    (root / "gates.cfg").write_text(shown([("host", f"127.0.0.1:{gate_port}")], "haproxy"))
+    return stack.enter_context(child("haproxy", "-db", "-f", root / "haproxy.cfg", "-f", root / "gates.cfg"))
 
 
 @click.group(invoke_without_command=True)
-@click.option("--seconds", default=2.0, help="Of each measurement.")
+@click.option("--seconds", default=3.0, help="Of each measurement.")
 @click.option("--streams", default="1,50,200", help="Connections, separated by commas.")
-@click.option("--only", help="Routes whose name has this text, and the direct one.")
+@click.option("--through", default="", help="Routes whose name has this text, and that of the gate alone.")
 @click.pass_context
-def main(context: click.Context, seconds: float, streams: str, only: str | None) -> None:
+def main(context: click.Context, seconds: float, streams: str, through: str) -> None:
     if context.invoked_subcommand is None:
-        with all_routes() as routes:
-            chosen = [each for each in routes if not only or each.name in ("direct", only)]
-            rows = measure(chosen, [int(count) for count in streams.split(",")], seconds)
-        print(f"Python {platform.python_version()}, {usable_cores()} cores, load {os.getloadavg()[0]:.1f}.\n")
+        load, counts = os.getloadavg()[0], [int(count) for count in streams.split(",")]
+        with open_routes(through) as routes:
+            rows = sorted(measure(routes, counts, seconds), key=lambda row: (row.connections, row.load))
+        print(f"Python {platform.python_version()}, {usable_cores()} cores, load before {load:.1f}.\n")
         print("\n".join(table(rows)))
         sys.exit(any(row.failures for row in rows))
 

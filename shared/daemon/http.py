@@ -11,6 +11,7 @@ import resource
 import socket
 import ssl
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from functools import lru_cache
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
@@ -283,6 +284,7 @@ def _browser_refusal(method: str, headers: Headers) -> Response | None:
     return None
 
 
+@lru_cache(256)
 def _is_plain_host(host: str) -> bool:
     try:
         name = urlsplit(f"//{host}").hostname

@@ -61,14 +61,19 @@ class Conditions:
         """`target`: the version that the host is to reach."""
         if self.exact_version is not None and version != self.exact_version:
             return False
-        least = max(self.min_version or 0, 0 if self.max_lag is None else target - self.max_lag)
-        return version >= least
+        return version >= self._least(target)
+
+    def _least(self, target: int) -> int:
+        return max(self.min_version or 0, 0 if self.max_lag is None else target - self.max_lag)
 
     def for_gate(self, target: int) -> dict[str, str]:
         """Headers for a gate, whose target may be older: all but the session, which is text, and the time to
         wait, which is the gateway's."""
-        least = max(self.min_version or 0, 0 if self.max_lag is None else target - self.max_lag)
-        asked = {"min-version": least or None, "exact-version": self.exact_version, "max-lag": self.max_lag}
+        asked = {
+            "min-version": self._least(target) or None,
+            "exact-version": self.exact_version,
+            "max-lag": self.max_lag,
+        }
         return {_HEADER + name: str(value) for name, value in asked.items() if value is not None}
 
     def asked(self) -> dict[str, object]:

@@ -36,12 +36,14 @@ from weightcast.shared.daemon.metrics import counted
 from weightcast.subscriber.gate import stitch
 from weightcast.subscriber.gate.conditions import answers_of, with_members
 from weightcast.subscriber.gate.exchange import (
+    PIECE_LIMIT,
     Request,
     bearer,
     is_abort,
     length_of,
     open_session,
     passed_back,
+    put_requests_first,
     read_abort,
     read_request,
     refuse,
@@ -119,6 +121,7 @@ class Gate(Collector):
 
     def start(self, host: str, port: int, url: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         """`url`: at which other machines reach it. Raises Refused if the address cannot be bound."""
+        put_requests_first()
         listener = listen(host, port)
         self.port = listener.getsockname()[1]
         scheme = "http" if tls is None else "https"
@@ -366,8 +369,9 @@ class _Answer:
 
     @property
     def _is_whole(self) -> bool:
-        """An engine gives each answer its own reason to end."""
-        reasons = self._reasons + _FINISHED.findall(self._last)
+        """An engine gives each answer its own reason to end. Half an event counts for nothing."""
+        complete = len(self._last) if self._is_read else self._last.rfind(b"\n\n") + 1
+        reasons = self._reasons + _FINISHED.findall(self._last, 0, complete)
         is_complete = self._is_read or (self._is_stream and len(reasons) >= answers_of(self._request.body))
         return is_complete and b"abort" not in reasons
 
@@ -396,7 +400,7 @@ class _Answer:
             await self._pass_whole(response)
             return
         await self._begin(response, [] if self._is_stream else length_of(response))
-        async for piece in response.content.iter_any():
+        async for piece in response.content.iter_chunked(PIECE_LIMIT):
             if self._is_stream:
                 self._last += piece
                 if len(self._last) > 2 * _TAIL:

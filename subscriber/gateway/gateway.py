@@ -19,12 +19,14 @@ from weightcast.shared.daemon.metrics import Metrics
 from weightcast.shared.daemon.timing import jittered
 from weightcast.subscriber.gate.conditions import MEMBER
 from weightcast.subscriber.gate.exchange import (
+    PIECE_LIMIT,
     Request,
     bearer,
     is_abort,
     length_of,
     open_session,
     passed_back,
+    put_requests_first,
     read_abort,
     read_request,
     refuse,
@@ -103,6 +105,7 @@ class Gateway:
     @asynccontextmanager
     async def live(self, app: object) -> AsyncIterator[None]:
         """As a lifespan."""
+        put_requests_first()
         self._loop = asyncio.get_running_loop()
         async with open_session(self._trust) as self._session:
             yield
@@ -157,8 +160,12 @@ class Gateway:
         self._changed = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
-        if path == "/health":
+        # of a caller who left
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._route(scope, receive, send)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/health":
             await say(send, 200 if self.hosts.ready else 503, {"ready_hosts": len(self.hosts.ready)})
         elif (request := await read_request(scope, receive, send)) is None:
             pass
@@ -279,7 +286,7 @@ class Gateway:
             headers.append((b"weightcast-session-moved", b"true"))
         pieces = self._metrics.pieces.labels(self._lag(response))
         await send({"type": "http.response.start", "status": response.status, "headers": headers})
-        async for piece in response.content.iter_any():
+        async for piece in response.content.iter_chunked(PIECE_LIMIT):
             pieces.inc()
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,9 @@ from gate_kit import LONG, Engine, Host, events
 from hosts import Run, Site
 from in_process import Command
 from waiting import wait_until
+
+from weightcast.subscriber.gate.conditions import Conditions
+from weightcast.subscriber.gate.traffic import Call, Traffic
 
 
 def test_an_answer_says_its_version(site: Site, run: Run) -> None:
@@ -194,6 +198,8 @@ def test_credentials_stay_on_their_side(site: Site, run: Run, monkeypatch: pytes
     for path in ("/pause?mode=abort", "/collective_rpc", "/update_weight_version", "/%72esume"):
         assert host.client.post(path, json={}).status_code == 403
     assert engine.get("/is_paused") == {"is_paused": False}
+    # where there is no other token, it opens everything
+    assert host.client.post("/abort").json() == {"aborted": 0}
 
 
 def test_web_pages_are_kept_out(site: Site, run: Run) -> None:
@@ -233,6 +239,23 @@ def test_no_more_requests_than_it_may_hold(site: Site, run: Run) -> None:
         host.client.post("/abort", json={"session": "a"})
         assert running.result().status_code == 503
         assert waiting.result().status_code == 200
+
+
+def test_sessions_are_spread_evenly_over_the_engines_of_a_host() -> None:
+    traffic = Traffic("abc", policy="pass", drain_seconds=1, hold_seconds=1, most=1000)
+    for name in "abc":
+        traffic.doubt(name, 0.0)
+        traffic.open(name, 1, "process", 1.0)
+
+    async def admit_all() -> list[tuple[str, str]]:
+        calls = [Call(Conditions(session=f"session {number % 300}")) for number in range(600)]
+        for call in calls:
+            await traffic.admit(call)
+        return [(call.conditions.session, call.engine) for call in calls]
+
+    used = asyncio.run(admit_all())
+    assert len(set(used)) == 300
+    assert min(len(door.calls) for door in traffic.doors.values()) > 140
 
 
 def test_a_webhook_has_no_gate(site: Site, run: Run, weightcast: Command) -> None:

@@ -1,4 +1,4 @@
-"""What servers in a row may read in different ways never gets past the gate: raw bytes at its real port."""
+"""What servers in a row may read in two ways never gets past gate or gateway: raw bytes at their ports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from gate_kit import Engine, Host
+from gate_kit import Engine, Gateway, Host, gates_of
 from hosts import Run, Site
 from waiting import SECONDS
 
@@ -91,17 +91,19 @@ CASES = {**LENGTHS, **ENCODINGS, **CHUNK_SIZES, **HEADS}
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Gateway]]:
     with ExitStack() as stack:
         site = Site(tmp_path_factory.mktemp("smuggling"), stack)
         host = Host(site, Run(site.root / "run", stack), Engine(site))
         host.publish()
-        yield host
+        gateway = Gateway(site, *gates_of(host))
+        gateway.wait_for(1)
+        yield host, gateway
 
 
-def answers(host: Host, sent: bytes) -> bytes:
-    """All that comes until the gate closes the connection."""
-    url, said = host.client.base_url, b""
+def answers(side: Host | Gateway, sent: bytes) -> bytes:
+    """All that comes until the connection is closed."""
+    url, said = side.client.base_url, b""
     peer = socket.create_connection((url.host, url.port), timeout=SECONDS)
     with peer, contextlib.suppress(ConnectionError):
         peer.sendall(sent)
@@ -111,18 +113,20 @@ def answers(host: Host, sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_can_be_read_in_two_ways_is_never_passed_on(host: Host, case: str) -> None:
-    passed_on = len(host.engines[0].get("/requests"))
-    said = answers(host, CASES[case])
-    # of a connection that is reset while much is still to be read, nothing may come
-    assert said == b"" or said.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 ")), said[:500]
-    assert said.count(b"HTTP/1.1 ") <= 1
-    assert len(host.engines[0].get("/requests")) == passed_on
+def test_what_can_be_read_in_two_ways_is_never_passed_on(sides: tuple[Host, Gateway], case: str) -> None:
+    passed_on = len(sides[0].engines[0].get("/requests"))
+    for side in sides:
+        said = answers(side, CASES[case])
+        # of a connection that is reset while much is still to be read, nothing may come
+        assert said == b"" or said.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 ")), said[:500]
+        assert said.count(b"HTTP/1.1 ") <= 1
+    assert len(sides[0].engines[0].get("/requests")) == passed_on
 
 
 @pytest.mark.parametrize("sent", [SECOND, START + CHUNKED + b"\r\n" + CHUNKS], ids=["length", "chunks"])
-def test_what_has_one_meaning_is_passed_on(host: Host, sent: bytes) -> None:
-    passed_on = len(host.engines[0].get("/requests"))
+def test_what_has_one_meaning_is_passed_on(sides: tuple[Host, Gateway], sent: bytes) -> None:
+    passed_on = len(sides[0].engines[0].get("/requests"))
     twice = sent + sent.replace(HOST, HOST + b"Connection: close\r\n")
-    assert answers(host, twice).count(b"HTTP/1.1 200 ") == 2
-    assert len(host.engines[0].get("/requests")) == passed_on + 2
+    for side in sides:
+        assert answers(side, twice).count(b"HTTP/1.1 200 ") == 2
+    assert len(sides[0].engines[0].get("/requests")) == passed_on + 4

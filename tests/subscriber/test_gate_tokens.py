@@ -10,6 +10,7 @@ import httpx
 import pytest
 from gate_kit import Engine, Gateway, Host, gates_of
 from hosts import Run, Site
+from in_process import Command
 from waiting import wait_until
 
 TOKEN, CALLERS, ENGINES, EDGE, EDGE_CALLERS = (
@@ -125,6 +126,15 @@ def test_callers_end_their_own_requests_alone(host: Host, gateway: Gateway) -> N
             assert abort(full) == 1
             other.result()
     assert gateway.client.get("/v1/status", headers=edges).status_code == 401
+
+
+def test_callers_have_a_token_of_their_own_next_to_another_one_alone(
+    weightcast: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTCAST_CALLER_TOKEN", EDGE_CALLERS)
+    done = weightcast("gateway", "run", "--gates", "http://127.0.0.1:1")
+    assert done.code == 2
+    assert "WEIGHTCAST_TOKEN" in done.err
 
 
 def test_an_abort_needs_no_rid_of_one_length(host: Host) -> None:

@@ -63,6 +63,15 @@ def test_a_refusal_is_the_one_of_a_gate(site: Site, host: Host) -> None:
     assert gateway.client.post("/abort", content=b"[]").status_code == 400
 
 
+def test_bodies_have_one_limit(site: Site, host: Host) -> None:
+    gateway = Gateway(site, *gates_of(host))
+    gateway.wait_for(1)
+    assert gateway.complete(prompt="x" * (20 << 20)).status_code == 200
+    refused = [each.complete(prompt="x" * (32 << 20)) for each in (host, gateway)]
+    assert [answer.status_code for answer in refused] == [413, 413]
+    assert refused[0].json() == refused[1].json()
+
+
 def test_a_request_waits_for_its_version(site: Site, host: Host) -> None:
     gateway = Gateway(site, *gates_of(host))
     gateway.wait_for(1)
