@@ -100,9 +100,10 @@ class Caller:
 
 async def update(host: Host, done: asyncio.Event) -> None:
     while not done.is_set():
+        began = time.monotonic()
         await asyncio.to_thread(host.run.publish)
         with suppress(TimeoutError):
-            await asyncio.wait_for(done.wait(), 1)
+            await asyncio.wait_for(done.wait(), max(0.0, began + 1 - time.monotonic()))
 
 
 async def kill(
