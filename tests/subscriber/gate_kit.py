@@ -54,7 +54,8 @@ class Host:
         self, site: Site, run: Run, *engines: Engine, options: tuple[str, ...] = (), name: str = "host"
     ) -> None:
         self.run, self.engines, self._port_file = run, engines, site.root / f"{name}.port"
-        self._digests: dict[str, int] = {}
+        self.digests: dict[str, int] = {}
+        """of versions"""
         gate_port = free_port()
         self._arguments = [
             *("subscriber", "run", "--channel", run.channel, "--base", run.base_dir, "--threads", "1"),
@@ -108,9 +109,9 @@ class Host:
 
     def version_of(self, text: str) -> list[int]:
         """The versions whose tokens a text has."""
-        for version in range(len(self._digests), len(self.run.versions)):
-            self._digests[self.run.digest(version)] = version
-        return [self._digests[token] for token in text.split()]
+        for version in range(len(self.digests), len(self.run.versions)):
+            self.digests[self.run.digest(version)] = version
+        return [self.digests[token] for token in text.split()]
 
     def generate(
         self, tokens: int = 3, *, headers: dict[str, str] | None = None, **body: Any

@@ -100,8 +100,11 @@ class Caller:
 
 async def update(host: Host, done: asyncio.Event) -> None:
     while not done.is_set():
-        began = time.monotonic()
-        await asyncio.to_thread(host.run.publish)
+        began, number = time.monotonic(), len(host.run.versions)
+        weights = host.run.versions[-1].changed(number)
+        # hosts may serve it before this process hears that it is published
+        host.digests[weights.digest()] = number
+        await asyncio.to_thread(host.run.publish, weights)
         with suppress(TimeoutError):
             await asyncio.wait_for(done.wait(), max(0.0, began + 1 - time.monotonic()))
 
