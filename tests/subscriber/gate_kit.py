@@ -56,6 +56,7 @@ class Host:
         self.run, self.engines, self._port_file = run, engines, site.root / f"{name}.port"
         self.digests: dict[str, int] = {}
         """of versions"""
+        self._digested = 0
         gate_port = free_port()
         self._arguments = [
             *("subscriber", "run", "--channel", run.channel, "--base", run.base_dir, "--threads", "1"),
@@ -109,8 +110,9 @@ class Host:
 
     def version_of(self, text: str) -> list[int]:
         """The versions whose tokens a text has."""
-        for version in range(len(self.digests), len(self.run.versions)):
-            self.digests[self.run.digest(version)] = version
+        while self._digested < len(self.run.versions):
+            self.digests[self.run.digest(self._digested)] = self._digested
+            self._digested += 1
         return [self.digests[token] for token in text.split()]
 
     def generate(
