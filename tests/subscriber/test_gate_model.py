@@ -133,7 +133,7 @@ async def everything(
         async with asyncio.TaskGroup() as callers:
             for number in range(CALLERS):
                 caller = Caller(host, urls, seed * 1000 + number, seen)
-                callers.create_task(caller.run(REQUESTS // CALLERS))
+                callers.create_task(caller.run(-(-REQUESTS // CALLERS)))
     finally:
         done.set()
     await updates
