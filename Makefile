@@ -161,7 +161,7 @@ mutants: install
 # Requests through three gateways to four hosts, updates every second, everything killed: 40 minutes.
 GATE_REQUESTS ?= 100000
 soak-gate: install
-	GATE_REQUESTS=$(GATE_REQUESTS) GATE_HOSTS=4 GATE_CALLERS=48 $(BIN)/python -m pytest -q -s --timeout 14400 -k "allowed[3]" \
+	GATE_REQUESTS=$(GATE_REQUESTS) GATE_HOSTS=4 GATE_CALLERS=64 $(BIN)/python -m pytest -q -s --timeout 14400 -k "allowed[3]" \
 		tests/subscriber/test_gate_model.py $(PYTEST_ARGS)
 
 demo: install

@@ -61,7 +61,9 @@ class Host:
     ) -> None:
         """`of_engines`: options of each."""
         self.run, self.engines, self._port_file = run, engines, site.root / f"{name}.port"
-        self._digests: dict[str, int] = {}
+        self.digests: dict[str, int] = {}
+        """of versions"""
+        self._digested = 0
         gate_port = free_port()
         self._arguments = [
             *("subscriber", "run", "--channel", run.channel, "--base", run.base_dir, "--threads", "1"),
@@ -116,9 +118,10 @@ class Host:
 
     def version_of(self, text: str) -> list[int]:
         """The versions whose tokens a text has."""
-        for version in range(len(self._digests), len(self.run.versions)):
-            self._digests[self.run.digest(version)] = version
-        return [self._digests[token] for token in text.split()]
+        while self._digested < len(self.run.versions):
+            self.digests[self.run.digest(self._digested)] = self._digested
+            self._digested += 1
+        return [self.digests[token] for token in text.split()]
 
     def generate(
         self, tokens: int = 3, *, headers: dict[str, str] | None = None, **body: Any
