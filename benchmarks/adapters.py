@@ -141,16 +141,12 @@ def main() -> None:
     if given.json:
         print(json.dumps(rows, indent=1))
         return
-    print(
-        "| dtype | learning rate | rank | encoding | file | version 1 | later versions | xor + zstd-1 | changed |"
-    )
+    print("| dtype | rate | rank | encoding | file | version 1 | later versions | xor + zstd-1 | changed |")
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
-        print(
-            f"| {row['dtype']} | {row['learning_rate']:g} | {row['rank']} | `{row['encoding']}` | {row['file']:,} "
-            f"| {row['first']:,} | {row['delta']:,} ({row['delta'] / row['file']:.0%}) "
-            f"| {row['xor_zstd']:,} ({row['xor_zstd'] / row['file']:.0%}) | {row['changed']:.1%} |"
-        )
+        what = f"{row['dtype']} | {row['learning_rate']:g} | {row['rank']} | `{row['encoding']}`"
+        sizes = [f"{row[name]:,} ({row[name] / row['file']:.0%})" for name in ("first", "delta", "xor_zstd")]
+        print(f"| {what} | {row['file']:,} | {' | '.join(sizes)} | {row['changed']:.1%} |")
 
 
 if __name__ == "__main__":
