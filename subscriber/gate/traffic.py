@@ -48,7 +48,7 @@ class Call:
     adapter: str = ""
     """that it asks for; empty: for the model itself"""
     adapter_version: int | None = None
-    """that it asks for; once it is admitted, the one that answers it"""
+    """that it asks for; once it is admitted, its version that answers"""
 
     def allows(self, version: int, target: int) -> bool:
         """Of its adapter, or of the model."""
