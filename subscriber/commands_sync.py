@@ -56,6 +56,14 @@ _LOOK_SECONDS = 0.5
 )
 @option("--engine", multiple=True, help="Inference engine kind=URL[,...]; repeatable.")
 @option("--target", default="latest", help="latest, a version or a tag.")
+@option("--adapters", multiple=True, help="LoRA adapters to follow, by name or pattern; repeatable; none; *.")
+@option("--adapters-kept", type=click.IntRange(1, 64), help="Versions of each that engines keep loaded; 2.")
+@option(
+    "--allow-base-drift",
+    is_flag=True,
+    default=None,
+    help="Load adapters over other main weights than they were trained on.",
+)
 @threads_option
 @option("--visible-deadline", type=Number(min=0.1), help="Seconds to wait for what the pointer names; 120.")
 @option(
@@ -191,4 +199,8 @@ def _show(console: Console, status: HostStatus) -> None:
     for engine in status.engines:
         version = or_dash(engine.version)
         rows.append((engine.name, f"{engine.mark} {version} {engine.reason}"))
+    for adapter in status.adapters:
+        loaded = ", ".join(map(str, adapter.loaded)) or "-"
+        said = f"{adapter.state} {loaded} (target {or_dash(adapter.target)}) {adapter.error}"
+        rows.append((f"adapter {adapter.name}", said))
     console.print(facts_table((printable(name), printable(text)) for name, text in rows if text))

@@ -202,6 +202,26 @@ class GateStatus(Facts):
     """requests that no engine can take now"""
 
 
+class AdapterStatus(Facts):
+    name: str
+    version: int | None
+    """the newest that is here, proven"""
+    target: int | None
+    """the newest in the channel; null: not known yet"""
+    main_version: int | None
+    """that its version was trained on"""
+    loaded: tuple[int, ...]
+    """versions that every engine has, newest first"""
+    state: Literal["loaded", "behind", "waiting", "failed"]
+    """`loaded`: every engine has the newest; `behind`: an older one; `waiting`: none yet; `failed`: an error
+    keeps it from the newest"""
+    error: str = ""
+    """what keeps it from the newest"""
+    remedy: str = ""
+    ready: bool = False
+    """every engine has a version that belongs to the main weights here, or none was published yet"""
+
+
 class HostStatus(FollowerStatus):
     """`served_version`: the lowest that an engine confirmed; without engines the local version."""
 
@@ -250,6 +270,8 @@ class HostStatus(FollowerStatus):
     """null: the host is in no engine group"""
     gate: GateStatus | None = None
     """null without --gate"""
+    adapters: tuple[AdapterStatus, ...] = ()
+    """those of the run that are followed here"""
 
 
 _WEAKEST_FIRST = ("status-only", "label", "digest")

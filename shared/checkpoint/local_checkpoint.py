@@ -433,10 +433,10 @@ def grant_read(local: LocalCheckpoint, readers: Readers) -> None:
     _set_modes(files, _FILE_MODES[readers])
 
 
-def grant_read_patches(local: LocalCheckpoint, readers: Readers) -> None:
-    """As `grant_read`, for the patches of engines' memory. Raises OSError."""
-    _set_modes([local.paths.engine], _DIRECTORY_MODES[readers], _SET_GROUP)
-    _set_modes(local.paths.engine.iterdir(), _FILE_MODES[readers])
+def grant_read_within(directory: Path, readers: Readers) -> None:
+    """As `grant_read`, for all files of a directory. Raises OSError."""
+    _set_modes([directory], _DIRECTORY_MODES[readers], _SET_GROUP)
+    _set_modes(directory.iterdir(), _FILE_MODES[readers])
 
 
 def _set_modes(paths: Iterable[Path], mode: int, kept: int = 0) -> None:

@@ -383,7 +383,10 @@ def _doing(host: Host) -> str:
 
 def _engines(host: Host) -> str:
     others = [f"{one.name} {one.state}".strip() for one in host.engines if one.state != "serving"]
-    return printable(", ".join(others)) or (f"{len(host.engines)} serving" if host.engines else "-")
+    if not others and host.engines:
+        others = [f"{len(host.engines)} serving"]
+    adapters = [f"{one.name.rpartition('/')[2]}@{or_dash(one.version)}" for one in host.adapters]
+    return printable(", ".join(others + adapters)) or "-"
 
 
 def _last_update(host: Host) -> str:

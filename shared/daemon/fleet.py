@@ -132,7 +132,14 @@ class Host(BaseModel, frozen=True):
         """With so many characters of each text and so many engines, without updates."""
         texts = ("host", "local", "run_id", "target", "last_error", "remedy", "software")
         cut: dict[str, object] = {name: getattr(self, name)[:text] for name in texts}
-        return self.model_copy(update={**cut, "engines": self.engines[:engines], "updates": ()})
+        return self.model_copy(
+            update={
+                **cut,
+                "engines": self.engines[:engines],
+                "updates": (),
+                "adapters": self.adapters[:engines],
+            }
+        )
 
 
 class Counts(BaseModel, frozen=True):

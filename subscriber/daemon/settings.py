@@ -63,6 +63,12 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     """Inference engine kind=URL[,key=value...]; may be repeated. Kinds: docs/engines.md."""
     target: str = Field("latest", min_length=1, max_length=255)
     """latest, a version or a tag."""
+    adapters: tuple[str, ...] = ("*",)
+    """LoRA adapters to follow: names or patterns; may be repeated; none: no adapters."""
+    adapters_kept: int = Field(2, ge=1, le=64)
+    """Versions of each adapter that engines keep loaded."""
+    allow_base_drift: bool = False
+    """Load adapters over other main weights than they were trained on."""
     pre_read: _Command | None = None
     """Command run before a version of the channel is read."""
     fetch_rate: Size = Field(ByteSize(0), ge=0)

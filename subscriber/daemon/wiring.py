@@ -48,6 +48,9 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         verified_within=settings.verified_within,
         group_follower=settings.group_follower,
         group_patch=settings.group_patch,
+        adapters=() if settings.adapters == ("none",) else settings.adapters,
+        adapters_kept=settings.adapters_kept,
+        allow_base_drift=settings.allow_base_drift,
     )
 
 
@@ -136,6 +139,7 @@ def open_gate(
         hold_seconds=settings.gate_hold,
         most=settings.gate_requests,
     )
+    traffic.drifts = settings.allow_base_drift
     token = settings.secret(settings.gate_token)
     return Gate(upstreams, traffic, token=token, run_id=run_id, wake=wake)
 

@@ -245,7 +245,7 @@ class Gate(Collector):
             await say(send, 413, {"error": f"the body has more than {BODY_LIMIT} bytes"}, CLOSE)
             return
         try:
-            asked = Asked.of(body)
+            asked = Asked.of(body, self.traffic.adapters)
             conditions = Conditions.of(headers, asked.member)
         except BadCondition as error:
             await say(send, 400, {"error": str(error)})
@@ -257,7 +257,8 @@ class Gate(Collector):
         def end(call: Call) -> None:
             loop.call_soon_threadsafe(self._end, call, task)
 
-        call = Call(conditions, end, asked.rids or (f"weightcast-{secrets.token_hex(8)}",))
+        rids = asked.rids or (f"weightcast-{secrets.token_hex(8)}",)
+        call = Call(conditions, end, rids, adapter=asked.adapter, adapter_version=asked.adapter_version)
         answer, outcome = _Answer(call, send), "left"
         if scope["path"] == "/server_info":
             answer.edit = lambda value: value.update(stitch.server_info(self.traffic, self._run_id(), 1))
@@ -343,10 +344,13 @@ class Gate(Collector):
         added = {}
         if scope["method"] == "POST":
             salt = "extra_key" if engine.kind == "sglang" else "cache_salt"
-            added = {salt: f"{self._run_id()}.{call.low}"}
+            # vLLM refuses some characters in it
+            of_adapter = f".{call.adapter}.{call.adapter_version}" if call.adapter else ""
+            added = {salt: f"{self._run_id()}.{call.low}{of_adapter}"}
             if engine.kind == "sglang" and not asked.rids:
                 added["rid"] = call.rids[0]
-        body = with_members(asked.body, added)
+        given = asked.body_for(engine.kind, call.adapter_label) if call.adapter else asked.body
+        body = with_members(given, added)
         ask = partial(
             self._sessions[call.engine].request,
             scope["method"],
@@ -445,7 +449,8 @@ class _Answer:
     def _label(self) -> dict[str, object]:
         partial = {"partial": True, "ended_by": self.ended_by} if self.ended_by else {}
         versions = {"version": self._call.low, "last_version": self._call.high} if self._call.engine else {}
-        return {**versions, **partial}
+        adapter = {"adapter": self._call.adapter_label} if versions and self._call.adapter else {}
+        return {**versions, **adapter, **partial}
 
     def _comment(self) -> bytes:
         label = self._label()
@@ -457,6 +462,8 @@ class _Answer:
         self._begun = True
         headers = passed_back(response)
         headers.append((b"weightcast-version", str(self._call.low).encode()))
+        if self._call.adapter:
+            headers.append((b"weightcast-adapter", self._call.adapter_label.encode()))
         if length is not None:
             headers.append((b"weightcast-last-version", str(self._call.high).encode()))
             headers.append((b"content-length", str(length).encode()))
