@@ -11,9 +11,11 @@ pytest.importorskip("peft", reason="make test-trainers")
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
 
 from weightcast.publisher import Publisher, init_channel
+from weightcast.publisher.transformers_hook import PublishCallback
+from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.components import all_faults, open_component
 from weightcast.shared.channel.directory_store import open_store
@@ -90,3 +92,28 @@ def test_an_adapter_computes_on_a_host_what_it_does_in_training(
             trained.train()
             assert torch.equal(ours, fresh)
     assert all_faults(open_store(tmp_path / "channel")) == []
+
+
+def test_the_callback_publishes_the_adapter_of_every_step(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path / "base")
+    init_channel(tmp_path / "channel", tmp_path / "base")
+    trained = get_peft_model(model(), LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS))
+    tokens = torch.randint(0, 64, (12,))
+    places = {"local": tmp_path / "local", "base": tmp_path / "base"}
+    arguments = TrainingArguments(
+        tmp_path / "out", max_steps=3, per_device_train_batch_size=2, use_cpu=True, report_to=[]
+    )
+
+    def trainer(of: Any, callback: PublishCallback) -> Trainer:
+        rows = [{"input_ids": tokens, "labels": tokens}] * 4
+        return Trainer(of, arguments, train_dataset=rows, callbacks=[callback])
+
+    trainer(trained, PublishCallback(tmp_path / "channel", component=MATH, **places)).train()
+    host = arrived(tmp_path / "channel", tmp_path / "host", 3)
+    with torch.no_grad():
+        ours = trained.eval()(input_ids=tokens[None]).logits
+        fresh = PeftModel.from_pretrained(model(), host).eval()(input_ids=tokens[None]).logits
+    assert torch.equal(ours, fresh)
+    assert Channel.open(open_store(tmp_path / "channel")).pointed() == 0
+    with pytest.raises(Refused, match="Qwen2ForCausalLM has no adapter"):
+        trainer(model(), PublishCallback(tmp_path / "channel", component=MATH, **places)).train()
