@@ -12,6 +12,7 @@ from doubles import Answer, Drop
 from hosts import VLLM, Host, Run, SGLang, Site
 from in_process import Command
 
+from weightcast.shared.base.failpoints import watch
 from weightcast.subscriber.status import AdapterStatus
 from weightcast.subscriber.sync.adapters import GRACE_SECONDS
 
@@ -192,6 +193,61 @@ def test_a_flipped_bit_in_what_is_followed_is_repaired_before_an_export(site: Si
     host.clock.at += 61
     assert host.step().ready
     assert engine.loaded == expected(run, "math@1")
+
+
+def test_a_copy_with_a_flipped_bit_is_not_exported(site: Site, run: Run) -> None:
+    engine = VLLM()
+    host = site.host(run, engine)
+    label = run.publish_adapter()
+    spoiled = list[Path]()
+
+    def flip(name: str, where: Path | None) -> None:
+        if name == "adapter.copied" and where is not None and not spoiled:
+            weights = where / "adapter_model.safetensors"
+            spoiled.append(weights)
+            data = bytearray(weights.read_bytes())
+            data[-3] ^= 4
+            weights.write_bytes(data)
+
+    watch(flip)
+    try:
+        assert not host.step().ready
+    finally:
+        watch(None)
+    assert "expected" in only(host).error and engine.loaded == {}
+    assert not (host.local / "adapters" / "math-v000001").exists()
+    host.clock.at += 61
+    assert host.step().ready and engine.loaded == expected(run, label)
+
+
+def test_an_engine_in_doubt_gets_no_adapters(site: Site, run: Run) -> None:
+    """Its main weights are not known to be those that the adapter was trained on."""
+    engine = VLLM()
+    host = site.host(run, engine)
+    host.step()
+    engine.script("/collective_rpc", *[engine.half_loaded] * 2)
+    run.publish()
+    label = run.publish_adapter()
+    assert not host.step().ready
+    assert engine.of(LOAD) == [] and only(host).loaded == ()
+    assert host.retry().ready and engine.loaded == expected(run, label)
+
+
+def test_a_rolling_reload_leaves_each_engine_its_own(site: Site, run: Run) -> None:
+    """An engine that still serves the old main weights keeps the adapters that belong to them."""
+    engines = VLLM(), VLLM()
+    host = site.host(run, *engines, conduct={"order": "rolling"})
+    run.publish_adapter()
+    assert host.step().ready
+    engines[0].script("/collective_rpc", *[engines[0].half_loaded] * 2)
+    run.publish()
+    label = run.publish_adapter()
+    host.step()
+    for engine in engines:
+        if engine.held == run.digest(0) and not engine.paused:
+            assert engine.loaded == expected(run, "math@1")
+    assert host.retry().ready
+    assert [engine.loaded for engine in engines] == [expected(run, label)] * 2
 
 
 def test_a_retired_adapter_is_unloaded_and_deleted(site: Site, run: Run) -> None:
