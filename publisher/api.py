@@ -60,7 +60,7 @@ from weightcast.shared.base.elements import MAIN, TensorTable
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, Untrusted
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
-from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.claims import Claim, Heart, claim, require_fences, this_process
 from weightcast.shared.channel.components import open_component, require_active
 from weightcast.shared.channel.directory_store import directory_of, mounted, open_store
@@ -819,10 +819,18 @@ class Publisher:
             return self._submissions.until_out(job)
         return self._publish(job)
 
-    def made_for(self, request: str, above: int) -> Index | None:
+    def opened(self, component: str = MAIN) -> Channel:
+        """The channel of a component, as it is now."""
+        run = Channel.open(self.store, self._trust)
+        return run if component == MAIN else open_component(run, component)
+
+    def made_for(self, request: str, above: int, component: str = MAIN) -> Index | None:
         """The version that was published for `request`, if it is one after `above`. That there are newer ones
         says nothing: another publisher, an operator or a rollback may have made them."""
-        channel = Channel.open(self.store, self._trust)
+        try:
+            channel = self.opened(component)
+        except NoChannel:
+            return None
         for version in range(channel.pointed(), above, -1):
             with contextlib.suppress(DamagedFile, Untrusted):
                 index = channel.own_index(version)

@@ -10,13 +10,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from weightcast.publisher.components import init_component, tensors_in
+from weightcast.publisher.components import facts_of, init_component, tensors_in
 from weightcast.publisher.publish.commit import Signer
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.components import (
     Component,
     add_component,
-    open_component,
     read_components,
     retire_component,
 )
@@ -63,25 +62,9 @@ def _say(component: Component, as_json: bool) -> None:
 def log(channel: ChannelAddress, as_json: bool) -> None:
     """List the adapters of a run with their newest versions."""
     opened = Channel.open(open_store(channel))
-    rows = [row_of(opened, each) for each in read_components(opened)]
+    rows = [facts_of(opened, each) for each in read_components(opened)]
     facts = {"channel": str(channel), "components": rows}
     Output(json=as_json).result(facts, lambda console: _table(console, rows))
-
-
-def row_of(run: Channel, component: Component) -> dict[str, Any]:
-    """`bytes`: of the newest version; None where nothing is published yet."""
-    nested = open_component(run, component.name)
-    version = nested.pointed()
-    index = nested.own_index(version) if version else None
-    return {
-        **vars(component),
-        "version": version,
-        "main_version": None if index is None else index.main_version,
-        "main_root": None if index is None else index.main_root,
-        "step": None if index is None else index.step,
-        "bytes": None if index is None else index.totals.delta_bytes,
-        "full_bytes": nested.require_ours()[1].table.nbytes,
-    }
 
 
 def _table(console: Console, rows: list[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from weightcast.publisher.publish.commit import Signer
 from weightcast.publisher.ranks.rendezvous import Rank, looks
@@ -28,9 +28,11 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.components import (
     COMPONENTS,
+    Component,
     add_component,
     check_name,
     component_store,
+    open_component,
     read_components,
     require_active,
     retire_component,
@@ -148,12 +150,6 @@ class Components(Generic[P]):
                 return require_active(run, name)
         raise NotInTime(f"rank 0 did not add {name} in time", remedy="check that rank 0 publishes it too")
 
-    def open_all(self) -> None:
-        """Every active component."""
-        for each in read_components(Channel.open(self.store, self.signer.trust)):
-            if each.active:
-                self.get(each.name)
-
     def retire(self, name: str) -> None:
         retire_component(Channel.open(self.store, self.signer.trust), check_name(name))
         if name in self.opened:
@@ -175,6 +171,22 @@ def trained_on(run: Channel, version: int | None) -> TrainedOn:
             f"version {at} of main is not in {run.place}", remedy="`weightcast channel log` lists versions"
         )
     return at, index.root
+
+
+def facts_of(run: Channel, component: Component) -> dict[str, Any]:
+    """With its newest version; None where nothing is published yet."""
+    nested = open_component(run, component.name)
+    version = nested.pointed()
+    index = nested.own_index(version) if version else None
+    return {
+        **vars(component),
+        "version": version,
+        "main_version": None if index is None else index.main_version,
+        "main_root": None if index is None else index.main_root,
+        "step": None if index is None else index.step,
+        "bytes": None if index is None else index.totals.delta_bytes,
+        "full_bytes": nested.require_ours()[1].table.nbytes,
+    }
 
 
 class AdapterWeights(CheckpointWeights):

@@ -61,13 +61,15 @@ def text(sums: tuple[int, int]) -> str:
     return f"{sums[0]:016x}{sums[1]:016x}"
 
 
-def root(table: list[list[Any]], tensors: dict[str, bytes]) -> str:
+def root(table: list[list[Any]], tensors: dict[str, bytes], component: str) -> str:
+    own = b"" if component == "main" else component.encode()
     digest = blake3(derive_key_context="weightcast root 1")
     for name, dtype, shape, _, _ in sorted(table, key=lambda row: row[0].encode()):
         n = np.array([2 * len(tensors[name]) + 1], np.uint64)
         a, b = (np.array([lane], np.uint64) for lane in lanes(tensors[name]))
         encoded = name.encode()
-        digest.update(struct.pack("<II", 0, len(encoded)) + encoded + bytes([len(dtype)]) + dtype.encode())
+        digest.update(struct.pack("<I", len(own)) + own + struct.pack("<I", len(encoded)) + encoded)
+        digest.update(bytes([len(dtype)]) + dtype.encode())
         digest.update(struct.pack(f"<B{len(shape)}Q", len(shape), *shape))
         digest.update(struct.pack("<QQ", int(mix(a, n)[0]), int(mix(b, n, True)[0])))
     return digest.hexdigest()
@@ -271,16 +273,43 @@ def checkpoint(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def read(channel: Path, base: Path) -> dict[str, bytes]:
-    """The tensors of the version that the pointer names, from the base on through every delta."""
+def adapters(channel: Path) -> list[str]:
+    """The active ones of a run."""
+    listed = json.loads((channel / "components.json").read_bytes())
+    assert (
+        listed["format"] == 1
+        and listed["run_id"] == json.loads((channel / "channel.json").read_bytes())["run_id"]
+    )
+    names = [each["name"] for each in listed["components"]]
+    assert names == sorted(set(names))
+    return [each["name"] for each in listed["components"] if each["state"] == "active"]
+
+
+def read_adapter(channel: Path, name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Its tensors, and the index of its newest version: main's version is in it."""
+    nested = channel / "components" / name
+    held = read(nested, None, name)
+    newest = nested / f"weight_v{(nested / 'latest').read_text()}"
+    own = json.loads((newest / "model.safetensors.index.json").read_bytes())["weightcast"]
+    files = {path: (newest / "carried" / path).read_bytes() for path, _, _ in own["carried"]}
+    assert all(blake3(files[path]).hexdigest() == digest for path, _, digest in own["carried"])
+    json.loads(files["adapter_config.json"])
+    return held, own
+
+
+def read(channel: Path, base: Path | None, component: str = "main") -> dict[str, bytes]:
+    """The tensors of the version that the pointer names, from the base on through every delta. `base`: None
+    for an adapter, which begins with zeros."""
     run = json.loads((channel / "channel.json").read_bytes())
     raw = (channel / "base.json").read_bytes()
     zero = json.loads(raw)
     assert run["format"] == zero["format"] == 1 and run["run_id"] == zero["run_id"]
-    table, found = zero["tensors"], checkpoint(base)
+    assert zero["component"] == component, f"component {zero['component']}"
+    table = zero["tensors"]
+    found = {row[0]: bytes(row[3]) for row in table} if base is None else checkpoint(base)
     held = {row[0]: found[run["aliases"].get(row[0], row[0])] for row in table}
     assert all(text(lanes(held[row[0]])) == row[4] and len(held[row[0]]) == row[3] for row in table)
-    assert root(table, held) == zero["root"]
+    assert root(table, held, component) == zero["root"]
     parent, base_root = blake3(raw).hexdigest(), zero["root"]
     for version in range(1, int((channel / "latest").read_text()) + 1):
         directory = channel / f"weight_v{version:06d}"
@@ -288,11 +317,12 @@ def read(channel: Path, base: Path) -> dict[str, bytes]:
         index = json.loads(raw)
         own = index["weightcast"]
         assert (own["kind"], own["version"], own["base_version"]) == ("delta", version, version - 1)
+        assert own["component"] == component and ("main_root" in own) == (component != "main")
         assert (own["parent"], own["base_root"], own["run_id"]) == (parent, base_root, run["run_id"])
         assert index["metadata"]["delta_encoding"] == "step" and set(index["weight_map"]) == set(
             own["tensors"]
         )
         apply(directory, own, table, held)
-        assert root(table, held) == own["root"]
+        assert root(table, held, component) == own["root"]
         parent, base_root = blake3(raw).hexdigest(), own["root"]
     return held

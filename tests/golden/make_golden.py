@@ -1,10 +1,13 @@
-"""Makes tests/golden/channels/, which must not exist: python tests/golden/make_golden.py
+"""Makes tests/golden/channels/, which must not exist: python tests/golden/make_golden.py [adapters]
+
+`adapters` adds the channel of that name to those that are there.
 
 Never part of a test run. What is committed there was written by the release that made it, and every later
 release must go on reading it: a writer that makes other bytes today is no reason to make them anew.
 
     base/                       the checkpoint that all channels start from
     fast/ xor/ overwrite/       channels as this release writes them, versions 1 to 3
+    adapters/                   main at version 1; adapter/math at version 3, adapter/old retired at version 1
     field-plain/ field-run/     channels in the field's plain format, in both dialects of the pointer
     expected.json               per channel the root of version 3 and a digest of the tensor bytes
 """
@@ -24,7 +27,7 @@ import numpy as np  # noqa: E402
 from core_cases import Model, bytes_of, some_changed, tensor, write_checkpoint  # noqa: E402
 from field_writer import root_of, write_pointer, write_version  # noqa: E402
 
-from weightcast.publisher import Publisher, init_channel  # noqa: E402
+from weightcast.publisher import Publisher, RawTensor, init_channel  # noqa: E402
 from weightcast.shared.channel.channel import Channel  # noqa: E402
 from weightcast.shared.channel.directory_store import open_store  # noqa: E402
 from weightcast.shared.channel.index import Index  # noqa: E402
@@ -69,6 +72,34 @@ def make_ours(encoding: str) -> str:
     return report.root
 
 
+def adapter_models(rng: np.random.Generator) -> list[Model]:
+    """Every word changes, as an optimizer does it."""
+    names = [
+        f"base_model.model.model.layers.{n}.q_proj.lora_{part}.weight" for n in range(2) for part in "AB"
+    ]
+    return [{name: tensor(rng, "F32", 3, 17) for name in names} for _ in range(VERSIONS)]
+
+
+def make_adapters() -> dict[str, str]:
+    """The roots of main and of adapter/math, and a digest of the adapter's bytes."""
+    channel, rng = CHANNELS / "adapters", np.random.default_rng(20260102)
+    init_channel(channel, CHANNELS / "base", run_id=RUN)
+    with (
+        tempfile.TemporaryDirectory() as room,
+        Publisher.open(channel, local=Path(room) / "local", base=CHANNELS / "base") as publisher,
+    ):
+        main = publisher.publish_checkpoint(write_checkpoint(Path(room) / "main", models()[1]))
+        for step, model in enumerate(adapter_models(rng), 1):
+            given = {n: RawTensor(one.dtype, one.shape, one.data.tobytes()) for n, one in model.items()}
+            config = {"peft_type": "LORA", "r": 3, "lora_alpha": step}
+            report = publisher.publish(given, step=step, component="adapter/math", adapter_config=config)
+        publisher.publish(given, component="adapter/old", adapter_config=config)
+        publisher.retire("adapter/old")
+    for claims in channel.rglob("publishers"):
+        shutil.rmtree(claims)
+    return {"main": main.root, "math": report.root, "bytes": root_of(bytes_of(model))}
+
+
 def pointer_of(channel: Path):  # type: ignore[no-untyped-def]
     return Channel.open(open_store(channel)).pointer()
 
@@ -88,13 +119,18 @@ def make_field(name: str, run: str | None, **options: str) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["adapters"]:
+        expected = json.loads((CHANNELS / "expected.json").read_text())
+        expected["adapters"] = make_adapters()
+        (CHANNELS / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+        return
     if CHANNELS.exists():
         sys.exit(f"{CHANNELS} exists; remove it only if no release has written that format yet")
     write_checkpoint(CHANNELS / "base", models()[0])
     roots = {encoding: make_ours(encoding) for encoding in ("fast", "xor", "overwrite")}
     make_field("field-plain", None, encoding="xor", checksum="blake3")
     make_field("field-run", "run-7", encoding="overwrite", checksum="adler32")
-    expected = {"roots": roots, "bytes": root_of(bytes_of(models()[VERSIONS]))}
+    expected = {"roots": roots, "bytes": root_of(bytes_of(models()[VERSIONS])), "adapters": make_adapters()}
     (CHANNELS / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 

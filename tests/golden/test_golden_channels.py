@@ -22,12 +22,14 @@ from core_cases import (
 from faulty_store import Fault, FaultyStore
 from field_reader import follow
 from field_writer import root_of, write_pointer, write_version
+from independent_reader import adapters, read, read_adapter
 from memory_store import MemoryStore
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.shared.base.errors import DamagedFile, NeedsReseed, RetryLater
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.components import all_faults, open_component, read_components
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
@@ -72,6 +74,42 @@ def test_a_host_reads_what_was_written_once(tmp_path: Path, name: str) -> None:
     assert bring(CHANNELS / name, tmp_path / "local") == EXPECTED["roots"][name]
     assert root_of(read_checkpoint(tmp_path / "local")) == EXPECTED["bytes"]
     assert verify(Channel.open(open_store(CHANNELS / name))) == []
+
+
+ADAPTERS, NESTED = CHANNELS / "adapters", CHANNELS / "adapters" / "components"
+
+
+def test_an_adapter_is_read_as_it_was_written_once(tmp_path: Path) -> None:
+    run = Channel.open(open_store(ADAPTERS))
+    assert [(one.name, one.active) for one in read_components(run)] == [
+        ("adapter/math", True),
+        ("adapter/old", False),
+    ]
+    nested = open_component(run, "adapter/math")
+    assert bring(nested.store, tmp_path / "local", None) == EXPECTED["adapters"]["math"]
+    assert root_of(read_checkpoint(tmp_path / "local")) == EXPECTED["adapters"]["bytes"]
+    assert json.loads((tmp_path / "local" / "adapter_config.json").read_text())["lora_alpha"] == 3
+    index = nested.own_index(3)
+    assert index is not None
+    assert (index.main_version, index.main_root) == (1, EXPECTED["adapters"]["main"])
+    assert all_faults(open_store(ADAPTERS)) == []
+
+
+def test_a_reader_that_knows_no_components_follows_main(tmp_path: Path) -> None:
+    """And refuses an adapter by its name, wherever it finds one."""
+    assert bring(ADAPTERS, tmp_path / "local") == EXPECTED["adapters"]["main"]
+    assert read(ADAPTERS, BASE) == read_checkpoint(tmp_path / "local")
+    with pytest.raises(AssertionError, match="component adapter/math"):
+        read(NESTED / "adapter/math", BASE)
+    with pytest.raises(Refused, match="expected component 'main', found 'adapter/math'"):
+        bring(NESTED / "adapter/math", tmp_path / "other")
+
+
+def test_another_reader_agrees_on_adapters() -> None:
+    assert adapters(ADAPTERS) == ["adapter/math"]
+    held, own = read_adapter(ADAPTERS, "adapter/math")
+    assert root_of(held) == EXPECTED["adapters"]["bytes"]
+    assert (own["main_version"], own["main_root"]) == (1, EXPECTED["adapters"]["main"])
 
 
 @pytest.mark.parametrize("name", FIELD)
