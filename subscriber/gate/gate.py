@@ -245,7 +245,7 @@ class Gate(Collector):
             await say(send, 413, {"error": f"the body has more than {BODY_LIMIT} bytes"}, CLOSE)
             return
         try:
-            asked = Asked.of(body, self.traffic.adapters)
+            asked = Asked.of(body, names=self.traffic.may_name_adapters)
             conditions = Conditions.of(headers, asked.member)
         except BadCondition as error:
             await say(send, 400, {"error": str(error)})
@@ -258,7 +258,7 @@ class Gate(Collector):
             loop.call_soon_threadsafe(self._end, call, task)
 
         rids = asked.rids or (f"weightcast-{secrets.token_hex(8)}",)
-        call = Call(conditions, end, rids, adapter=asked.adapter, adapter_version=asked.adapter_version)
+        call = Call(conditions, end, rids, named=asked.named)
         answer, outcome = _Answer(call, send), "left"
         if scope["path"] == "/server_info":
             answer.edit = lambda value: value.update(stitch.server_info(self.traffic, self._run_id(), 1))

@@ -4,6 +4,9 @@ trained on, or the host says why not."""
 from __future__ import annotations
 
 import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -354,9 +357,14 @@ def test_a_channel_that_is_gone_does_not_keep_adapters_from_an_engine(site: Site
     run.channel.rename(run.channel.with_name("away"))
     host.restart()
     engine.restart()
-    with pytest.raises(Exception, match="channel"):
-        host.step()
+    for _ in range(2):
+        with pytest.raises(Exception, match="channel"):
+            host.step()
     assert engine.loaded == expected(run, "math@1")
+    run.channel.with_name("away").rename(run.channel)
+    (run.channel / "components.json").rename(run.channel / "gone")
+    assert host.step().ready and any("components.json is gone" in each for each in host.status.degraded)
+    assert engine.loaded == expected(run, "math@1") and only(host).loaded == (1,)
 
 
 @pytest.mark.parametrize("event", ["os.rename", "socket.connect", "shutil.rmtree"])
@@ -449,3 +457,23 @@ def test_a_single_sync_brings_adapters_too(site: Site, run: Run, weightcast: Com
     assert done.code == 5 and "--enable-lora" in done.out
     words[-1] = "--adapters=none"
     assert weightcast(*words).code == 0
+
+
+def test_adapters_come_over_http_too(site: Site, run: Run) -> None:
+    """Where every look is a request, the run's components are looked for every ten seconds."""
+    handler = partial(SimpleHTTPRequestHandler, directory=run.channel)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            engine = VLLM()
+            host = site.host(run, engine, channel=f"http://127.0.0.1:{server.server_port}")
+            assert host.step().adapters == ()
+            run.publish_adapter()
+            host.clock.at += 11
+            assert host.step().ready and engine.loaded == expected(run, "math@1")
+            run.publish_adapter()
+            assert host.step().ready and engine.loaded == expected(run, "math@1", "math@2")
+        finally:
+            server.shutdown()
+            thread.join()
