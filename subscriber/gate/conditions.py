@@ -144,21 +144,21 @@ def _check(key: str, value: object) -> None:
 @dataclass(frozen=True)
 class Asked:
     """What a body asks: its `weightcast` member, and the body without it. `rids`: the caller's own names of
-    the request. `is_stitch`: asked in Stitch's dialect, which wants its answer in it. `adapter`: that it
-    names in place of the model, with or without a version."""
+    the request. `is_stitch`: asked in Stitch's dialect, which wants its answer in it. `named`: what may be an
+    adapter's name."""
 
     member: Mapping[str, Any]
     body: bytes
     rids: tuple[str, ...] = ()
     is_stitch: bool = False
-    adapter: str = ""
-    adapter_version: int | None = None
+    named: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, body: bytes, adapters: Collection[str] = ()) -> Asked:
-        """A body that is not an object stays as it is. `adapters`: names of those that are known. Raises
+    def of(cls, body: bytes, *, names: bool = False) -> Asked:
+        """A body that is not an object stays as it is. `names`: looks for names of adapters, too. Raises
         BadCondition."""
-        value = _members(body, (MEMBER, stitch.MEMBER, "rid", *(_MODEL.values() if adapters else ())))
+        members = (*_ADAPTER_IN.values(),) if names else ()
+        value = _members(body, (MEMBER, stitch.MEMBER, "rid", *members))
         given = len(value)
         member = value.pop(MEMBER, None)
         if not isinstance(member, dict | None):
@@ -169,26 +169,26 @@ class Asked:
         if is_stitch:
             member = stitch.conditions(value.pop(stitch.MEMBER)) | (member or {})
         left = body if len(value) == given else json.dumps(value).encode()
-        named = [_adapter(value.get(key), adapters) for key in _MODEL.values()]
-        adapter, version = next(filter(None, named), ("", None))
-        return cls(member or {}, left, rids, is_stitch, adapter, version)
+        named = tuple(text for key in members if isinstance(text := value.get(key), str))
+        return cls(member or {}, left, rids, is_stitch, named)
 
     def body_for(self, kind: str, label: str) -> bytes:
         """For an engine of this kind, which knows the adapter as `label`."""
         value = json.loads(self.body)
-        return json.dumps({**value, _MODEL[kind]: label}).encode()
+        return json.dumps({**value, _ADAPTER_IN[kind]: label}).encode()
 
 
-_MODEL = {"sglang": "lora_path", "vllm": "model"}
+_ADAPTER_IN = {"sglang": "lora_path", "vllm": "model"}
 """the member of a request that names an adapter, by the kind of engine"""
 
 
-def _adapter(text: object, adapters: Collection[str]) -> tuple[str, int | None] | None:
-    """None for what is not an adapter's name."""
-    name, at, version = text.partition("@") if isinstance(text, str) else ("", "", "")
-    if name not in adapters or (at and not (version.isdecimal() and version.isascii() and len(version) < 16)):
-        return None
-    return name, int(version) if at else None
+def adapter_named(texts: Iterable[str], adapters: Collection[str]) -> tuple[str, int | None]:
+    """The first of the texts that names an adapter: its name, empty where none does, and a version."""
+    for text in texts:
+        name, at, version = text.partition("@")
+        if name in adapters and (not at or (version.isdecimal() and version.isascii() and len(version) < 16)):
+            return name, int(version) if at else None
+    return "", None
 
 
 def with_members(body: bytes, added: Mapping[str, str]) -> bytes:

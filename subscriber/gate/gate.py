@@ -204,7 +204,9 @@ class Gate(Collector):
         elif path.startswith(_BLOCKED):
             error = f"/{path} changes an engine; its subscriber alone does that"
             await say(send, 403, {"error": error})
-        elif (request := await read_request(scope, receive, send, self.traffic.adapters)) is None:
+        elif (
+            request := await read_request(scope, receive, send, names=self.traffic.may_name_adapters)
+        ) is None:
             pass
         elif is_abort(scope):
             if abort := await read_abort(request, self._token, send):
@@ -229,9 +231,7 @@ class Gate(Collector):
     async def _answer(self, request: Request, receive: Receive, send: Send) -> None:
         scope, asked = request.scope, request.asked
         rids = asked.rids or (f"weightcast-{secrets.token_hex(8)}",)
-        call = Call(
-            request.conditions, rids=rids, adapter=asked.adapter, adapter_version=asked.adapter_version
-        )
+        call = Call(request.conditions, rids=rids, named=asked.named)
         answer, outcome = _Answer(call, request, send, partial(self.traffic.leave, call)), "left"
         if scope["path"] == "/server_info":
             answer.edit = lambda value: value.update(stitch.server_info(self.traffic, self._run_id()))

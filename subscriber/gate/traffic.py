@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from weightcast.subscriber.gate.conditions import Conditions, UpdatePolicy, affinity
+from weightcast.subscriber.gate.conditions import Conditions, UpdatePolicy, adapter_named, affinity
 
 _ENDING_SECONDS = 5.0
 """for requests to end after the gate ended them"""
@@ -51,6 +51,8 @@ class Call:
     process: str | None = None
     began: float = 0.0
     ended_by: Literal["", "update", "abort"] = ""
+    named: tuple[str, ...] = ()
+    """what may be the name of an adapter, with or without a version"""
     adapter: str = ""
     """that it asks for; empty: for the model itself"""
     adapter_version: int | None = None
@@ -101,8 +103,10 @@ class Traffic:
         self.doors = {name: Door() for name in names}
         self.target = 0
         """the version that the host is to reach"""
-        self.adapters: Mapping[str, int] = {}
-        """the version that each adapter is to reach"""
+        self.adapters: Mapping[str, int | None] = {}
+        """the version that each adapter is to reach; None: none is served here"""
+        self._names_adapters = False
+        """they are known"""
         self.drifts = False
         """adapters go on over other main weights"""
         self.policy, self._drain_seconds = policy, drain_seconds
@@ -154,6 +158,12 @@ class Traffic:
                 for call in door.calls:
                     call.low, call.high = min(call.low, version), max(call.high, version)
             door.version, door.was_open = version, door.was_open or version is not None
+            self._tell()
+
+    def name_adapters(self, adapters: Mapping[str, int | None]) -> None:
+        """`adapters`: as of `self.adapters`."""
+        with self._changed:
+            self.adapters, self._names_adapters = adapters, True
             self._tell()
 
     def offer(self, name: str, adapter: str, versions: Collection[int]) -> None:
@@ -234,8 +244,17 @@ class Traffic:
         with self._changed:
             return self._refusal(call)
 
+    @property
+    def may_name_adapters(self) -> bool:
+        """Whether requests may name an adapter, as far as is known."""
+        return bool(self.adapters) or not self._names_adapters
+
     def _refusal(self, call: Call) -> NotAdmitted | None:
         conditions = call.conditions
+        if not self._names_adapters:
+            # an engine that does not check names would answer one of an adapter without it
+            return NotAdmitted(503, "the adapters of the run are not known yet")
+        call.adapter, call.adapter_version = adapter_named(call.named, self.adapters)
         open_doors = {name: door for name, door in self.doors.items() if door.version is not None}
         fit = {name: door for name, door in open_doors.items() if self._fitting(call, door) is not None}
         free = {name: door for name, door in fit.items() if len(door.calls) < self._most}
@@ -245,11 +264,7 @@ class Traffic:
             if len(open_doors) < len(self.doors):
                 return NotAdmitted(503, "no engine serves here now")
             if call.adapter:
-                has = frozenset[int]().union(*(d.adapters.get(call.adapter, ()) for d in open_doors.values()))
-                found = ", ".join(f"{call.adapter}@{version}" for version in sorted(has))
-                return NotAdmitted(
-                    409 if has else 503, f"of {call.adapter} this host serves {found or 'none now'}"
-                )
+                return self._no_adapter(call.adapter, open_doors.values())
             served = max((door.version or 0 for door in open_doors.values()), default=None)
             return NotAdmitted(409, f"this host serves version {served}")
         name = (
@@ -265,11 +280,18 @@ class Traffic:
         door.calls.add(call)
         return None
 
+    def _no_adapter(self, name: str, doors: Iterable[Door]) -> NotAdmitted:
+        if self.adapters.get(name) is None:
+            return NotAdmitted(409, f"adapter {name} is retired, or not followed here")
+        has = sorted({version for door in doors for version in door.adapters.get(name, ())})
+        found = ", ".join(f"{name}@{version}" for version in has)
+        return NotAdmitted(409 if has else 503, f"of {name} this host serves {found or 'none now'}")
+
     def _fitting(self, call: Call, door: Door) -> int | None:
         """The version that the call would get there: of its adapter the newest that it allows."""
         target, found = self.target, [door.version or 0]
         if call.adapter:
-            target, found = self.adapters.get(call.adapter, 0), [*door.adapters.get(call.adapter, ())]
+            target, found = self.adapters.get(call.adapter) or 0, [*door.adapters.get(call.adapter, ())]
         return max((version for version in found if call.allows(version, target)), default=None)
 
     @property

@@ -10,7 +10,7 @@ not trusted, and unloaded when it is seen.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -98,6 +98,8 @@ class Adapters:
         """by engine"""
         self._begun = self._listed = False
         """the disk was read; the registry was"""
+        self._others: Set[str] = frozenset()
+        """adapters of the run that are retired, or not followed here"""
         self._new: set[str] = set()
         """engines that are given all that is kept, since they started"""
         self._failed: dict[tuple[str, str], tuple[int, float, WeightcastError]] = {}
@@ -115,10 +117,20 @@ class Adapters:
             if one.updater is not None:
                 one.updater.close()
 
-    def recover(self) -> None:
-        """What an earlier process left here. Before any engine is paused."""
-        if self._begun:
-            return
+    def begin(self) -> None:
+        """Of a pass, before any engine is paused or open to requests: which adapters there are."""
+        if not self._begun:
+            self._recover()
+        try:
+            self._read_registry()
+        except (WeightcastError, OSError) as error:
+            self._host.degrade(f"adapters: {known(error).message}")
+        if self._engines.traffic is not None:
+            followed = {name: one.target or 0 for name, one in self._adapters.items() if self._wanted(one)}
+            self._engines.traffic.name_adapters({**dict.fromkeys(self._others), **followed})
+
+    def _recover(self) -> None:
+        """What an earlier process left here."""
         for found in sorted(self._exported.scan(), key=lambda each: each.version):
             one = self._adapter(found.name)
             one.versions[found.version] = one.newest = found
@@ -143,19 +155,11 @@ class Adapters:
         if main is None or main.phase is not Phase.CLEAN or not (self._options.adapters or known_here):
             return
         self._main = main.position
-        if follow:
-            try:
-                self._read_registry()
-            except (WeightcastError, OSError) as error:
-                self._host.degrade(f"adapters: {known(error).message}")
         in_sync = self._engines.in_sync(main)
         engines = [each for each in self._engines.engines if each.name in in_sync]
         if self._adapters or self._loaded:
             for engine in engines:
                 self._look_at(engine)
-        if self._engines.traffic is not None:
-            targets = {name: one.target or 0 for name, one in self._adapters.items() if self._wanted(one)}
-            self._engines.traffic.adapters = targets
         for one in list(self._adapters.values()):
             self._bring(one, engines, follow)
         self._new.clear()
@@ -206,11 +210,18 @@ class Adapters:
     def _read_registry(self) -> None:
         if not self._looks.take():
             return
-        names: set[str] = set()
-        if self._options.adapters and self._store.stat(REGISTRY) is not None:
+        active: dict[str, bool] = {}
+        if self._store.stat(REGISTRY) is not None:
             self._run = Channel.open(self._store, self._options.trust, self._run)
-            names = {one.name.removeprefix(ADAPTER) for one in read_components(self._run) if one.active}
-        wanted = {n for n in names if any(fnmatchcase(n, pattern) for pattern in self._options.adapters)}
+            active = {one.name.removeprefix(ADAPTER): one.active for one in read_components(self._run)}
+        elif self._adapters and self._options.adapters:
+            raise RetryLater(
+                f"{self._store.place(REGISTRY)} is gone",
+                remedy="is the channel mounted? nothing is changed here",
+            )
+        patterns = self._options.adapters
+        wanted = {n for n in active if active[n] and any(fnmatchcase(n, pattern) for pattern in patterns)}
+        self._others = active.keys() - wanted
         for name in wanted:
             one = self._adapter(name)
             if one.updater is None:

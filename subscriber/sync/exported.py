@@ -99,7 +99,10 @@ class ExportedAdapters:
             found = root(local.table, hash_tensors(local.table, read, threads=local.threads))
         expected = local.state.position.root
         if found != expected:
-            raise NeedsReseed(f"{made.label}: its copy has root {found[:16]}, expected {expected[:16]}")
+            raise NeedsReseed(
+                f"{made.label}: its copy has root {found[:16]}, expected {expected[:16]}",
+                remedy="check the disk and the memory of this host if this stays",
+            )
         files = write_file_records(file_record(draft / file, file) for file in names)
         facts = {key: getattr(made, key) for key in Exported.__dataclass_fields__}
         durable.replace(draft / _RECORD, write_object({"format": FORMAT, **facts, "side_files": files}))

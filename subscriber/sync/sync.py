@@ -150,13 +150,13 @@ class Sync:
 
     def _step(self) -> None:
         self.host.own()
+        self.adapters.begin()
         self._recover_state()
         self.engines.look_if_due(self.host.state)
         failpoint("engine.looked")
         if self.updater.local is None and not self.lead.members:
             # an engine of a group is known again only by a reload: nobody saw what the other hosts did
             self.engines.resume_noted(read_state(self.updater.paths.state))
-        self.adapters.recover()
         try:
             self._bring_all()
         except Stopped:

@@ -97,10 +97,13 @@ class Host:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         return httpx.get(f"http://127.0.0.1:{port}/v1/status", headers=headers, trust_env=False).json()
 
+    def metrics(self) -> str:
+        port = self._port_file.read_text().strip()
+        return httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+
     def mislabeled(self) -> float:
         """Answers whose engine named other weights."""
-        port = self._port_file.read_text().strip()
-        page = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+        page = self.metrics()
         found = re.search(r"^weightcast_gate_mislabeled_total (\S+)$", page, re.MULTILINE)
         assert found is not None, page
         return float(found[1])

@@ -4,6 +4,9 @@ trained on, or the host says why not."""
 from __future__ import annotations
 
 import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from doubles import Answer, Drop
 from hosts import VLLM, Host, Run, SGLang, Site
 from in_process import Command
 
+from weightcast.shared.base.failpoints import watch
 from weightcast.subscriber.status import AdapterStatus
 from weightcast.subscriber.sync.adapters import GRACE_SECONDS
 
@@ -194,6 +198,61 @@ def test_a_flipped_bit_in_what_is_followed_is_repaired_before_an_export(site: Si
     assert engine.loaded == expected(run, "math@1")
 
 
+def test_a_copy_with_a_flipped_bit_is_not_exported(site: Site, run: Run) -> None:
+    engine = VLLM()
+    host = site.host(run, engine)
+    label = run.publish_adapter()
+    spoiled = list[Path]()
+
+    def flip(name: str, where: Path | None) -> None:
+        if name == "adapter.copied" and where is not None and not spoiled:
+            weights = where / "adapter_model.safetensors"
+            spoiled.append(weights)
+            data = bytearray(weights.read_bytes())
+            data[-3] ^= 4
+            weights.write_bytes(data)
+
+    watch(flip)
+    try:
+        assert not host.step().ready
+    finally:
+        watch(None)
+    assert "expected" in only(host).error and engine.loaded == {}
+    assert not (host.local / "adapters" / "math-v000001").exists()
+    host.clock.at += 61
+    assert host.step().ready and engine.loaded == expected(run, label)
+
+
+def test_an_engine_in_doubt_gets_no_adapters(site: Site, run: Run) -> None:
+    """Its main weights are not known to be those that the adapter was trained on."""
+    engine = VLLM()
+    host = site.host(run, engine)
+    host.step()
+    engine.script("/collective_rpc", *[engine.half_loaded] * 2)
+    run.publish()
+    label = run.publish_adapter()
+    assert not host.step().ready
+    assert engine.of(LOAD) == [] and only(host).loaded == ()
+    assert host.retry().ready and engine.loaded == expected(run, label)
+
+
+def test_a_rolling_reload_leaves_each_engine_its_own(site: Site, run: Run) -> None:
+    """An engine that still serves the old main weights keeps the adapters that belong to them."""
+    engines = VLLM(), VLLM()
+    host = site.host(run, *engines, conduct={"order": "rolling"})
+    run.publish_adapter()
+    assert host.step().ready
+    engines[0].script("/collective_rpc", *[engines[0].half_loaded] * 2)
+    run.publish()
+    label = run.publish_adapter()
+    host.step()
+    for engine in engines:
+        if engine.held == run.digest(0) and not engine.paused:
+            assert engine.loaded == expected(run, "math@1")
+    assert host.retry().ready
+    assert [engine.loaded for engine in engines] == [expected(run, label)] * 2
+
+
 def test_a_retired_adapter_is_unloaded_and_deleted(site: Site, run: Run) -> None:
     engine = VLLM()
     host = site.host(run, engine)
@@ -298,9 +357,14 @@ def test_a_channel_that_is_gone_does_not_keep_adapters_from_an_engine(site: Site
     run.channel.rename(run.channel.with_name("away"))
     host.restart()
     engine.restart()
-    with pytest.raises(Exception, match="channel"):
-        host.step()
+    for _ in range(2):
+        with pytest.raises(Exception, match="channel"):
+            host.step()
     assert engine.loaded == expected(run, "math@1")
+    run.channel.with_name("away").rename(run.channel)
+    (run.channel / "components.json").rename(run.channel / "gone")
+    assert host.step().ready and any("components.json is gone" in each for each in host.status.degraded)
+    assert engine.loaded == expected(run, "math@1") and only(host).loaded == (1,)
 
 
 @pytest.mark.parametrize("event", ["os.rename", "socket.connect", "shutil.rmtree"])
@@ -393,3 +457,23 @@ def test_a_single_sync_brings_adapters_too(site: Site, run: Run, weightcast: Com
     assert done.code == 5 and "--enable-lora" in done.out
     words[-1] = "--adapters=none"
     assert weightcast(*words).code == 0
+
+
+def test_adapters_come_over_http_too(site: Site, run: Run) -> None:
+    """Where every look is a request, the run's components are looked for every ten seconds."""
+    handler = partial(SimpleHTTPRequestHandler, directory=run.channel)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            engine = VLLM()
+            host = site.host(run, engine, channel=f"http://127.0.0.1:{server.server_port}")
+            assert host.step().adapters == ()
+            run.publish_adapter()
+            host.clock.at += 11
+            assert host.step().ready and engine.loaded == expected(run, "math@1")
+            run.publish_adapter()
+            assert host.step().ready and engine.loaded == expected(run, "math@1", "math@2")
+        finally:
+            server.shutdown()
+            thread.join()

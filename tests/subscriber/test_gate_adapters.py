@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
 from gate_kit import Engine, Host
 from hosts import Run, Site
+from in_process import Command
 from waiting import wait_until
+
+SEEDS = [int(seed) for seed in os.environ.get("GATE_ADAPTER_SEEDS", "1 2").split()]
+MOVES = 10
 
 
 def serving(host: Host, *versions: int) -> bool:
@@ -118,3 +127,93 @@ def test_an_engine_that_restarted_gets_no_request_before_its_adapters(site: Site
     engine.restart()
     for _ in range(5):
         assert said(host, ask(host, "math")) == {"0+math@1"}
+
+
+def test_the_fleet_knows_what_is_loaded(site: Site, run: Run, weightcast: Command) -> None:
+    host = Host(site, run, Engine(site))
+    publish(host)
+    waiting = (
+        "wait",
+        "--version",
+        "1",
+        "--component",
+        "adapter/math",
+        "--channel",
+        run.channel,
+        "--timeout",
+        "60",
+    )
+    assert weightcast(*waiting).code == 0
+    shown = weightcast("fleet", "--channel", run.channel, "--json").json["hosts"][0]["adapters"]
+    assert [(one["name"], one["version"], one["state"]) for one in shown] == [("adapter/math", 1, "ready")]
+    assert "math@1" in weightcast("fleet", "--channel", run.channel).out
+    wait_until(lambda: 'weightcast_adapter_version{adapter="math"} 1.0' in host.metrics())
+    assert ask(host, "math").status_code == 200
+    run.retire("math")
+    wait_until(lambda: ask(host, "math").status_code == 409)
+    assert "retired" in ask(host, "math@1").json()["error"]
+    wait_until(lambda: "weightcast_adapter_version{" not in host.metrics())
+    wait_until(lambda: not (site.root / "host" / "adapters" / "math-v000001").exists())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_answer_breaks_its_label_through_moves_and_kills(site: Site, run: Run, seed: int) -> None:
+    """Requests for a plain name, a version and the model, while main and adapter move, and the engine and the
+    subscriber are killed. What an answer says made it is what made it, and they belong together."""
+    chance = random.Random(seed)
+    engine = Engine(site, kind=chance.choice(["vllm", "sglang"]))
+    host = Host(site, run, engine, options=("--gate-hold", "1", "--adapters-kept", "2"))
+    belongs = {publish(host): 0}
+    answers, stop = list[tuple[str, httpx.Response]](), threading.Event()
+
+    def traffic(number: int) -> None:
+        names = random.Random(number)
+        while not stop.is_set():
+            latest = f"math@{max(1, len(belongs) - names.randrange(2))}"
+            name = names.choice(["math", "math", latest, "policy"])
+            with contextlib.suppress(httpx.HTTPError):
+                answers.append((name, ask(host, name, seconds=0.01)))
+
+    def more(than: int) -> bool:
+        return len(answers) > than
+
+    def move(event: str) -> None:
+        if event == "adapter":
+            belongs[run.publish_adapter()] = len(run.versions) - 1
+        elif event == "main":
+            run.publish()
+        elif event == "engine":
+            engine.restart()
+        else:
+            host.restart()
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(traffic, number) for number in range(4)]
+        try:
+            for _ in range(MOVES):
+                before = len(answers)
+                move(chance.choices(["adapter", "main", "engine", "subscriber"], [4, 2, 1, 1])[0])
+                wait_until(partial(more, before + 3))
+            belongs[run.publish_adapter()] = len(run.versions) - 1
+            wait_until(lambda: serving_newest(host, len(belongs)))
+        finally:
+            stop.set()
+        for each in asking:
+            each.result()
+    good = [(name, answer) for name, answer in answers if answer.status_code == 200]
+    for name, answer in good:
+        main, label = answer.headers["weightcast-version"], answer.headers.get("weightcast-adapter", "")
+        if label:
+            assert name in ("math", label) and said(host, answer) == {f"{main}+{label}"}
+            assert belongs[label] == int(main)
+        else:
+            assert name == "policy"
+    assert {answer.status_code for _, answer in answers} <= {200, 409, 503}
+    assert any("weightcast-adapter" in answer.headers for _, answer in good)
+
+
+def serving_newest(host: Host, version: int) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        found = host.status()["adapters"]
+        return bool(found) and found[0]["loaded"][:1] == [version]
+    return False
