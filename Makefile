@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak dist docs docs-serve clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-packages test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak dist docs docs-serve clean
 
 install: $(STAMP) .typing/weightcast/client.py
 
@@ -159,14 +159,24 @@ bench: install
 	$(BIN)/python -m benchmarks --results benchmarks/results.json --docs docs/measurements $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.report
 
-# Both distributions, from what is committed. Wheels built twice from one commit have the same bytes.
+# Both distributions, from what is committed. Built twice from one commit they have the same bytes.
+dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
 dist: install
 	rm -rf dist && mkdir dist
 	git archive --prefix=source/ HEAD | tar -x -C dist
-	for d in source source/subscriber/engine_plugin; do SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+	for d in source source/subscriber/engine_plugin; do \
 		$(BIN)/python -m build -q --no-isolation --outdir dist dist/$$d || exit 1; done
+	$(BIN)/python deploy/repack_sdist.py dist/*.tar.gz
 	rm -r dist/source
 	@cd dist && sha256sum *
+
+# Both distributions, installed into environments of their own for each Python that is here; downloads what they need.
+$(VENV)/.packages: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[packages]'
+	@touch $@
+
+test-packages: $(VENV)/.packages
+	$(BIN)/python -m pytest -q -m packages tests/e2e $(PYTEST_ARGS)
 
 # The website of docs/ in site/, with pages from the code; links and anchors are checked.
 $(VENV)/.docs: $(STAMP)
