@@ -15,8 +15,8 @@ from weightcast.shared.daemon.tls import TrustFor, client_context, tls_error_of
 
 ANSWER_LIMIT = 16 << 20
 _TLS = (
-    "check https and the host name, --ca (the authority of its certificate), and --tls-cert if it has "
-    "--tls-client-ca"
+    "give the authority of its certificate with --ca, a host name that is in it, and with --tls-cert one of "
+    "your own if it requires that"
 )
 
 
@@ -96,7 +96,7 @@ class Daemon:
         except (httpx.TransportError, httpx.InvalidURL) as error:
             tls = tls_error_of(error)
             if tls is not None and not deadline.passed:
-                raise Refused(f"no trust between {address} and this client: {tls}", remedy=_TLS) from error
+                raise Refused(f"TLS with {address} failed: {tls}", remedy=_TLS) from error
             why = f"incomplete after {self._seconds:g} s" if deadline.passed else str(error)
             raise NotInTime(
                 f"no answer from {address}: {why or type(error).__name__}",

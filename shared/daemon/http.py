@@ -445,6 +445,7 @@ class Connection(H11Protocol):
         self.conn._receive_buffer = _StrictBuffer()
         self._await_request()
         if self._tls is not None:
+            # nothing that came unencrypted counts as part of what follows
             transport.pause_reading()
             self._handshake = self.loop.create_task(self._encrypt(self._tls))
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:

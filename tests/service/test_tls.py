@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from forked import run_weightcast
 from tls import Authority
 from waiting import SECONDS, wait_until
 
+from weightcast.publisher import HandOver
 from weightcast.shared.base.errors import NotInTime, Refused
 from weightcast.shared.cli.status import wake
 from weightcast.shared.daemon import http
@@ -171,7 +173,7 @@ def test_commands_take_the_authority_and_a_certificate(
     serve: Serve, ours: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = ours.issue("daemon")
-    served = serve(token=TOKEN, tls_cert=own, tls_client_ca=ours.file)
+    served = serve(token=TOKEN, poll_seconds=600, tls_cert=own, tls_client_ca=ours.file)
     trust = ("--ca", ours.file, "--tls-cert", own, "--token", TOKEN)
     found = run_weightcast("status", served.url, *trust, "--json")
     assert (found.returncode, '"version": 7' in found.stdout) == (0, True), found
@@ -180,6 +182,14 @@ def test_commands_take_the_authority_and_a_certificate(
     assert run_weightcast("status", served.url, "--ca", "/nowhere.pem").returncode == 2
     monkeypatch.setenv("WEIGHTCAST_CA", str(ours.file))
     monkeypatch.setenv("WEIGHTCAST_TLS_CERT", str(own))
-    steps = served.loop.get().steps
+    wait_until(lambda: served.loop.get().steps == 1)
     assert CliRunner().invoke(wake, [served.url, "--token", TOKEN]).exit_code == 0
-    wait_until(lambda: served.loop.get().steps > steps)
+    wait_until(lambda: served.loop.get().steps == 2)
+
+
+def test_a_trainer_that_hands_over_wakes_its_sidecar(serve: Serve, ours: Authority, tmp_path: Path) -> None:
+    served = serve(token=TOKEN, poll_seconds=600, tls_cert=ours.issue("daemon"))
+    wait_until(lambda: served.loop.get().steps == 1)
+    with HandOver(tmp_path / "hand-over", sidecar=served.url, token=TOKEN, ca=ours.file) as hand_over:
+        hand_over.put({"w": np.zeros(4, np.float32)})
+        wait_until(lambda: served.loop.get().steps == 2)
