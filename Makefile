@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-packages test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak soak-gate mutants dist docs docs-serve clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-packages test-engines test-engines-full fuzz lint demo demo-vllm bench gpu-proof crash soak soak-gate mutants dist docs docs-serve clean
 
 install: $(STAMP) .typing/weightcast/integrations
 
@@ -171,6 +171,10 @@ demo: install
 bench: install
 	$(BIN)/python -m benchmarks --results benchmarks/results.json --docs docs/measurements $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.report
+
+# A page on this machine's GPU; without one small, on torch's CPU device. GPU_ARGS: see --help.
+gpu-proof: install
+	$(BIN)/python -m benchmarks.gpu_proof $(GPU_ARGS)
 
 # Both distributions, from what is committed. Built twice from one commit they have the same bytes.
 dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)

@@ -85,6 +85,13 @@ class Masters:
         self.words[:] = rounded(self._values)
 
 
+def step_rate(density: float) -> float:
+    """The learning rate at which `simulated` changes about this share of the words."""
+    rng = np.random.default_rng(0)
+    masters, update = (rng.standard_normal(_PROBE, np.float32) for _ in range(2))
+    return _rate(masters * np.float32(_STD), update * np.float32(_UPDATE), density)
+
+
 def _rate(masters: NDArray[np.float32], update: NDArray[np.float32], density: float) -> float:
     low, high = 1e-9, 1.0
     old = rounded(masters)

@@ -47,6 +47,7 @@ words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(1024)}, unk_token=
 words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1").save_pretrained(directory)
 torch.set_default_dtype(torch.bfloat16)
+torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
 LlamaForCausalLM(LlamaConfig(
     vocab_size=1024, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
     num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, max_position_embeddings=2048,
@@ -76,15 +77,16 @@ SHARES = (0.003, 0.01, 0.05)
 SECONDS = 900.0
 WAYS = ("live", "apart", "own", "reload")
 """`live`: pause, patch and resume as one order; `apart`: as three"""
+EAGER = ("--dtype", "bfloat16", "--max-model-len", "2048", "--enforce-eager")
 TOKENS = 48
 """of a request; a pause comes at one of those before the last third"""
 LAST_TOKEN = 32
 
 
 class Weights:
-    """A checkpoint of one bf16 file, changed in place."""
+    """A checkpoint of one bf16 file, changed in place. `bit`: flipped in each changed element."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, bit: int = 0) -> None:
         self.file = directory / "model.safetensors"
         header = read_header_of(self.file)
         self._map = np.memmap(self.file, np.uint8, "r+", offset=header.data_start)
@@ -92,18 +94,18 @@ class Weights:
             name: (entry.shape, self._map[entry.begin : entry.end].view("<u2"))
             for name, entry in header.entries.items()
         }
-        self._random = np.random.default_rng(7)
+        self._random, self._flipped = np.random.default_rng(7), np.uint16(1 << bit)
 
     @property
     def nbytes(self) -> int:
         return len(self._map)
 
     def change(self, share: float) -> Iterator[tuple[dict[str, object], bytes]]:
-        """Changes that share of every tensor, in its lowest bit; per tensor a row and a piece of a patch."""
+        """Changes that share of every tensor; per tensor a row and a piece of a patch."""
         for name, (shape, words) in self.tensors.items():
             old = hash_bytes(words.view(np.uint8))
             index = self._chosen(len(words), share)
-            words[index] ^= np.uint16(1)
+            words[index] ^= self._flipped
             row = {
                 "name": name,
                 "dtype": "BF16",
@@ -182,31 +184,32 @@ class Moment:
 
 
 class Engine:
-    def __init__(self, python: Path, plugin: Path, room: Path, model: Path) -> None:
+    def __init__(
+        self, python: Path, plugin: Path, room: Path, model: Path, options: Sequence[str] = EAGER
+    ) -> None:
         self.patches, self._ended = model / ".weightcast" / "engine", threading.Event()
-        self._arrivals, self._numbers = list[float](), list[int]()
-        self.patches.mkdir(parents=True)
+        self.arrivals, self._numbers = list[float](), list[int]()
+        self.patches.mkdir(parents=True, exist_ok=True)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        _install_own_patches(room / "own")
+        if not (room / "own").exists():
+            _install_own_patches(room / "own")
         environment = {
             "PYTHONPATH": f"{plugin}:{room / 'own'}", "VLLM_PLUGINS": "weightcast,bench_own_patches",
             "WEIGHTCAST_PATCH_DIR": str(self.patches), "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1",
         }  # fmt: skip
-        options = (
-            f"--model {model} --served-model-name tiny --host 127.0.0.1 --port {port} --dtype bfloat16 "
-            "--max-model-len 2048 --enforce-eager"
-        )
-        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *options.split()]
-        self._log = (room / "vllm.log").open("wb")
+        where = f"--model {model} --served-model-name tiny --host 127.0.0.1 --port {port}"
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *where.split(), *options]
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = (room / "vllm.log").open("ab")
         self.process = subprocess.Popen(
             command, env={**os.environ, **environment}, cwd=room, stdout=self._log, stderr=self._log,
             start_new_session=True,
         )  # fmt: skip
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS, trust_env=False)
+        self._client = httpx.Client(base_url=self.url, timeout=SECONDS, trust_env=False)
         self._wait_ready()
         self._reader = threading.Thread(target=self._stream, daemon=True)
         self._reader.start()
@@ -234,7 +237,7 @@ class Engine:
                     if line.startswith("data: "):
                         number += 1
                         self._numbers.append(number)
-                        self._arrivals.append(time.monotonic())
+                        self.arrivals.append(time.monotonic())
                     if self._ended.is_set():
                         break
 
@@ -269,9 +272,9 @@ class Engine:
         figures.gap.append(self._gap(began, ended))
 
     def _await(self, moment: Moment) -> None:
-        seen, deadline, pause = len(self._arrivals), time.monotonic() + SECONDS, threading.Event()
+        seen, deadline, pause = len(self.arrivals), time.monotonic() + SECONDS, threading.Event()
         while time.monotonic() < deadline:
-            came = len(self._arrivals)
+            came = len(self.arrivals)
             if moment.token in self._numbers[seen:came]:
                 pause.wait(moment.share * self.step())
                 return
@@ -281,16 +284,16 @@ class Engine:
 
     def _gap(self, began: float, ended: float) -> float:
         deadline, pause = time.monotonic() + SECONDS, threading.Event()
-        while (not self._arrivals or self._arrivals[-1] < ended) and time.monotonic() < deadline:
+        while (not self.arrivals or self.arrivals[-1] < ended) and time.monotonic() < deadline:
             pause.wait(0.01)
-        pairs = list(pairwise(list(self._arrivals)))
+        pairs = list(pairwise(list(self.arrivals)))
         return max(
             (after - before for before, after in pairs if after > began and before < ended), default=0.0
         )
 
     def step(self) -> float:
         """Seconds, the median between two of the last tokens."""
-        return statistics.median(after - before for before, after in pairwise(self._arrivals[-2 * TOKENS :]))
+        return statistics.median(after - before for before, after in pairwise(self.arrivals[-2 * TOKENS :]))
 
     @contextmanager
     def peak(self, figures: Figures) -> Iterator[None]:
@@ -439,9 +442,14 @@ def _told(figures: Figures) -> dict[str, float]:
     }
 
 
+def make_model(python: Path, directory: Path, layers: int, hidden: int) -> None:
+    command: list[str | Path] = [python, "-c", MAKE_MODEL, directory, str(layers), str(hidden)]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": ""})
+
+
 def shape_for(millions: int) -> tuple[int, int]:
     """Layers and hidden size of a Llama of about so many million parameters: 16 h^2 a layer."""
-    hidden = 512 if millions < 150 else 1024
+    hidden = 512 if millions < 150 else 1024 if millions < 1000 else 2048 if millions < 4000 else 4096
     return max(1, round(millions * 1e6 / (16 * hidden * hidden))), hidden
 
 
@@ -457,8 +465,7 @@ def main() -> None:
         room = Path(name)
         model = room / "model"
         layers, hidden = shape_for(asked.params)
-        command = [asked.engine_python, "-c", MAKE_MODEL, model, str(layers), str(hidden)]
-        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": ""})
+        make_model(asked.engine_python, model, layers, hidden)
         weights = Weights(model)
         engine = Engine(asked.engine_python.absolute(), asked.plugin.absolute(), room, model)
         stack.callback(engine.close)

@@ -16,7 +16,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -36,7 +36,6 @@ from weightcast.publisher import (
     cast_like,
     init_channel,
 )
-from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.submit import Hold
 from weightcast.publisher.trainer.handover import HandOver
 from weightcast.shared.codec.warm_up import warm_up
@@ -48,7 +47,7 @@ Begin = Callable[[Given], Callable[[], object]]
 """hands tensors over; returns what waits until the version is out"""
 
 _LAYERS = 8
-_SHM = Path("/dev/shm")
+SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -108,25 +107,31 @@ def measure(plan: Plan, room: Path, channels: Path) -> list[Row]:
     trainer = _Trainer(plan.nbytes, plan.density)
     base = trainer.write(room / "base")
     with ExitStack() as stack:
-        ways = dict(_ways(plan, stack, _Place(room, channels, base)))
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-        for _ in range(plan.rounds + 1):
-            tensors = trainer.step()
-            for name, begin in ways.items():
-                times[name].append(_timed(begin, tensors))
-    rows = [_row(name, found[1:], trainer.nbytes) for name, found in times.items()]
-    return [*rows, _copied(trainer, plan.rounds)]
+        ways = dict(_ways(plan, stack, Place(room, channels, base)))
+        rows = take_turns(ways, trainer.step, trainer.nbytes, plan.rounds)
+    return [*rows, copied(trainer.tensors, plan.rounds)]
+
+
+def take_turns(ways: Mapping[str, Begin], step: Callable[[], Given], nbytes: int, rounds: int) -> list[Row]:
+    """Every way publishes every step; the first round is not counted."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        tensors = step()
+        for name, begin in ways.items():
+            times[name].append(_timed(begin, tensors))
+    return [_row(name, found[1:], nbytes) for name, found in times.items()]
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     room: Path
     channels: Path
     base: Path
 
     def publisher(
-        self, plan: Plan, name: str, rank: int = 0, world_size: int = 1, post_write: PostWrite | None = None
+        self, plan: Plan, name: str, rank: int = 0, world_size: int = 1, **options: Any
     ) -> Publisher:
+        """`options`: of `PublisherOptions`."""
         channel = self.channels / name
         if not channel.exists():
             init_channel(channel, self.base)
@@ -136,27 +141,27 @@ class _Place:
             base=self.base,
             rank=rank,
             world_size=world_size,
-            options=PublisherOptions(threads=plan.threads, post_write=post_write),
+            options=PublisherOptions(threads=plan.threads, **options),
         )
 
 
-def _ways(plan: Plan, stack: ExitStack, place: _Place) -> Iterator[tuple[str, Begin]]:
+def _ways(plan: Plan, stack: ExitStack, place: Place) -> Iterator[tuple[str, Begin]]:
     def opened(name: str, **options: Any) -> Publisher:
         return stack.enter_context(place.publisher(plan, name, **options))
 
-    yield "publish", _publish(opened("publish"))
-    yield "submit", _submit(opened("submit"))
-    yield f"submit, channel {plan.slow:g} s late", _submit(opened("late", post_write=_late(plan.slow)))
+    yield "publish", publishing(opened("publish"))
+    yield "submit", submitting(opened("submit"))
+    yield f"submit, channel {plan.slow:g} s late", submitting(opened("late", post_write=_late(plan.slow)))
     yield "submit, fp32 masters", _submit_masters(opened("masters"))
     ranks = [opened("ranks", rank=rank, world_size=2) for rank in range(2)]
     pool = stack.enter_context(ThreadPoolExecutor(2))
     yield "submit, 2 ranks", _submit_halves(ranks, pool, "tensors")
     yield "submit, 2 ranks, hold a copy", _submit_halves(ranks, pool, "copy")
-    shared = stack.enter_context(tempfile.TemporaryDirectory(dir=_SHM if _SHM.is_dir() else place.room))
-    yield "hand-over, put", _put(stack.enter_context(HandOver(Path(shared) / "hand-over")))
+    shared = stack.enter_context(tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else place.room))
+    yield "hand-over, put", putting(stack.enter_context(HandOver(Path(shared) / "hand-over")))
 
 
-def _publish(publisher: Publisher) -> Begin:
+def publishing(publisher: Publisher) -> Begin:
     def begin(tensors: Given) -> Callable[[], object]:
         publisher.publish(tensors)
         return lambda: None
@@ -164,7 +169,7 @@ def _publish(publisher: Publisher) -> Begin:
     return begin
 
 
-def _submit(publisher: Publisher) -> Begin:
+def submitting(publisher: Publisher) -> Begin:
     return lambda tensors: publisher.submit(tensors).result
 
 
@@ -215,7 +220,7 @@ def _submit_halves(ranks: Sequence[Publisher], pool: ThreadPoolExecutor, hold: H
     return begin
 
 
-def _put(hand_over: HandOver) -> Begin:
+def putting(hand_over: HandOver) -> Begin:
     def begin(tensors: Given) -> Callable[[], object]:
         hand_over.put(tensors)
         return lambda: None
@@ -246,15 +251,17 @@ def _row(way: str, times: list[tuple[float, float]], nbytes: int) -> Row:
     return Row(way, in_step, published, nbytes / in_step)
 
 
-def _copied(trainer: _Trainer, rounds: int) -> Row:
-    there = {name: torch.empty_like(tensor) for name, tensor in trainer.tensors.items()}
+def copied(tensors: Given, rounds: int) -> Row:
+    """To the host's memory."""
+    there = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
     times = []
     for _ in range(rounds + 1):
         began = time.perf_counter()
-        for name, tensor in trainer.tensors.items():
+        for name, tensor in tensors.items():
             there[name].copy_(tensor)
         times.append(time.perf_counter() - began)
-    return _row("copy in memory", [(each, each) for each in times[1:]], trainer.nbytes)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    return _row("copy to host memory", [(each, each) for each in times[1:]], nbytes)
 
 
 def show(rows: list[Row], plan: Plan, console: Console) -> None:

@@ -96,8 +96,9 @@ class PublisherOptions(CommonOptions):
     """versions published from checkpoint directories carry tokenizer, chat template, generation and processor
     files that differ from the base's; hosts install them with the weights"""
     on_device: When = "auto"
-    """where torch tensors are compared: `auto` those on a CUDA device there, `always` those on the CPU by
-    torch too, `never`: all on the host. The version's bytes are the same"""
+    """where torch tensors are compared: `auto` those on a CUDA device there if a baseline may be held,
+    `always` without one and on torch's CPU device too, `never`: all on the host. The version's bytes are the
+    same"""
     device_baseline_bytes: int = 0
     """of what was published last, kept on the devices for the next comparison"""
     pinned_baseline_bytes: int = 0

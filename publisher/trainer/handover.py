@@ -26,6 +26,7 @@ from weightcast.publisher.weights.given import (
     CastTensor,
     RawTensor,
     in_torch,
+    on_cuda,
     pairs_of,
     spec_of,
     torch,
@@ -79,6 +80,8 @@ class HandOver:
         self._export = Export(Path(directory))
         self._url, self._token, self._ca = sidecar, token, ca
         self._maps: dict[str, mmap.mmap] = {}
+        self._pinned: dict[str, int] = {}
+        """addresses"""
         self._headers: dict[str, bytes] = {}
         self._telling: threading.Thread | None = None
         self._export.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -98,8 +101,8 @@ class HandOver:
 
     def close(self) -> None:
         """What was put stays there for the publisher."""
-        while self._maps:
-            self._maps.popitem()[1].close()
+        for slot in list(self._maps):
+            self._unmap(slot)
         self._own.release()
 
     def put(
@@ -163,7 +166,7 @@ class HandOver:
         self._export.withdraw(slot)
         header = _header([spec for spec, _ in given])
         nbytes = len(header) + sum(spec.nbytes for spec, _ in given)
-        memory = self._mapped(slot, header, nbytes)
+        memory = self._mapped(slot, header, nbytes, any(on_cuda(tensor) for _, tensor in given))
         at = len(header)
         for spec, tensor in given:
             _copy(tensor, spec, memory, at)
@@ -173,14 +176,14 @@ class HandOver:
         self._export.commit(handed)
         return handed
 
-    def _mapped(self, slot: str, header: bytes, nbytes: int) -> mmap.mmap:
+    def _mapped(self, slot: str, header: bytes, nbytes: int, pinned: bool) -> mmap.mmap:
         """The slot's file with this header. Reused while tensors and file stay the same."""
         path = self._export.weights(slot)
         known = self._maps.get(slot)
         if known is not None:
             if self._headers[slot] == header and exists(path) and path.stat().st_size == nbytes:
                 return known
-            self._maps.pop(slot).close()
+            self._unmap(slot)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -195,7 +198,25 @@ class HandOver:
             os.close(fd)
         memory[: len(header)] = header
         self._maps[slot], self._headers[slot] = memory, header
+        if pinned:
+            self._pin(slot)
         return memory
+
+    def _pin(self, slot: str) -> None:
+        """A copy from a GPU to pinned memory takes a quarter of the time. Without it nothing else changes."""
+        memory = self._maps[slot]
+        address = int(torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr())
+        if int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)) == 0:
+            self._pinned[slot] = address
+            return
+        # the failure stays CUDA's last error, and the next kernel would raise it
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+
+    def _unmap(self, slot: str) -> None:
+        if slot in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop(slot))
+        self._maps.pop(slot).close()
 
     def _tell(self) -> None:
         """In a thread: a publisher that does not answer costs the step nothing, and finds out by itself."""

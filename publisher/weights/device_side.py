@@ -17,13 +17,13 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.publisher.weights.given import in_torch, torch
+from weightcast.publisher.weights.given import in_torch, on_cuda, torch
 from weightcast.shared.base.elements import Chunk, ChunkKey, WordKind, Words
 from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
@@ -47,6 +47,26 @@ def on_host(words: Words) -> Any:
     return torch.from_numpy(writable if words.itemsize == 1 else writable.view(f"<i{words.itemsize}"))
 
 
+def settle(tensors: Iterable[Any]) -> None:
+    """Returns when what their streams have queued is done: other streams and threads read them then."""
+    for device in {tensor.device for tensor in tensors if on_cuda(tensor)}:
+        torch.cuda.synchronize(device)
+
+
+def to_host(tensor: Any) -> Any:
+    """Through pinned memory, which torch keeps for the next one: a copy to other memory takes four times as
+    long, and one thread at a time."""
+    if tensor.device.type == "cuda":
+        try:
+            pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        except RuntimeError:  # the host has no more memory to pin
+            return tensor.cpu()
+        pinned.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return pinned
+    return tensor.cpu()
+
+
 def has_whole_eights(words: Any) -> bool:
     """True when 8-byte words can be seen in place."""
     return bool(words.storage_offset() * words.itemsize % 8 == 0 and words.data_ptr() % 8 == 0)
@@ -60,28 +80,28 @@ def differing(old: Any, new: Any) -> Any:
 def span_lanes(chunk: Chunk, words: Any) -> Any:
     """Raw lanes of each span, int64[spans, 2]. `words`: the chunk's with zero padding, as `words_of` views
     them; `has_whole_eights`."""
-    numbers = _numbers(chunk, words.device)
-    eights = words.view(torch.int64)
-    a = eights ^ (numbers * _signed(MIX_A[0]))
-    lane_a = _sums(chunk, _mixed(a, (32, 29, 32), MIX_A))
-    b = numbers.mul_(_signed(MIX_B[0])).add_(eights)
-    lane_b = _sums(chunk, _mixed(b, (31, 33, 30), MIX_B))
-    return torch.stack([lane_a, lane_b], dim=1)
+    eights, (first, *rounds) = words.view(torch.int64), _rounds(words.device)
+    # both lanes in one: a kernel's start costs as much as its work
+    lanes = first * _numbers(chunk, words.device)
+    lanes[0].bitwise_xor_(eights)
+    lanes[1].add_(eights)
+    for shift, mask, factor in rounds:
+        lanes.bitwise_xor_((lanes >> shift).bitwise_and_(mask)).mul_(factor)
+    return _sums(chunk, lanes).T
 
 
-def _signed(factor: int) -> int:
-    return factor - (1 << 64) if factor >> 63 else factor
+@cache
+def _rounds(device: Any) -> Any:
+    """The factors of an 8-byte word's number, then shift, mask and factor of each round: int64[2, 1]."""
 
+    def both(a: int, b: int) -> Any:
+        return torch.tensor([[one - (1 << 64) if one >> 63 else one] for one in (a, b)], device=device)
 
-def _mixed(x: Any, shifts: tuple[int, int, int], factors: tuple[int, int, int]) -> Any:
-    """In place."""
-    x.bitwise_xor_(_shifted(x, shifts[0])).mul_(_signed(factors[1]))
-    x.bitwise_xor_(_shifted(x, shifts[1])).mul_(_signed(factors[2]))
-    return x.bitwise_xor_(_shifted(x, shifts[2]))
-
-
-def _shifted(x: Any, bits: int) -> Any:
-    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+    shifts = ((32, 31), (29, 33), (32, 30))
+    masks = [[(1 << (64 - bits)) - 1 for bits in pair] for pair in shifts]
+    factors = [*zip(MIX_A[1:], MIX_B[1:], strict=True), (1, 1)]
+    rounds = [tuple(both(*pair) for pair in each) for each in zip(shifts, masks, factors, strict=True)]
+    return both(MIX_A[0], MIX_B[0]), *rounds
 
 
 def _numbers(chunk: Chunk, device: Any) -> Any:
@@ -98,15 +118,15 @@ def _numbers(chunk: Chunk, device: Any) -> Any:
 
 
 def _sums(chunk: Chunk, mixed: Any) -> Any:
-    """Per span the sum over its 8-byte words, its tail included, padding not: int64[spans]."""
+    """Per lane and span the sum over its 8-byte words, its tail included, padding not: int64[2, spans]."""
     per_word = 8 // chunk.kind.width
     if len(chunk.spans) == 1:
-        return mixed[: -(-chunk.spans[0].words // per_word)].sum().reshape(1)
+        return mixed[:, : -(-chunk.spans[0].words // per_word)].sum(1, keepdim=True)
     places = [(span.offset // per_word, -(-span.words // per_word)) for span in chunk.spans]
     starts = torch.tensor([start for start, _ in places], device=mixed.device)
     stops = torch.tensor([start + count for start, count in places], device=mixed.device)
-    before = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])
-    return before[stops] - before[starts]
+    before = torch.cat([mixed.new_zeros(2, 1), mixed.cumsum(1)], 1)
+    return before[:, stops] - before[:, starts]
 
 
 @dataclass(frozen=True)
@@ -122,7 +142,7 @@ class Found:
 def fetch(index: Any, new: Any, lanes: Any, kind: WordKind) -> Found:
     """In one copy. `index`: int32[k]; `new`: the k words; `lanes`: int64[spans, 2]."""
     pieces = [piece.reshape(-1).view(torch.uint8) for piece in (lanes, index, new)]
-    data = np.asarray(torch.cat(pieces).cpu().numpy())
+    data = np.asarray(to_host(torch.cat(pieces)).numpy())
     ends = np.cumsum([len(piece) for piece in pieces])
     packed = data[: ends[0]].view("<u8").reshape(-1, 2)
     return Found(
@@ -154,7 +174,8 @@ class Baselines:
     """Of one publisher, for its life."""
 
     def __init__(self, when: When, device_bytes: int, pinned_bytes: int, *, whole_old: bool) -> None:
-        """`when`: auto compares tensors on CUDA devices (ROCm's too) there, always also torch's on the CPU.
+        """`when`: auto compares tensors on CUDA devices (ROCm's too) there if a baseline may be held, since
+        without one as many bytes cross as for a comparison on the host; always also torch's on the CPU.
         `device_bytes`, `pinned_bytes`: how much of a baseline may be held on the devices together and in
         pinned host memory; in addition each device needs about 200 MB while a chunk is compared, for each
         thread. `whole_old`: the encoding reads all old words on the host, not only those that change, so that
@@ -164,6 +185,7 @@ class Baselines:
         """chunks that the last publication compared on a device"""
         self._room: dict[bool, float] = {False: device_bytes, True: pinned_bytes}
         """bytes left, pinned or not"""
+        self._holds = device_bytes + pinned_bytes > 0
         self._held: dict[ChunkKey, _Held] = {}
         self._base = ""
         self._lanes: Mapping[int, Lanes] = {}
@@ -175,7 +197,7 @@ class Baselines:
         """Whether it is to be compared where it lives."""
         if self._when == "never" or not in_torch(tensor):
             return False
-        return self._when == "always" or str(tensor.device.type) == "cuda"
+        return self._when == "always" or (self._holds and on_cuda(tensor))
 
     def open(self, local: LocalCheckpoint, flat: Flat, devices: Mapping[int, Any]) -> DeviceComparison | None:
         """`devices`: where the tensors lie that are compared there. None after a publication that failed in
@@ -184,9 +206,6 @@ class Baselines:
         if failed:
             self._forget()
             return None
-        for device in {each for each in devices.values() if each.type == "cuda"}:
-            # what the trainer has queued on its streams is done before other streams and threads read
-            torch.cuda.synchronize(device)
         recorded = lanes_list(local.state.position.lanes)
         same_base = local.base.digest == self._base
         if not same_base or any(recorded[tensor] != lanes for tensor, lanes in self._lanes.items()):
@@ -314,7 +333,8 @@ class DeviceComparison:
 
     def _with_old(self, chunk: Chunk, old: Words, found: Found) -> Scan:
         """Old words come from the host's memory: what of them is not as recorded shows in the sums."""
-        before = old[found.index]
+        # numpy's `take` lets other threads go on, and an index does not
+        before = old.take(found.index)
         if (before == found.new).any():
             raise drifted(chunk)
         changes = Changes(found.index, before, found.new)

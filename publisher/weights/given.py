@@ -184,6 +184,11 @@ def in_torch(tensor: Any) -> bool:
     return not isinstance(source, np.ndarray | RawTensor)
 
 
+def on_cuda(tensor: Any) -> bool:
+    """ROCm's devices too."""
+    return in_torch(tensor) and str(tensor.device.type) == "cuda"
+
+
 def whole_step(step: SupportsIndex | None, world_size: int = 1) -> int | None:
     """As a version's index can state it; numpy's integers and the like are taken. Raises Refused, also for
     none among several ranks."""

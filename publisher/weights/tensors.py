@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weightcast.publisher.weights.config import AdapterConfig, adapter_config, digest_of
-from weightcast.publisher.weights.device_side import Baselines, DeviceComparison, words_of
+from weightcast.publisher.weights.device_side import Baselines, DeviceComparison, settle, to_host, words_of
 from weightcast.publisher.weights.given import (
     CastTensor,
     RawTensor,
@@ -234,6 +234,7 @@ class GivenWeights(NewWeights):
                     remedy="give each tensor once, or tie them",
                 )
             given.setdefault(name, one)
+        settle(one.tensor for one in given.values())
         self._given, self._baselines = given, baselines
         self.table = TensorTable.of([one.whole for one in given.values()])
         self._flat = lru_cache(maxsize=2)(lambda name: _flat(given[name].tensor))
@@ -290,8 +291,9 @@ class GivenWeights(NewWeights):
 def _copy(one: _Given) -> np.ndarray[Any, np.dtype[np.uint8]]:
     copy = np.empty(one.spec.nbytes, np.uint8)
     if one.spec.nbytes:
-        words = _host_words(_flat(one.tensor), one.spec, 0, one.spec.words)
-        copy[:] = words.view(np.uint8)
+        flat, words = _flat(one.tensor), copy.view(one.spec.kind.numpy)
+        for start, stop in _pieces(one.spec.words):
+            words[start:stop] = _host_words(flat, one.spec, start, stop)
     return copy
 
 
@@ -324,7 +326,7 @@ def _host_words(flat: Any, spec: TensorSpec, start: int, stop: int) -> Words:
     low, high = start // per_element, -(-stop // per_element)
     piece = flat[low:high]
     if not isinstance(piece, np.ndarray):
-        piece = piece.view(torch.uint8).cpu().numpy()
+        piece = to_host(piece.view(torch.uint8)).numpy()
     words: Words = np.ascontiguousarray(piece).view(kind.numpy)
     return words[start - low * per_element : stop - low * per_element]
 

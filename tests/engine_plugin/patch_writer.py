@@ -35,7 +35,7 @@ def name_of(version: int) -> str:
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def lanes(tensor: torch.Tensor) -> str:

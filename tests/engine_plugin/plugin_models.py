@@ -1,5 +1,5 @@
 """Models with the loaders that engines have, small, on any rank of any tensor parallel size; and an engine
-around one of them."""
+around one of them. `Llama` is on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from weightcast_engine.update.front import Front
 from weightcast_engine.update.rank import Answer, EngineRank, Order
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCABULARY = 16, 4, 2, 8, 24, 20
 PADDED = 24
 """rows of the embedding, so that ranks divide it"""
@@ -53,7 +54,7 @@ class Llama(nn.Module):
         self._kv, self._q = kv, q
 
         def weight(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.full(shape, 7.0).to(dtype), requires_grad=False)
+            return nn.Parameter(torch.full(shape, 7.0, device=DEVICE).to(dtype), requires_grad=False)
 
         self.embed = weight(PADDED // ranks, HIDDEN)
         self.qkv, self.qkv_bias = weight(q + 2 * kv, HIDDEN), weight(q + 2 * kv)

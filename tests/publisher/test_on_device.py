@@ -164,6 +164,18 @@ def test_any_model(
             run.publish(given_of(model))
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("held", [0, 1 << 30])
+def test_auto_compares_on_a_gpu_with_a_baseline_alone(
+    tmp_path: Path, rng: np.random.Generator, held: int
+) -> None:
+    model = every_dtype(rng)
+    with both(tmp_path, model, {"on_device": "auto", "device_baseline_bytes": held}) as run:
+        model = some_changed(model, rng)
+        run.publish(given_of(model))
+        assert (compared(run.device[1]) > 0) is (held > 0)
+
+
 def test_odd_values_are_compared_by_their_bits(tmp_path: Path) -> None:
     old = np.array([0x7FC0, 0x7FC1, 0x0000, 0x8000, 0x7F80, 0x3F80] * 40, "<u2")
     new = old.copy()
