@@ -4,15 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak dist docs docs-serve clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-packages test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak soak-gate mutants dist docs docs-serve clean
 
-install: $(STAMP) .typing/weightcast/client.py
+install: $(STAMP) .typing/weightcast/integrations
 
 # Editors, mypy and the import contracts see the flat folders as `weightcast.*` through the links in .typing.
-.typing/weightcast/client.py:
+.typing/weightcast/integrations:
 	@mkdir -p .typing/weightcast
 	@for p in benchmarks shared publisher subscriber; do ln -sfn ../../$$p .typing/weightcast/$$p; done
-	@ln -sfn ../../shared/top/client.py .typing/weightcast/client.py
+	@for p in client.py integrations; do ln -sfn ../../shared/top/$$p .typing/weightcast/$$p; done
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { echo "weightcast needs Python 3.11 to 3.14 (set PYTHON=python3.14)"; exit 2; }
@@ -76,6 +76,9 @@ $(TRAINERS)/.installed: constraints-trainers.txt pyproject.toml
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -q -c $< torch
 	$(@D)/bin/python -m pip install -q -c $< transformers trl hypothesis pytest pytest-timeout -e .
+# verl asks for an older transformers, and for what its checkpoint engine does without
+	$(@D)/bin/python -m pip install -q -c $< codetiming hydra-core ray tensordict
+	$(@D)/bin/python -m pip install -q --no-deps -c $< verl
 	@touch $@
 
 test-trainers: $(TRAINERS)/.installed
@@ -151,6 +154,16 @@ fuzz: install
 soak: install
 	$(BIN)/python tests/faults/soak_run.py --versions 3000 $(SOAK_ARGS)
 
+# Bugs that the tests must catch, each planted into a copy of the tree: two minutes.
+mutants: install
+	$(BIN)/python tests/mutants.py
+
+# Requests through three gateways to four hosts, updates every second, everything killed: 40 minutes.
+GATE_REQUESTS ?= 100000
+soak-gate: install
+	GATE_REQUESTS=$(GATE_REQUESTS) GATE_HOSTS=4 GATE_CALLERS=48 $(BIN)/python -m pytest -q -s --timeout 14400 -k "allowed[3]" \
+		tests/subscriber/test_gate_model.py $(PYTEST_ARGS)
+
 demo: install
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
@@ -159,14 +172,24 @@ bench: install
 	$(BIN)/python -m benchmarks --results benchmarks/results.json --docs docs/measurements $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.report
 
-# Both distributions, from what is committed. Wheels built twice from one commit have the same bytes.
+# Both distributions, from what is committed. Built twice from one commit they have the same bytes.
+dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
 dist: install
 	rm -rf dist && mkdir dist
 	git archive --prefix=source/ HEAD | tar -x -C dist
-	for d in source source/subscriber/engine_plugin; do SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+	for d in source source/subscriber/engine_plugin; do \
 		$(BIN)/python -m build -q --no-isolation --outdir dist dist/$$d || exit 1; done
+	$(BIN)/python deploy/repack_sdist.py dist/*.tar.gz
 	rm -r dist/source
 	@cd dist && sha256sum *
+
+# Both distributions, installed into environments of their own for each Python that is here; downloads what they need.
+$(VENV)/.packages: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[packages]'
+	@touch $@
+
+test-packages: $(VENV)/.packages
+	$(BIN)/python -m pytest -q -m packages tests/e2e $(PYTEST_ARGS)
 
 # The website of docs/ in site/, with pages from the code; links and anchors are checked.
 $(VENV)/.docs: $(STAMP)

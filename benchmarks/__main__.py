@@ -21,17 +21,17 @@ from .run import custom, full, measure, parts_of, quick, show
 @option(
     "--quick", "quickly", is_flag=True, help="Two minutes, at most 100 MB; else twenty minutes, up to 4 GB."
 )
-@option("--part", multiple=True, metavar="codec|files|first-use", help="Only this; repeatable.")
+@option("--part", multiple=True, metavar="codec|files|first-use", help="Measure only this part; repeatable.")
 @option("--untrained", is_flag=True, help="Leave out the traces that need torch.")
-@option("--megabytes", type=click.IntRange(min=4), help="Files of this one size instead.")
+@option("--megabytes", type=click.IntRange(min=4), help="Measure files of this one size instead.")
 @option(
     "--density",
     type=Number(0.0, 1.0),
     default=0.014,
     help="Share of changed elements, with --megabytes.",
 )
-@option("--rounds", type=click.IntRange(min=1), default=3, help="With --megabytes.")
-@option("--threads", type=click.IntRange(min=1), help="With --megabytes; unset: every core allowed.")
+@option("--rounds", type=click.IntRange(min=1), default=3, help="Number of rounds, with --megabytes.")
+@option("--threads", type=click.IntRange(min=1), help="Threads, with --megabytes; unset: every core allowed.")
 @option("--dir", "directory", type=path, help="Directory for temporary files: ten times the model.")
 @option("--results", type=path, default="weightcast-bench/results.json", help="File for the results.")
 @option("--docs", type=path, help="Directory for page and plots; unset: that of the results.")

@@ -1,8 +1,9 @@
 """A whole RL run on this machine: one trainer, two hosts with an engine each, weightcast between them.
 
 `python -m examples.demo` starts every part as a process of its own, kills the publisher half way, and ends
-with a summary and a proof that both engines hold the trainer's last weights bit for bit. Exit status: 0 it
-holds, 1 it does not, 2 wrong use.
+with a summary and a proof that both engines hold the trainer's last weights bit for bit. `--off-policy` runs
+it for several bounds of the age of rollouts, and compares them. Exit status: 0 it holds, 1 it does not, 2
+wrong use.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from examples import checkpoint, observe, vllm
 from examples.observe import Daemon
 from examples.processes import Children, ProcessDied
 from examples.screen import Screen, View
-from examples.summary import EngineEvent, Facts, Summary, render, summarise
+from examples.summary import EngineEvent, Facts, Summary, compare, render, summarise
 from examples.waiting import POLL_SECONDS, write_whole
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -38,11 +39,15 @@ DIRECTORY, OWN_SERVER = "channel", "s3"
 BUCKET = "s3://weightcast"
 """of that server"""
 HOSTS = ("a", "b")
+MAX_LAG, MAX_LAGS = 4, (0, 1, 4)
+"""versions by which a rollout may be older than the weights that it trains; those of --off-policy"""
 ENDING = ("prepare", "trainer")
 START_SECONDS = 180.0
 VLLM_START_SECONDS = 900.0
 VLLM_PATIENCE = 5
 """times the seconds below: two vLLMs share the cores with all else"""
+VLLM_MAX_LAG = 1
+"""what a busy machine makes vLLM skip would not be served"""
 TRAIN_SECONDS = 600.0
 END_SECONDS = 60.0
 
@@ -52,6 +57,7 @@ class Options:
     steps: int
     seed: int
     freeze: bool
+    max_lag: int = MAX_LAG
     engine_python: Path | None = None
     """of an environment with vLLM; None: the example's own engine"""
 
@@ -188,8 +194,15 @@ def subscriber_command(paths: Paths, host: str, engine: str) -> list[str | Path]
     return [
         *(Path(sys.executable).with_name("weightcast"), "subscriber", "run"),
         *("--channel", paths.channel, "--base", paths.base, "--local", paths.local(host)),
-        *("--engine", engine, "--poll-seconds", "0.2", "--threads", "1"),
+        *("--engine", engine, "--gate", "0", "--poll-seconds", "0.2", "--threads", "1"),
         *("--port", "0", "--port-file", paths.port(f"subscriber-{host}")),
+    ]
+
+
+def gateway_command(paths: Paths) -> list[str | Path]:
+    return [
+        *(Path(sys.executable).with_name("weightcast"), "gateway", "run", "--channel", paths.channel),
+        *("--poll-seconds", "0.2", "--port", "0", "--port-file", paths.port("gateway")),
     ]
 
 
@@ -197,15 +210,12 @@ def prepare_command(paths: Paths, seed: int) -> list[str | Path]:
     return [sys.executable, "-m", "examples.trainer", "prepare", "--dir", paths.trainer, "--seed", str(seed)]
 
 
-def trainer_command(paths: Paths, engine_urls: Sequence[str], options: Options) -> list[str | Path]:
+def trainer_command(paths: Paths, gateway: str, options: Options) -> list[str | Path]:
     return [
-        *(sys.executable, "-m", "examples.trainer", "run", "--dir", paths.trainer),
-        *("--watch", paths.watch, "--channel", paths.channel),
-        *("--steps", str(options.steps), "--seed", str(options.seed), "--dialect", options.kind),
-        *(word for url in engine_urls for word in ("--engine", url)),
+        *(sys.executable, "-m", "examples.trainer", "run", "--dir", paths.trainer, "--watch", paths.watch),
+        *("--url", gateway, "--dialect", options.kind, "--max-lag", str(options.max_lag)),
+        *("--steps", str(options.steps), "--seed", str(options.seed)),
         *(["--freeze"] if options.freeze else []),
-        # what a busy machine makes vLLM skip would not be served
-        *(["--max-lead", "1"] if options.kind == "vllm" else []),
     ]
 
 
@@ -222,7 +232,7 @@ class Demo:
         self._kills = 0
         self._phase = ""
         self._updates: dict[str, dict[float, Mapping[str, Any]]] = {host: {} for host in HOSTS}
-        self._publisher = Daemon(paths.port("publisher"))
+        self._publisher, self._gateway = Daemon(paths.port("publisher")), Daemon(paths.port("gateway"))
         self._engines = {host: Daemon(paths.port(f"engine-{host}")) for host in HOSTS}
         self._subscribers = {host: Daemon(paths.port(f"subscriber-{host}")) for host in HOSTS}
 
@@ -240,7 +250,7 @@ class Demo:
         self._wait(lambda: not prepared.running, "the base checkpoint", START_SECONDS)
 
     def _start_services(self) -> None:
-        self._phase = "starting publisher, subscribers, engines"
+        self._phase = "starting publisher, subscribers, engines, gateway"
         self._children.start("publisher", publisher_command(self._paths))
         for number, host in enumerate(HOSTS):
             self._children.start(f"engine-{host}", self._engine_command(host, number))
@@ -248,8 +258,13 @@ class Demo:
             self._wait(self._paths.port(f"engine-{host}").exists, f"the port of engine {host}", START_SECONDS)
             engine = f"{self._options.kind}={self._engines[host].url}"
             self._children.start(f"subscriber-{host}", subscriber_command(self._paths, host, engine))
+        self._children.start("gateway", gateway_command(self._paths))
         daemons = [self._publisher, *self._subscribers.values()]
-        self._wait(lambda: all(map(Daemon.is_ready, daemons)), "all parts ready", self._options.start_seconds)
+        self._wait(
+            lambda: all(map(Daemon.is_ready, daemons)) and observe.ready_hosts(self._gateway) == len(HOSTS),
+            "all parts ready",
+            self._options.start_seconds,
+        )
 
     def _engine_command(self, host: str, number: int) -> list[str | Path]:
         python = self._options.engine_python
@@ -259,8 +274,8 @@ class Demo:
 
     def _train(self) -> None:
         self._phase = "training"
-        urls = [self._engines[host].url for host in HOSTS]
-        trainer = self._children.start("trainer", trainer_command(self._paths, urls, self._options))
+        command = trainer_command(self._paths, self._gateway.url, self._options)
+        trainer = self._children.start("trainer", command)
         deadline = TRAIN_SECONDS * self._options.patience
         if not self._options.freeze:
             half = self._options.steps // 2
@@ -301,6 +316,7 @@ class Demo:
             steps=observe.read_steps(paths.metrics),
             full_bytes=sum(file.stat().st_size for file in checkpoint.weight_files(paths.base)),
             kills=self._kills,
+            max_lag=self._options.max_lag,
             seconds=time.monotonic() - self._began,
             wanted=wanted,
             found={**self._live(wanted), **files},
@@ -315,9 +331,10 @@ class Demo:
         """What the engines hold; vLLM is asked, as its checksums leave out what its CPU build repacks."""
         if self._options.engine_python is None:
             return {f"engine {host}": observe.live_checksums(e) for host, e in self._engines.items()}
+        gates = {host: s.get("/v1/status")["gate"]["url"] for host, s in self._subscribers.items()}
         return {
-            f"engine {host} (its answers)": wanted if vllm.answers_like(e.url, self._paths.last) else {}
-            for host, e in self._engines.items()
+            f"engine {host} (its answers)": wanted if vllm.answers_like(gate, self._paths.last) else {}
+            for host, gate in gates.items()
         }
 
     def _wait(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
@@ -346,13 +363,14 @@ class Demo:
             seconds=time.monotonic() - self._began,
             processes=self._children.states(),
             publisher=observe.publisher_view(self._publisher, self._channel),
+            ready_hosts=observe.ready_hosts(self._gateway),
             hosts=[observe.host_view(host, self._subscribers[host], self._engines[host]) for host in HOSTS],
             steps=observe.read_steps(paths.metrics),
             wanted_steps=self._options.steps,
         )
 
     def close(self) -> None:
-        for daemon in (self._publisher, *self._engines.values(), *self._subscribers.values()):
+        for daemon in (self._publisher, self._gateway, *self._engines.values(), *self._subscribers.values()):
             daemon.close()
 
 
@@ -390,49 +408,63 @@ def main() -> int:
         help="s3: in an S3 server that the demo starts; s3://BUCKET: with the environment's address and "
         "credentials (AWS_*); without it, a directory",
     )
+    parser.add_argument(
+        "--max-lag", type=int, help=f"versions that a rollout may be old ({MAX_LAG}; vLLM: {VLLM_MAX_LAG})"
+    )
+    parser.add_argument(
+        "--off-policy",
+        action="store_true",
+        help=f"the same training for --max-lag {', '.join(map(str, MAX_LAGS))}, and what each costs",
+    )
     given = parser.parse_args()
     console = Console()
-    try:
-        if given.channel == OWN_SERVER and shutil.which("radosgw") is None:
-            raise RefusedDirectory(NO_SERVER)
-        paths = claim_directory(given.run_dir, given.channel)
-    except RefusedDirectory as error:
-        console.print(f"error: {error}", style="red")
-        return 2
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
     # a shell's background jobs start with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    options = Options(given.steps, given.seed, given.freeze, given.engine_python)
+    usual = (MAX_LAG if given.engine_python is None else VLLM_MAX_LAG,)
+    max_lags = MAX_LAGS if given.off_policy else usual if given.max_lag is None else (given.max_lag,)
+    summaries: list[Summary] = []
+    failures: dict[str, str] = {}
     try:
-        with serving(paths.run, console) if given.channel == OWN_SERVER else nullcontext():
-            summary = run_demo(paths, options, console)
+        for max_lag in max_lags:
+            options = Options(given.steps, given.seed, given.freeze, max_lag, given.engine_python)
+            summaries.append(_run(given, options, console))
+            failures |= summaries[-1].failures
+    except RefusedDirectory as error:
+        console.print(f"error: {error}", style="red")
+        return 2
     except (ProcessDied, TimeoutError, httpx.HTTPError) as error:
-        return _finish(None, {"died": str(error)}, paths, given, console)
+        failures["died"] = str(error)
     except KeyboardInterrupt:
         return 130
-    return _finish(summary, summary.failures, paths, given, console)
-
-
-def _finish(
-    summary: Summary | None,
-    failures: Mapping[str, str],
-    paths: Paths,
-    given: argparse.Namespace,
-    console: Console,
-) -> int:
     if given.json is not None:
-        facts = {"failures": dict(failures)} if summary is None else asdict(summary)
-        given.json.write_text(json.dumps(facts, indent=1) + "\n")
-    if summary is not None:
-        console.print(render(summary))
+        facts = [asdict(summary) for summary in summaries] or [{"failures": failures}]
+        given.json.write_text(json.dumps(facts if given.off_policy else facts[0], indent=1) + "\n")
+    if given.off_policy:
+        console.print(compare(summaries))
+    return _finish(failures, given, console)
+
+
+def _run(given: argparse.Namespace, options: Options, console: Console) -> Summary:
+    """Raises RefusedDirectory, and what `run_demo` raises."""
+    if given.channel == OWN_SERVER and shutil.which("radosgw") is None:
+        raise RefusedDirectory(NO_SERVER)
+    paths = claim_directory(given.run_dir, given.channel)
+    with serving(paths.run, console) if given.channel == OWN_SERVER else nullcontext():
+        summary = run_demo(paths, options, console)
+    console.print(render(summary))
+    return summary
+
+
+def _finish(failures: Mapping[str, str], given: argparse.Namespace, console: Console) -> int:
     if failures:
         for check, reason in failures.items():
             console.print(f"FAILED, {check}: {reason}", style="red", markup=False)
-        console.print(f"logs: {paths.run / 'logs'}", markup=False, soft_wrap=True)
+        console.print(f"logs: {given.run_dir.resolve() / 'logs'}", markup=False, soft_wrap=True)
         return 1
     if not given.keep:
-        shutil.rmtree(paths.run)
+        shutil.rmtree(given.run_dir)
     console.print("The demo holds.", style="green")
     return 0
 

@@ -6,7 +6,7 @@ Everything here is read as an outsider reads it: HTTP, files and objects, no Pyt
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,10 @@ def host_view(name: str, subscriber: Daemon, engine: Daemon) -> HostView:
     )
 
 
+def ready_hosts(gateway: Daemon) -> int:
+    return int((gateway.get("/health") or {}).get("ready_hosts", 0))
+
+
 def label_of(engine: Daemon) -> str | None:
     """The version that an engine claims: SGLang's route, then vLLM's."""
     facts = engine.get("/model_info") or engine.get("/weight_info") or {}
@@ -139,7 +143,9 @@ def read_steps(metrics: Path) -> list[TrainerStep]:
         TrainerStep(
             step=line["step"],
             rewards=tuple(line["rewards"]),
-            lags={int(lag): count for lag, count in line["lags"].items()},
+            lags=_counts(line["lags"]),
+            versions_per_answer=_counts(line["versions_per_answer"]),
+            time=line["time"],
         )
         for line in _lines(metrics)
     ]
@@ -160,6 +166,10 @@ def _version(channel: ObjectStore, name: str, index: bytes) -> Version:
         elements=elements,
         delta_bytes=sum(each["size"] for each in obstore.list_with_delimiter(channel, name)["objects"]),
     )
+
+
+def _counts(told: Mapping[str, int]) -> dict[int, int]:
+    return {int(number): count for number, count in told.items()}
 
 
 def _lines(log: Path) -> Iterator[Any]:

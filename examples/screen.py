@@ -25,6 +25,8 @@ class View:
     seconds: float
     processes: Mapping[str, str]
     publisher: PublisherView
+    ready_hosts: int
+    """that the gateway sends requests to"""
     hosts: Sequence[HostView]
     steps: Sequence[TrainerStep]
     wanted_steps: int
@@ -74,6 +76,7 @@ def table(view: View) -> Table:
         "trainer", _state(view, "trainer"), f"step {len(view.steps)}/{view.wanted_steps}", _lag(view.steps)
     )
     shown.add_row("publisher", _state(view, "publisher"), _text(publisher.version), publisher.facts)
+    shown.add_row("gateway", _state(view, "gateway"), "", f"{view.ready_hosts} hosts ready")
     for host in view.hosts:
         versions = f"local {_text(host.local_version)}, served {_text(host.served_version)}"
         shown.add_row(

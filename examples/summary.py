@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from rich.table import Table
 
@@ -43,7 +44,11 @@ class TrainerStep:
     rewards: tuple[float, ...]
     """mean of every question's group"""
     lags: Mapping[int, int]
-    """versions behind the newest: rollouts"""
+    """versions by which a rollout is older than the weights that it trains: rollouts"""
+    versions_per_answer: Mapping[int, int] = field(default_factory=dict)
+    """that may have made its tokens: rollouts"""
+    time: float = 0.0
+    """unix time of its end"""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Facts:
     """of one complete checkpoint's weight files"""
     kills: int
     """of the publisher"""
+    max_lag: int
+    """that the trainer asked for"""
     seconds: float
     wanted: Mapping[str, str]
     """tensor: checksum of the trainer's last export; empty when there was none"""
@@ -72,7 +79,8 @@ class Reward:
 
 @dataclass(frozen=True)
 class Summary:
-    """`failures`: check (versions, reward, bits, died): what is wrong. None of them: the demo holds."""
+    """`failures`: check (versions, lag, reward, bits, died): what is wrong. None of them: the demo holds.
+    `lags` and `versions_per_answer` have shares of all rollouts, which are all of one length."""
 
     versions_published: int
     versions_served: Mapping[str, int]
@@ -84,8 +92,12 @@ class Summary:
     latency_seconds_max: float | None
     pause_ms_p50: float | None
     pause_ms_max: float | None
+    lags: Mapping[int, float]
     lag_mean: float
     lag_max: int
+    lag_allowed: int
+    versions_per_answer: Mapping[int, float]
+    step_seconds_p50: float | None
     reward: Reward | None
     publisher_kills: int
     bit_exact: Mapping[str, bool]
@@ -99,9 +111,8 @@ def summarise(facts: Facts) -> Summary:
         latency for events in facts.engines.values() for latency in _latencies(facts.versions, events)
     ]
     pauses = [1000 * pause for events in facts.engines.values() for pause in _pauses(events)]
-    lags = Counter[int]()
-    for step in facts.steps:
-        lags.update(step.lags)
+    lags = _shares(step.lags for step in facts.steps)
+    ends = [step.time for step in facts.steps]
     reward = reward_of(facts.steps)
     served = {name: _served(facts.versions, events) for name, events in facts.engines.items()}
     exact = {place: bool(facts.wanted) and found == facts.wanted for place, found in facts.found.items()}
@@ -116,14 +127,28 @@ def summarise(facts: Facts) -> Summary:
         latency_seconds_max=max(latencies, default=None),
         pause_ms_p50=statistics.median(pauses) if pauses else None,
         pause_ms_max=max(pauses, default=None),
-        lag_mean=sum(lag * count for lag, count in lags.items()) / max(1, lags.total()),
+        lags=lags,
+        lag_mean=sum(lag * share for lag, share in lags.items()),
         lag_max=max(lags, default=0),
+        lag_allowed=facts.max_lag,
+        versions_per_answer=_shares(step.versions_per_answer for step in facts.steps),
+        step_seconds_p50=statistics.median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else None,
         reward=reward,
         publisher_kills=facts.kills,
         bit_exact=exact,
         seconds=facts.seconds,
-        failures=_failures(len(facts.versions), served, reward, exact),
+        failures=_failures(len(facts.versions), served, reward, exact) | _lag_failure(lags, facts.max_lag),
     )
+
+
+def _shares(counts: Iterable[Mapping[int, int]]) -> dict[int, float]:
+    total = sum(map(Counter[int], counts), Counter[int]())
+    return {number: total[number] / total.total() for number in sorted(total)}
+
+
+def _lag_failure(lags: Mapping[int, float], allowed: int) -> dict[str, str]:
+    most = max(lags, default=0)
+    return {"lag": f"a rollout is {most} versions old; {allowed} are allowed"} if most > allowed else {}
 
 
 def reward_of(steps: Sequence[TrainerStep]) -> Reward | None:
@@ -213,13 +238,36 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ),
         ("publish to served, s", _spread(summary.latency_seconds_p50, summary.latency_seconds_max, ".2f")),
         ("engine pause, ms", _spread(summary.pause_ms_p50, summary.pause_ms_max, ".0f")),
-        ("lag of rollouts", f"mean {summary.lag_mean:.2f} versions, max {summary.lag_max}"),
+        (
+            "lag of rollouts",
+            f"mean {summary.lag_mean:.2f} versions, max {summary.lag_max} of {summary.lag_allowed}",
+        ),
+        ("versions per answer", _share_text(summary.versions_per_answer)),
+        ("seconds per step", "-" if summary.step_seconds_p50 is None else f"{summary.step_seconds_p50:.2f}"),
         ("mean reward", _reward_text(summary.reward)),
     ]
     rows += [
         (f"bits: {place}", "equal" if same else "DIFFERENT") for place, same in summary.bit_exact.items()
     ]
     return [*rows, ("wall clock", f"{summary.seconds:.0f} s")]
+
+
+def compare(summaries: Sequence[Summary]) -> Table:
+    """What it costs to train on younger rollouts."""
+    table = Table(title="off-policy: share of tokens by lag in versions")
+    most = max((summary.lag_max for summary in summaries), default=0)
+    columns = ["at most", *map(str, range(most + 1)), "s per step", "last reward"]
+    for column in columns:
+        table.add_column(column, justify="right")
+    for summary in summaries:
+        shares = [f"{summary.lags.get(lag, 0.0):.0%}" for lag in range(most + 1)]
+        reward = "-" if summary.reward is None else f"{summary.reward.last_quarter:.4f}"
+        table.add_row(str(summary.lag_allowed), *shares, f"{summary.step_seconds_p50 or 0:.2f}", reward)
+    return table
+
+
+def _share_text(shares: Mapping[int, float]) -> str:
+    return ", ".join(f"{number}: {share:.1%}" for number, share in shares.items()) or "-"
 
 
 def _spread(median: float | None, most: float | None, form: str) -> str:

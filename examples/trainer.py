@@ -2,32 +2,33 @@
 
 `prepare` warm-starts a model on noisy solutions, so that it knows what to do but samples it badly, and
 writes the base checkpoint. `run` improves it with group-relative policy gradients on rollouts from the
-engines. Every step ends with a complete checkpoint in a watched directory, and nothing waits for the engines
-to serve it.
+engines, all behind one URL. Every step ends with a complete checkpoint in a watched directory. No rollout is
+older than `--max-lag` versions: requests name the oldest version that may answer them.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
-from obstore.store import ObjectStore
 from safetensors.torch import load_file, save_file
 
 from examples import checkpoint
 from examples.checkpoint import Config
 from examples.model import CausalLM
-from examples.observe import open_channel, pointer
 from examples.waiting import wait_until
+from weightcast.client import Client
 
 DIGITS = 6
 SEPARATOR = checkpoint.encode(">")[0]
@@ -80,8 +81,8 @@ class Rollouts:
     """int64 (sequences, DIGITS)"""
     logprobs: torch.Tensor
     """float32 (sequences, DIGITS), as the engine reported them"""
-    versions: list[int]
-    """weight version of every sequence; the base is 0"""
+    versions: list[tuple[int, int]]
+    """the oldest and the newest that may have made a sequence's tokens; the base is 0"""
     group: int
 
     @property
@@ -90,92 +91,98 @@ class Rollouts:
         return (self.answers == solutions(self.questions)).float().mean(1).view(-1, self.group)
 
 
-class Fleet:
-    """The engines, seen as a user of their HTTP interface."""
-
-    def __init__(
-        self,
-        urls: Sequence[str],
-        timeout: float = 60.0,
-        *,
-        generate: Generate | None = None,
-        version: Callable[[httpx.Client], int] | None = None,
-    ) -> None:
-        self._generate = _generate if generate is None else generate
-        self._version = _version if version is None else version
-        self._clients = [httpx.Client(base_url=url, timeout=timeout, trust_env=False) for url in urls]
-        self._pool = ThreadPoolExecutor(len(urls))
-
-    def close(self) -> None:
-        self._pool.shutdown()
-        for client in self._clients:
-            client.close()
-
-    def rollouts(self, questions: torch.Tensor, group: int) -> Rollouts:
-        """One request per engine, all at the same time. Groups with an aborted answer are left out."""
-        shares = questions.chunk(len(self._clients))
-        replies = self._pool.map(self._generate, self._clients, shares, [group] * len(shares))
-        answers = [answer for reply in replies for answer in reply]
-        groups = [answers[at : at + group] for at in range(0, len(answers), group)]
-        whole = [
-            number for number, members in enumerate(groups) if all(member.complete for member in members)
-        ]
-        if not whole:
-            raise RuntimeError("the engines aborted every request")
-        kept = [answer for number in whole for answer in groups[number]]
-        return Rollouts(
-            questions=questions[whole].repeat_interleave(group, dim=0),
-            answers=torch.tensor([answer.tokens for answer in kept]),
-            logprobs=torch.tensor([answer.logprobs for answer in kept]),
-            versions=[answer.version for answer in kept],
-            group=group,
-        )
-
-    def slowest_version(self) -> int:
-        return min(map(self._version, self._clients))
-
-
 @dataclass(frozen=True)
 class Answer:
     tokens: list[int]
     logprobs: list[float]
-    version: int
     complete: bool
 
-    @classmethod
-    def read(cls, output: dict[str, Any]) -> Answer:
-        facts = output["meta_info"]
-        return cls(
-            tokens=output["output_ids"],
-            logprobs=[logprob for logprob, *_ in facts["output_token_logprobs"]],
-            version=version_of(facts["weight_version"]),
-            complete=facts["finish_reason"]["type"] == "length",
-        )
+
+@dataclass(frozen=True)
+class Dialect:
+    """How engines are asked. `request`: the body for questions, int64 (questions, DIGITS), and answers per
+    question; `read`: all answers, those of a question together."""
+
+    request: Callable[[torch.Tensor, int], dict[str, Any]]
+    read: Callable[[Any], list[Answer]]
 
 
-def _generate(client: httpx.Client, questions: torch.Tensor, group: int) -> list[Answer]:
+def _sglang_request(questions: torch.Tensor, group: int) -> dict[str, Any]:
     sampling = {"max_new_tokens": DIGITS, "temperature": 1.0, "n": group}
-    request = {
-        "sampling_params": sampling,
-        "return_logprob": True,
-        "input_ids": prompts_of(questions).tolist(),
-    }
+    prompts = prompts_of(questions).tolist()
+    return {"sampling_params": sampling, "return_logprob": True, "input_ids": prompts}
+
+
+def _sglang_answers(outputs: Any) -> list[Answer]:
     return [
-        Answer.read(output) for output in client.post("/generate", json=request).raise_for_status().json()
+        Answer(
+            tokens=output["output_ids"],
+            logprobs=[logprob for logprob, *_ in output["meta_info"]["output_token_logprobs"]],
+            complete=output["meta_info"]["finish_reason"]["type"] == "length",
+        )
+        for output in outputs
     ]
 
 
-def _version(client: httpx.Client) -> int:
-    return version_of(client.get("/model_info").json()["weight_version"])
+SGLANG = Dialect(_sglang_request, _sglang_answers)
 
 
-def version_of(label: str) -> int:
-    """An engine that was not told a version yet serves the base."""
-    return 0 if label == "default" else int(label)
+@dataclass(frozen=True)
+class Fleet:
+    """All engines, behind the URL of a gateway or a gate. `requests`: so many ask for the rollouts of a step;
+    `seconds`: for all hosts to reach a version, and for an answer."""
+
+    url: str
+    dialect: Dialect = SGLANG
+    requests: int = 6
+    seconds: float = 120.0
+
+    def rollouts(self, questions: torch.Tensor, group: int, step: int, oldest: int) -> Rollouts:
+        """None is from a version before `oldest`. Groups with an aborted answer are left out. First all
+        hosts reach that version, or the first of them would get all requests."""
+        what = f"all hosts at version {oldest}"
+        wait_until(lambda: self.slowest_version() >= oldest, what, self.seconds)
+        return asyncio.run(self._rollouts(questions, group, step, oldest))
+
+    async def _rollouts(self, questions: torch.Tensor, group: int, step: int, oldest: int) -> Rollouts:
+        bodies = [self.dialect.request(part, group) for part in questions.chunk(self.requests)]
+        async with Client(self.url, token=_token(), seconds=self.seconds) as client:
+            asked = (
+                client.generate(body, min_version=oldest, session=f"{step}.{number}", wait=self.seconds)
+                for number, body in enumerate(bodies)
+            )
+            replies = await asyncio.gather(*asked)
+        read = [(reply, self.dialect.read(reply.pieces[0].raw)) for reply in replies]
+        answers = [answer for _, found in read for answer in found]
+        versions = [(reply.version, reply.last_version) for reply, found in read for _ in found]
+        whole = [
+            number
+            for number in range(len(questions))
+            if all(answer.complete for answer in answers[number * group : (number + 1) * group])
+        ]
+        if not whole:
+            raise RuntimeError("the engines aborted every request")
+        kept = [at for number in whole for at in range(number * group, (number + 1) * group)]
+        return Rollouts(
+            questions=questions[whole].repeat_interleave(group, dim=0),
+            answers=torch.tensor([answers[at].tokens for at in kept]),
+            logprobs=torch.tensor([answers[at].logprobs for at in kept]),
+            versions=[versions[at] for at in kept],
+            group=group,
+        )
+
+    def slowest_version(self) -> int:
+        """Of the hosts that take requests; -1 while none does."""
+        headers = {} if _token() is None else {"Authorization": f"Bearer {_token()}"}
+        try:
+            answer = httpx.get(f"{self.url}/model_info", headers=headers, timeout=60.0, trust_env=False)
+        except httpx.TransportError:
+            return -1
+        return int(answer.headers.get("weightcast-version", -1))
 
 
-Generate = Callable[[httpx.Client, torch.Tensor, int], list[Answer]]
-"""questions int64 (questions, DIGITS) and answers per question to answers, those of a question together"""
+def _token() -> str | None:
+    return os.environ.get("WEIGHTCAST_TOKEN")
 
 
 class Trainer:
@@ -201,23 +208,6 @@ class Trainer:
         return {name: tensor.detach().to(torch.bfloat16) for name, tensor in self.model.state_dict().items()}
 
 
-class Outbox:
-    """The watched directory. `None` as directory: nothing leaves the trainer."""
-
-    def __init__(self, directory: Path | None, channel: ObjectStore | None) -> None:
-        self._directory = directory
-        self._channel = channel
-
-    def put(self, step: int, config: Config, weights: dict[str, torch.Tensor]) -> None:
-        if self._directory is not None:
-            checkpoint.save(self._directory / f"step_{step:06}", config, weights)
-
-    def newest_version(self) -> int:
-        """The version that the newest export has or is going to have."""
-        waiting = 0 if self._directory is None else len(list(self._directory.glob("step_*")))
-        return waiting + (0 if self._channel is None else pointer(self._channel))
-
-
 @dataclass(frozen=True)
 class Plan:
     steps: int
@@ -225,38 +215,37 @@ class Plan:
     questions: int
     group: int
     rate: float
-    max_lead: int
-    """versions ahead of the slowest engine"""
-    lead_seconds: float = 120.0
-    """how long the engines may take to come within that"""
+    max_lag: int
+    """versions by which a rollout may be older than the weights that it trains"""
 
 
 def train(
-    plan: Plan, trainer: Trainer, fleet: Fleet, outbox: Outbox, metrics: Path
+    plan: Plan, trainer: Trainer, fleet: Fleet, outbox: Path | None, metrics: Path
 ) -> dict[str, torch.Tensor]:
-    """Rollouts for the next step are sampled while this one is trained. Returns the last export."""
+    """Rollouts for the next step are sampled while this one is trained, if the lag allows it: step N trains
+    version N - 1 and exports version N into `outbox`; None: nothing leaves it. Returns the last export."""
     random = torch.Generator().manual_seed(plan.seed + 1)
     weights = trainer.export()
+
+    def newest(step: int) -> int:
+        return 0 if outbox is None else step - 1
+
+    def ask(step: int) -> Future[Rollouts]:
+        questions, oldest = random_questions(plan.questions, random), max(0, newest(step) - plan.max_lag)
+        return ahead.submit(fleet.rollouts, questions, plan.group, step, oldest)
+
     with ThreadPoolExecutor(1) as ahead:
-        coming = ahead.submit(fleet.rollouts, random_questions(plan.questions, random), plan.group)
+        coming = ask(1)
         for step in range(1, plan.steps + 1):
             rollouts = coming.result()
             if step < plan.steps:
-                coming = ahead.submit(fleet.rollouts, random_questions(plan.questions, random), plan.group)
-            newest = outbox.newest_version()
+                coming = ask(step + 1)
             trainer.step(rollouts)
             before, weights = weights, trainer.export()
-            outbox.put(step, trainer.model.config, weights)
-            _note(metrics, step, rollouts, newest, checkpoint.changed_share(before, weights))
-            _bound_lead(outbox, fleet, plan)
+            if outbox is not None:
+                checkpoint.save(outbox / f"step_{step:06}", trainer.model.config, weights)
+            _note(metrics, step, rollouts, newest(step), checkpoint.changed_share(before, weights))
     return weights
-
-
-def _bound_lead(outbox: Outbox, fleet: Fleet, plan: Plan) -> None:
-    what = f"engines within {plan.max_lead} versions of the trainer"
-    wait_until(
-        lambda: outbox.newest_version() - fleet.slowest_version() <= plan.max_lead, what, plan.lead_seconds
-    )
 
 
 def _note(metrics: Path, step: int, rollouts: Rollouts, newest: int, density: float) -> None:
@@ -264,8 +253,8 @@ def _note(metrics: Path, step: int, rollouts: Rollouts, newest: int, density: fl
         "time": time.time(),
         "step": step,
         "rewards": [round(reward, 5) for reward in rollouts.rewards.mean(1).tolist()],
-        "versions": dict(sorted(Counter(rollouts.versions).items())),
-        "lags": dict(sorted(Counter(newest - version for version in rollouts.versions).items())),
+        "lags": dict(sorted(Counter(newest - oldest for oldest, _ in rollouts.versions).items())),
+        "versions_per_answer": dict(sorted(Counter(b - a + 1 for a, b in rollouts.versions).items())),
         "density": density,
     }
     with metrics.open("a") as stream:
@@ -284,23 +273,18 @@ def prepare(directory: Path, seed: int, steps: int, config: Config) -> None:
 
 def _fleet(options: argparse.Namespace) -> Fleet:
     if options.dialect == "sglang":
-        return Fleet(options.engine)
+        return Fleet(options.url)
     from examples import vllm
 
-    return Fleet(options.engine, 600.0, generate=vllm.generate, version=vllm.slowest_version)
+    return Fleet(options.url, vllm.DIALECT, seconds=600.0)
 
 
 def run(options: argparse.Namespace) -> None:
-    plan = Plan(options.steps, options.seed, options.questions, options.group, options.rate, options.max_lead)
+    plan = Plan(options.steps, options.seed, options.questions, options.group, options.rate, options.max_lag)
     model = CausalLM(checkpoint.load_config(options.dir / "base"))
     model.load_state_dict(load_file(options.dir / MASTERS))
-    fleet = _fleet(options)
-    channel = None if options.channel is None else open_channel(options.channel)
-    outbox = Outbox(None if options.freeze else options.watch, channel)
-    try:
-        weights = train(plan, Trainer(model, plan.rate), fleet, outbox, options.dir / "metrics.jsonl")
-    finally:
-        fleet.close()
+    outbox = None if options.freeze else options.watch
+    weights = train(plan, Trainer(model, plan.rate), _fleet(options), outbox, options.dir / "metrics.jsonl")
     checkpoint.save(options.dir / "last", model.config, weights)
 
 
@@ -310,17 +294,16 @@ def main() -> None:
     first = verbs.add_parser("prepare", help="warm-start a model and write the base checkpoint")
     first.add_argument("--warm-steps", type=int, default=120)
     second = verbs.add_parser("run", help="improve it with RL")
-    second.add_argument("--engine", action="append", required=True, help="URL; several times")
+    second.add_argument("--url", required=True, help="of a gateway or a gate; token: WEIGHTCAST_TOKEN")
     second.add_argument("--dialect", choices=("sglang", "vllm"), default="sglang", help="of the engines")
     second.add_argument(
         "--watch", type=Path, required=True, help="directory that receives a checkpoint per step"
     )
-    second.add_argument("--channel", help="whose pointer names the newest published version")
     second.add_argument("--steps", type=int, default=32)
     second.add_argument("--questions", type=int, default=24, help="per step")
     second.add_argument("--group", type=int, default=16, help="answers per question")
     second.add_argument("--rate", type=float, default=1.5e-5, help="AdamW's learning rate")
-    second.add_argument("--max-lead", type=int, default=3, help="versions ahead of the slowest engine")
+    second.add_argument("--max-lag", type=int, default=4, help="versions that a rollout may be behind")
     second.add_argument("--freeze", action="store_true", help="keep all updates to itself")
     for verb in (first, second):
         verb.add_argument("--dir", type=Path, required=True, help="the trainer's own directory")

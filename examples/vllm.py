@@ -1,7 +1,7 @@
 """A real vLLM as the demo's engine: how it is started, and what a user of its HTTP interface asks it.
 
-The trainer and the demo see of it what any user sees (`/v1/completions`, `/weight_info`); reloads are between
-it and the subscriber.
+The trainer and the demo see of it what any user sees (`/v1/completions`); reloads are between it and the
+subscriber.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
 from examples import checkpoint
 from examples.model import CausalLM
 from examples.summary import EngineEvent
-from examples.trainer import DIGITS, Answer, answer_logprobs, prompts_of, random_questions, version_of
+from examples.trainer import DIGITS, Answer, Dialect, Fleet, answer_logprobs, prompts_of, random_questions
 
 MODEL = "demo"
 CLOSE = 1e-3
@@ -50,10 +49,8 @@ def command(python: Path, model: Path, port: int, seed: int) -> list[str | Path]
     ]
 
 
-def generate(client: httpx.Client, questions: torch.Tensor, group: int) -> list[Answer]:
-    """As vLLM names no version in its answers, they get the one from before: at least as old as they say."""
-    version = slowest_version(client)
-    request = {
+def _request(questions: torch.Tensor, group: int) -> dict[str, Any]:
+    return {
         "model": MODEL,
         "prompt": prompts_of(questions).tolist(),
         "n": group,
@@ -63,30 +60,32 @@ def generate(client: httpx.Client, questions: torch.Tensor, group: int) -> list[
         "logprobs": 0,
         "return_token_ids": True,
     }
-    choices = client.post("/v1/completions", json=request).raise_for_status().json()["choices"]
-    return [_answer(choice, version) for choice in sorted(choices, key=lambda choice: choice["index"])]
 
 
-def slowest_version(client: httpx.Client) -> int:
-    return version_of(client.get("/weight_info").raise_for_status().json()["weight_version"])
+def _answers(answer: Any) -> list[Answer]:
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    return [
+        Answer(
+            tokens=list(choice["token_ids"]),
+            logprobs=(choice["logprobs"] or {}).get("token_logprobs") or [],
+            complete=choice["finish_reason"] == "length",
+        )
+        for choice in choices
+    ]
 
 
-def _answer(choice: Mapping[str, Any], version: int) -> Answer:
-    logprobs = (choice["logprobs"] or {}).get("token_logprobs") or []
-    return Answer(list(choice["token_ids"]), logprobs, version, choice["finish_reason"] == "length")
+DIALECT = Dialect(_request, _answers)
 
 
 @torch.no_grad()
-def answers_like(url: str, directory: Path) -> bool:
+def answers_like(gate: str, directory: Path) -> bool:
     """Whether the engine gives its answers the log probabilities that a fresh load of `directory` gives."""
     model = CausalLM(checkpoint.load_config(directory))
     model.load_state_dict(checkpoint.load(directory))
     questions = random_questions(24, torch.Generator().manual_seed(1))
-    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
-        answers = generate(client, questions, 1)
-    tokens = torch.tensor([answer.tokens for answer in answers])
-    said = torch.tensor([answer.logprobs for answer in answers])
-    return bool((answer_logprobs(model, questions, tokens) - said).abs().max() < CLOSE)
+    found = Fleet(gate, DIALECT).rollouts(questions, group=2, step=0, oldest=0)
+    expected = answer_logprobs(model, found.questions, found.answers)
+    return bool((expected - found.logprobs).abs().max() < CLOSE)
 
 
 def events_of(updates: Iterable[Mapping[str, Any]]) -> Sequence[EngineEvent]:

@@ -14,6 +14,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex, get_args
 
+from weightcast.publisher.components import (
+    AdapterWeights,
+    Components,
+    TrainedOn,
+    component_local,
+    tensors_of,
+    trained_on,
+)
 from weightcast.publisher.maintenance.orders import Held, carry_out, is_carried_out, standing
 from weightcast.publisher.maintenance.prune import keep_channel_file
 from weightcast.publisher.maintenance.repair import ChannelCheck, Repairs, is_sound, remake, repair
@@ -37,16 +45,24 @@ from weightcast.publisher.publish.stitch import Layout, StitchPointer, check_lay
 from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
-from weightcast.publisher.weights.config import CONFIG, carried_bytes, changed_configs, check_config
+from weightcast.publisher.weights.config import (
+    CONFIG,
+    AdapterConfig,
+    carried_bytes,
+    changed_configs,
+    check_config,
+)
 from weightcast.publisher.weights.device_side import Baselines, When
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
 from weightcast.publisher.weights.given import whole_step
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
+from weightcast.shared.base.elements import MAIN, TensorTable
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, Untrusted
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
-from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.claims import Claim, Heart, claim, require_fences, this_process
+from weightcast.shared.channel.components import open_component, require_active
 from weightcast.shared.channel.directory_store import directory_of, mounted, open_store
 from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding, Index
 from weightcast.shared.channel.pins import Rollback
@@ -108,6 +124,8 @@ _DEFAULTS = PublisherOptions()
 class Publisher:
     """Publishes versions of one run; one per rank. Not thread-safe.
 
+    An adapter is published with `component="adapter/NAME"`, which adds it to the run at its first version.
+
     Examples:
         >>> with Publisher.open("/shared/run", local="/var/lib/weightcast", base="/models/base") as publisher:
         ...     report = publisher.publish(model.state_dict(), step=1)
@@ -125,6 +143,7 @@ class Publisher:
         self._updater, self._claim, self._upkeep = updater, claimed, upkeep
         self._options = options
         self._trust, self._world_size = setup.signer.trust, rank.world_size
+        self._rank, self._encoding = rank, setup.encoding
         self._owner = None if claimed is None else OwnerRank(updater, claimed, rank, setup)
         self._lone = None if claimed is None else OwnerRank(updater, claimed, Rank(0, 1), setup)
         """what rank 0 publishes without the other ranks"""
@@ -141,6 +160,10 @@ class Publisher:
                 whole_old=setup.encoding == "small",
             )
         self._submissions = Submissions(self._publish)
+        self.components: Components[Publisher] | None = None
+        """None: it publishes a component itself"""
+        self._of: Channel | None = None
+        """the run's channel, where it publishes another component than `main`"""
         self._fleet: FleetReader | None = None
 
     @classmethod
@@ -154,6 +177,7 @@ class Publisher:
         world_size: int = 1,
         encoding: Encoding = "fast",
         options: PublisherOptions = _DEFAULTS,
+        component: str = MAIN,
         **other: Never,
     ) -> Self:
         """Opens a channel as its publisher.
@@ -167,6 +191,8 @@ class Publisher:
             world_size: How many processes publish a version together.
             encoding: Of the deltas.
             options: What most runs leave as it is.
+            component: `adapter/NAME`: publishes this adapter alone, and neither owns `main` nor keeps its
+                weights. It must be in the run: `weightcast channel component add`.
 
         Raises:
             Refused: Another publisher owns the channel, or `local` and `channel` overlap.
@@ -197,6 +223,18 @@ class Publisher:
             signer.check_owner(store)
         opened = Channel.open(store, signer.trust)
         opened.require_ours()
+        if component != MAIN:
+            require_active(opened, component)
+            nested = cls.open(
+                open_component(opened, component).store,
+                local=component_local(Path(local), component),
+                rank=rank,
+                world_size=world_size,
+                encoding=encoding,
+                options=replace(options, carry_config=True),
+            )
+            nested._of = opened
+            return nested
         base = recorded_base(opened) if base is None else base
         updater = LocalUpdater(
             store,
@@ -207,7 +245,9 @@ class Publisher:
         common = {each.name: getattr(options, each.name) for each in fields(CommonOptions)}
         setup = PublishOptions(**common, encoding=encoding, signer=signer)
         if rank != 0:
-            return cls(updater, Rank(rank, world_size), setup, options, None)
+            publisher = cls(updater, Rank(rank, world_size), setup, options, None)
+            publisher._has_components(Path(local), signer)
+            return publisher
         with contextlib.ExitStack() as undo:
             undo.callback(updater.close)
             first = not exists(updater.paths.state)
@@ -229,12 +269,79 @@ class Publisher:
             setup = replace(setup, free_space=upkeep.give_up, keep_journal=keep)
             publisher = cls(updater, Rank(0, world_size), setup, options, claimed, upkeep)
             undo.callback(publisher.close)
+            publisher._has_components(Path(local), signer)
             publisher.recover()
             keep_channel_file(store, Path(local))
             if options.upkeep is not None and options.upkeep_thread:
                 publisher.work_in_background()
             undo.pop_all()
         return publisher
+
+    def _has_components(self, local: Path, signer: Signer) -> None:
+        if self.store.component != MAIN:
+            return
+        rank, encoding, options = self._rank, self._encoding, replace(self._options, carry_config=True)
+
+        def opened(store: Store, own: Path) -> Publisher:
+            number, ranks = rank.number, rank.world_size
+            nested = Publisher.open(
+                store, local=own, rank=number, world_size=ranks, encoding=encoding, options=options
+            )
+            nested._of = Channel.open(self.store, self._trust)
+            return nested
+
+        self.components = Components(self.store, local, signer, rank, options.deadline_seconds, opened)
+
+    def component(self, name: str, tensors: Callable[[], TensorTable] | None = None) -> Publisher:
+        """The publisher of an adapter of this run; `main` is this one, whatever it publishes. `tensors`: adds
+        the adapter with them where the run has none of this name.
+
+        Raises:
+            Refused: A bad name, a retired adapter, one that the run does not have, or a channel that cannot
+                have any.
+        """
+        if name in (MAIN, self.store.component):
+            return self
+        self._check_open()
+        if self.components is None or self._options.layout == "stitch":
+            raise Refused(
+                f"{self.store.place()} cannot have the component {name}",
+                remedy="give the channel of a run, with --layout plain",
+            )
+        return self.components.get(name, tensors)
+
+    def retire(self, component: str) -> None:
+        """Ends an adapter: nothing more is published to it, and hosts unload it. Its versions stay."""
+        self._check_open()
+        if self.components is not None and self._rank.number == 0:
+            self.components.retire(component)
+
+    def trained_on(self, version: SupportsIndex | None = None) -> TrainedOn:
+        """What a version of an adapter names: a version of main, the newest if not given, and its root."""
+        state, number = self._updater.state, None if version is None else operator.index(version)
+        if self._of is not None:
+            return trained_on(Channel.open(self._of.store, self._trust, self._of), number)
+        if number is None and state is not None and state.position.version == self.version:
+            return state.position.version, state.position.root
+        return trained_on(Channel.open(self.store, self._trust), number)
+
+    def _given(
+        self,
+        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        component: str,
+        config: AdapterConfig,
+    ) -> GivenWeights:
+        if config is not None and component == MAIN and self._of is None:
+            raise Refused("adapter_config= is not for main", remedy='give component="adapter/NAME" too')
+        return GivenWeights(named_tensors, self.baselines if component == MAIN else None, config)
+
+    def _for(
+        self, component: str, first: Callable[[], NewWeights], main_version: SupportsIndex | None
+    ) -> tuple[Publisher, TrainedOn | None]:
+        """Who publishes a component that begins with the weights `first`, and what they were trained on."""
+        publisher = self.component(component, lambda: tensors_of(first()))
+        named = publisher._of is not None and self._rank.number == 0
+        return publisher, self.trained_on(main_version) if named else None
 
     def __enter__(self) -> Self:
         return self
@@ -247,6 +354,8 @@ class Publisher:
     def close(self) -> None:
         """Waits for what was submitted. Used in `with`, its errors are raised at the end."""
         self._submissions.drain()
+        if self.components is not None:
+            self.components.close()
         if self._upkeep is not None:
             self._upkeep.stop()
         if self._heart is not None:
@@ -338,17 +447,26 @@ class Publisher:
 
     def publish(
         self,
-        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any] | str | Path,
         *,
         step: SupportsIndex | None = None,
         advance: Advance | None = None,
         watching: Watching | None = None,
+        component: str = MAIN,
+        adapter_config: AdapterConfig = None,
+        main_version: SupportsIndex | None = None,
     ) -> PublishReport:
         """Publishes the next version; as `submit(...).result()`.
 
         Args:
             named_tensors: (HF name, torch tensor on any device or numpy array). Unchanged until this returns.
-                Of several ranks each gives the tensors that it holds.
+                Of several ranks each gives the tensors that it holds. Or a directory, as of
+                `publish_checkpoint`.
+            component: `adapter/NAME`, which is added at its first version. Its tensors are those of
+                `peft.get_peft_model_state_dict(model)`; its directory is peft's.
+            adapter_config: Of an adapter whose tensors are given: `peft_config.to_dict()`, or peft's file.
+                Required with the first version; later versions keep what they had.
+            main_version: Of `main`, on which an adapter was trained; the newest if not given.
             step: The trainer's step, by which ranks know that they publish the same weights.
             advance: Called with the bytes done.
             watching: Called with the phases.
@@ -357,9 +475,21 @@ class Publisher:
             WeightcastError: Nothing is published that was not fully verified. What is already committed (a
                 hook failed, or NotInTime on a rank other than 0) is finished by the next call.
         """
+        if isinstance(named_tensors, str | Path):
+            return self.publish_checkpoint(
+                named_tensors,
+                step=step,
+                advance=advance,
+                watching=watching,
+                component=component,
+                main_version=main_version,
+            )
         # once: a second look at an iterator would see nothing
-        read = functools.cache(lambda: GivenWeights(named_tensors, self.baselines))
-        return self.publish_weights(read, step=step, advance=advance, watching=watching)
+        read = functools.cache(lambda: self._given(named_tensors, component, adapter_config))
+        publisher, belongs = self._for(component, read, main_version)
+        return publisher.publish_weights(
+            read, step=step, advance=advance, watching=watching, trained_on=belongs
+        )
 
     def submit(
         self,
@@ -368,6 +498,9 @@ class Publisher:
         step: SupportsIndex | None = None,
         when_busy: WhenBusy = "block",
         hold: Hold = "tensors",
+        component: str = MAIN,
+        adapter_config: AdapterConfig = None,
+        main_version: SupportsIndex | None = None,
     ) -> Handle:
         """Begins the next version and lets the trainer go on. Iterators are consumed before this returns.
 
@@ -380,6 +513,9 @@ class Publisher:
             hold: `copy`: copies what this process holds into host memory, in the run's precision, and
                 returns: the tensors may change, whatever happens to channel and other ranks. Costs one copy,
                 and as much memory until the comparison is done; twice with `newest`.
+            component: As in `publish`; each component waits for its own submissions alone.
+            adapter_config: As in `publish`.
+            main_version: As in `publish`.
 
         Returns:
             A handle, whose `result()` is the report of `publish`.
@@ -392,14 +528,25 @@ class Publisher:
         if hold not in get_args(Hold):
             raise Refused(f"hold is {hold!r}", remedy='give "tensors" or "copy"')
         number = whole_step(step, self._world_size)
-        weights = GivenWeights(named_tensors, self.baselines)
+        weights = self._given(named_tensors, component, adapter_config)
+        publisher, belongs = self._for(component, lambda: weights, main_version)
+        return publisher._submit(weights, number, when_busy, hold, belongs)
+
+    def _submit(
+        self,
+        weights: GivenWeights,
+        step: int | None,
+        when_busy: WhenBusy,
+        hold: Hold,
+        belongs: TrainedOn | None,
+    ) -> Handle:
         if hold == "copy":
             # not before the one in flight has let go of its own
             self._submissions.make_way(when_busy)
             weights = weights.copied()
         copied, on_device = hold == "copy", weights.on_device
         source = WeightSource(lambda: weights, lent=True, copied=copied, on_device=on_device)
-        job = PublishJob(source, number, check_allowed=self._raise_held)
+        job = PublishJob(source, step, check_allowed=self._raise_held, trained_on=belongs)
         return self._submissions.submit(job, when_busy)
 
     def wait(
@@ -409,6 +556,7 @@ class Publisher:
         min_hosts: int | None = None,
         fraction: float | None = None,
         timeout: float = 600.0,
+        component: str = MAIN,
     ) -> list[str]:
         """Waits until hosts are ready and serve `version` or a later one. Hosts report this themselves in the
         channel, unauthenticated. Without `min_hosts` and `fraction` one host suffices.
@@ -418,6 +566,7 @@ class Publisher:
             min_hosts: So many hosts.
             fraction: Of the hosts whose reports still change.
             timeout: In seconds.
+            component: `adapter/NAME`: waits until engines have loaded this version of the adapter.
 
         Returns:
             Names of the hosts.
@@ -440,7 +589,8 @@ class Publisher:
             )
         if self._fleet is None:
             self._fleet = FleetReader(self.store, updates=0)
-        return wait_for_version(self._fleet.read, operator.index(version), min_hosts, fraction, timeout)
+        number = operator.index(version)
+        return wait_for_version(self._fleet.read, number, min_hosts, fraction, timeout, component=component)
 
     def publish_checkpoint(
         self,
@@ -452,8 +602,10 @@ class Publisher:
         cast: bool = False,
         rename: Iterable[str] = (),
         drop: Iterable[str] = (),
+        component: str = MAIN,
+        main_version: SupportsIndex | None = None,
     ) -> PublishReport:
-        """Publishes a complete HF checkpoint directory.
+        """Publishes a complete HF checkpoint directory; with `component` one of peft.
 
         Args:
             directory: The checkpoint.
@@ -463,17 +615,24 @@ class Publisher:
             cast: Round floating-point tensors to the run's dtypes.
             rename: `A=B`: prefixes, or patterns with as many `*`.
             drop: Globs of tensors to leave out.
+            component: As in `publish`.
+            main_version: As in `publish`.
 
         Raises:
             Refused: The checkpoint does not fit the run, or changes while it is read.
         """
-        read = functools.partial(self.open_checkpoint, directory, ExportRules.of(cast, rename, drop))
-        return self.publish_weights(read, step=step, advance=advance, watching=watching)
+        publisher, belongs = self._for(component, lambda: AdapterWeights(Path(directory)), main_version)
+        read = functools.partial(publisher.open_checkpoint, directory, ExportRules.of(cast, rename, drop))
+        return publisher.publish_weights(
+            read, step=step, advance=advance, watching=watching, trained_on=belongs
+        )
 
     def open_checkpoint(self, directory: str | Path, rules: ExportRules = NO_RULES) -> NewWeights:
         """A checkpoint directory as new weights of this run."""
         directory = Path(directory)
         refuse_local(directory, self._updater.paths.directory)
+        if self._of is not None:
+            return self.adapted(AdapterWeights(directory, self._of.base), rules)
         weights, local = CheckpointWeights(directory), self._updater.local
         own = self._updater.base_dir if local is None else local.checkpoint.directory
         try:
@@ -506,9 +665,13 @@ class Publisher:
         Raises:
             WeightcastError: An error not raised yet. The version is out, and the next call catches up.
         """
+        for each in () if self.components is None else tuple(self.components.opened.values()):
+            each.settle()
         return self._submissions.settle()
 
     def _raise_held(self) -> None:
+        if self._of is not None:
+            require_active(self._of, self.store.component)
         order = self.obey_orders()
         if order is not None:
             raise Held.by(order)
@@ -643,11 +806,12 @@ class Publisher:
         advance: Advance | None = None,
         watching: Watching | None = None,
         request: str = "",
+        trained_on: TrainedOn | None = None,
     ) -> PublishReport:
         """Publishes what `read` opens; it may be called twice, after what it gave was closed. `request`: 16
-        hex digits, by which `made_for` finds the version."""
-        number = whole_step(step, self._world_size)
-        job = PublishJob(WeightSource(read), number, Phases(watching), advance, request=request)
+        hex digits, by which `made_for` finds the version; `trained_on`: of an adapter."""
+        number, phase = whole_step(step, self._world_size), Phases(watching)
+        job = PublishJob(WeightSource(read), number, phase, advance, request=request, trained_on=trained_on)
         self._drained()
         self._submissions.raise_unseen()
         self._raise_held()
@@ -655,10 +819,18 @@ class Publisher:
             return self._submissions.until_out(job)
         return self._publish(job)
 
-    def made_for(self, request: str, above: int) -> Index | None:
+    def opened(self, component: str = MAIN) -> Channel:
+        """The channel of a component, as it is now."""
+        run = Channel.open(self.store, self._trust)
+        return run if component == MAIN else open_component(run, component)
+
+    def made_for(self, request: str, above: int, component: str = MAIN) -> Index | None:
         """The version that was published for `request`, if it is one after `above`. That there are newer ones
         says nothing: another publisher, an operator or a rollback may have made them."""
-        channel = Channel.open(self.store, self._trust)
+        try:
+            channel = self.opened(component)
+        except NoChannel:
+            return None
         for version in range(channel.pointed(), above, -1):
             with contextlib.suppress(DamagedFile, Untrusted):
                 index = channel.own_index(version)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.channel_repair import ask_for_repair, repair_channel, sign_channel
+from weightcast.publisher.components import component_local
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.publisher.maintenance.prune import (
@@ -22,10 +23,12 @@ from weightcast.publisher.maintenance.prune import (
 from weightcast.publisher.maintenance.prune import prune as carry_out
 from weightcast.publisher.maintenance.repair import Repairs
 from weightcast.publisher.maintenance.retention import Retention, Verdict
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import OwnerAlive, claim, require_fences, this_process
+from weightcast.shared.channel.components import component_store, read_components
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import Pointer, index_key
 from weightcast.shared.channel.signing import load_private_key
@@ -34,6 +37,7 @@ from weightcast.shared.cli.channel import base_facts, exit_code_of, show_problem
 from weightcast.shared.cli.options import (
     Number,
     channel_option,
+    component_option,
     json_option,
     option,
     path,
@@ -65,6 +69,7 @@ def run(settings: PublisherSettings) -> None:
 
 @click.command
 @channel_option
+@component_option
 @option("--local", type=path, help="Local checkpoint of the stopped publisher, to restore from.")
 @option("--take-over", is_flag=True, help="Take the channel over from a publisher that seems alive.")
 @unfenced_option
@@ -80,22 +85,31 @@ def repair(
     trusted_key: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Repair a channel and move unreadable versions aside (to .trash). A running publisher does the repair;
-    the command waits for it."""
+    """Repair a channel with its components, and move unreadable versions aside (to .trash). A running
+    publisher does the repair; the command waits for it."""
     output = Output(json=as_json)
+    run, done = open_store(channel), Repairs()
+    stores = [run]
     with output.progress(f"reading {channel}", None) as advance:
-        try:
-            done = repair_channel(
-                open_store(channel),
-                local,
-                take_over=take_over,
-                unfenced=unfenced,
-                advance=advance,
-                sign_key=sign_key,
-                trusted_keys=trusted_key,
-            )
-        except OwnerAlive:
-            done = ask_for_repair(open_store(channel), advance=advance, trusted_keys=trusted_key)
+        for store in stores:
+            name = store.component
+            own = local if name == MAIN or local is None else component_local(local, name)
+            try:
+                found = repair_channel(
+                    store,
+                    own,
+                    take_over=take_over,
+                    unfenced=unfenced,
+                    advance=advance,
+                    sign_key=sign_key,
+                    trusted_keys=trusted_key,
+                )
+            except OwnerAlive:
+                found = ask_for_repair(store, advance=advance, trusted_keys=trusted_key)
+            if store is run and name == MAIN:
+                listed = read_components(Channel.open(run))
+                stores += [component_store(run, each.name) for each in listed]
+            done = done.plus(found, "" if name == MAIN else f"{name}: ")
     facts = {
         "channel": str(channel),
         "done": done.done,
@@ -171,6 +185,7 @@ def init(
 
 @click.command
 @channel_option
+@component_option
 @option(
     "--sign-key",
     type=path,
@@ -201,6 +216,7 @@ version_argument = click.argument("version", type=click.IntRange(min=0), help="A
 
 @click.command
 @channel_option
+@component_option
 @option("--keep-versions", type=click.IntRange(min=1), help="Keep this many of the newest versions.")
 @option("--keep-hours", type=Number(min=0.0), help="Keep versions younger than this.")
 @option(
@@ -239,6 +255,7 @@ def prune(
     if not dry_run and (verdict.removals or is_due(opened.store, grace_seconds)):
         require_fences(opened.store, unfenced=unfenced)
         deleted = _prune(opened, verdict, grace_seconds)
+    not_pruned = [each.name for each in read_components(opened)]
     facts = {
         "channel": str(channel),
         "dry_run": dry_run,
@@ -246,8 +263,9 @@ def prune(
         "why_not": verdict.why_not,
         "removals": [vars(removal) for removal in verdict.removals],
         "deleted": deleted,
+        "not_pruned": not_pruned,
     }
-    Output(json=as_json).result(facts, lambda console: _show(console, verdict, dry_run, deleted))
+    Output(json=as_json).result(facts, lambda console: _show(console, verdict, dry_run, deleted, not_pruned))
 
 
 def _opened(channel: ChannelAddress) -> tuple[Channel, Pointer]:
@@ -273,7 +291,7 @@ def _prune(channel: Channel, verdict: Verdict, grace_seconds: float) -> int:
         claimed.release()
 
 
-def _show(console: Console, verdict: Verdict, dry_run: bool, deleted: int) -> None:
+def _show(console: Console, verdict: Verdict, dry_run: bool, deleted: int, others: list[str]) -> None:
     for removal in verdict.removals:
         console.print(f"version {removal.version}, {removal.nbytes:,} bytes: {removal.why}")
     nbytes = sum(removal.nbytes for removal in verdict.removals)
@@ -283,11 +301,14 @@ def _show(console: Console, verdict: Verdict, dry_run: bool, deleted: int) -> No
         console.print(f"{nbytes:,} bytes {'would be pruned' if dry_run else 'pruned'}")
     if deleted:
         console.print(f"deleted {deleted} earlier pruned version{'' if deleted == 1 else 's'} from the trash")
+    if others:
+        console.print(f"not pruned, each with --component: {', '.join(others)}")
 
 
 @click.command
 @version_argument
 @channel_option
+@component_option
 @json_option
 def keep(version: int, channel: ChannelAddress, as_json: bool) -> None:
     """Keep a version when older ones are pruned."""
@@ -300,6 +321,7 @@ def keep(version: int, channel: ChannelAddress, as_json: bool) -> None:
 @click.command
 @version_argument
 @channel_option
+@component_option
 @json_option
 def unkeep(version: int, channel: ChannelAddress, as_json: bool) -> None:
     """Allow a kept version to be pruned."""
@@ -313,6 +335,7 @@ def unkeep(version: int, channel: ChannelAddress, as_json: bool) -> None:
 @click.argument("name", help="Name that hosts can follow with --target NAME.")
 @click.argument("version", type=click.IntRange(min=0), required=False, help="Version that the tag points to.")
 @channel_option
+@component_option
 @option("--delete", is_flag=True, help="Delete the tag.")
 @json_option
 def tag(name: str, version: int | None, channel: ChannelAddress, delete: bool, as_json: bool) -> None:
@@ -341,6 +364,7 @@ def _require_published(channel: ChannelAddress, version: int) -> None:
 
 @click.command
 @channel_option
+@component_option
 @option("--to", type=click.IntRange(min=0), required=True, help="Version to publish again.")
 @json_option
 def rollback(channel: ChannelAddress, to: int, as_json: bool) -> None:
@@ -355,6 +379,7 @@ def rollback(channel: ChannelAddress, to: int, as_json: bool) -> None:
 
 @click.command
 @channel_option
+@component_option
 @json_option
 def resume(channel: ChannelAddress, as_json: bool) -> None:
     """Resume publishing after a rollback, or cancel a pending rollback."""

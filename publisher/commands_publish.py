@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from weightcast.publisher.api import Publisher, PublisherOptions
+from weightcast.publisher.components import init_component, tensors_in
 from weightcast.publisher.maintenance.orders import Held, is_carried_out, standing
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.publish.commit import Signer
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.publish.stitch import Layout
 from weightcast.publisher.weights.config import CARRY_CONFIG, CONFIG, check_config, config_text
-from weightcast.publisher.weights.export_rules import ExportRules, adapt
+from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
 from weightcast.publisher.weights.match import match
 from weightcast.publisher.weights.precision import NonFinite
 from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
@@ -50,12 +53,35 @@ if TYPE_CHECKING:
 @click.command
 @click.argument("checkpoint", type=path, help="HF checkpoint directory with the new weights.")
 @channel_option
-@option("--local", type=path, required=True, help="The publisher's own local checkpoint.")
+@option("--component", default=MAIN, help="adapter/NAME: publishes peft's directory as this adapter.")
+@option("--main-version", type=click.IntRange(min=0), help="Of main, on which the adapter was trained.")
 @option(
-    "--base", type=path, help="The run's base; remembered for the user and machine that created the channel."
+    "--local",
+    type=path,
+    required=True,
+    envvar="WEIGHTCAST_LOCAL",
+    help="The publisher's own local checkpoint: a separate directory.",
 )
-@option("--encoding", type=click.Choice(get_args(Encoding)), default="fast", help="Delta encoding.")
-@option("--layout", type=click.Choice(get_args(Layout)), default="plain", help="As of the publisher.")
+@option(
+    "--base",
+    type=path,
+    envvar="WEIGHTCAST_BASE",
+    help="HF checkpoint that the run starts from; remembered for the user and machine that made the channel.",
+)
+@option(
+    "--encoding",
+    type=click.Choice(get_args(Encoding)),
+    default="fast",
+    envvar="WEIGHTCAST_ENCODING",
+    help="Delta encoding.",
+)
+@option(
+    "--layout",
+    type=click.Choice(get_args(Layout)),
+    default="plain",
+    envvar="WEIGHTCAST_LAYOUT",
+    help="Layout of the channel: plain, or as Stitch's replicas read it.",
+)
 @option("--step", type=click.IntRange(min=0), help="The trainer's step.")
 @threads_option
 @option("--take-over", is_flag=True, help="Take the channel over from a publisher that seems alive.")
@@ -93,6 +119,8 @@ def publish(
     encoding: Encoding,
     step: int | None,
     threads: int | None,
+    component: str,
+    main_version: int | None,
     skip_span: int,
     anchor: bool,
     publish_rate: int | None,
@@ -113,18 +141,38 @@ def publish(
         upkeep_thread=False,
         **others,
     )
-    described = _look(Channel.open(open_store(channel)), checkpoint, local, base, options.take_over, rules)
+    run = Channel.open(open_store(channel))
+    if component == MAIN:
+        nbytes = _look(run, checkpoint, local, base, options.take_over, rules).table.nbytes
+    elif rules != NO_RULES:
+        raise click.BadParameter("--cast, --rename and --drop are for main")
+    else:
+        nbytes = _add(run, component, checkpoint, options)
     with (
-        Publisher.open(channel, local=local, base=base, encoding=encoding, options=options) as publisher,
-        output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,
+        Publisher.open(
+            channel, local=local, base=base, encoding=encoding, options=options, component=component
+        ) as publisher,
+        output.progress(f"publishing {checkpoint.name}", nbytes) as advance,
     ):
         read = partial(publisher.open_checkpoint, checkpoint, rules)
-        report = publisher.publish_weights(read, step=step, advance=advance)
+        belongs = None if component == MAIN else publisher.trained_on(main_version)
+        report = publisher.publish_weights(read, step=step, advance=advance, trained_on=belongs)
         if anchor:
             _beside(publisher.write_anchor)
         _beside(publisher.make_due)
     done = report.shown(str(checkpoint))
     output.result(done, lambda console: _show(console, done))
+
+
+def _add(run: Channel, component: str, checkpoint: Path, options: PublisherOptions) -> int:
+    """Lists the adapter, if it is new. Returns the bytes of its tensors."""
+    if options.layout == "stitch":
+        raise click.BadParameter("a channel with --layout stitch has no components")
+    signer = Signer.load(options.sign_key, options.trusted_keys)
+    signer.check_owner(run.store)
+    tensors = tensors_in(checkpoint)
+    init_component(run, component, lambda: tensors, signer.key)
+    return tensors.nbytes
 
 
 def _look(

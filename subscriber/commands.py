@@ -70,16 +70,18 @@ class NoProbe(Refused):
     "command", nargs=-1, required=True, metavar="-- COMMAND...", help="The engine's command line."
 )
 @local_option
-@option("--engine", help="The engine as the subscriber has it; it has loaded once it answers.")
-@option("--ready-url", help="Instead: it has loaded once this URL answers 2xx.")
 @option(
-    "--wait", type=Number(min=0), default=600.0, help="Seconds to wait for a checkpoint that may be loaded."
+    "--engine", help="The engine, as the subscriber has it: KIND=URL[,...]. Versions wait until it answers."
+)
+@option("--ready-url", help="URL that answers 2xx once the engine has loaded, instead of --engine.")
+@option(
+    "--wait", type=Number(min=0), default=600.0, help="Seconds to wait for a checkpoint that can be loaded."
 )
 @option(
     "--load-deadline",
     type=Number(min=1),
     default=1800.0,
-    help="Seconds after which versions come all the same.",
+    help="Seconds after which versions are patched in although the engine does not answer.",
 )
 def start_engine(
     command: Sequence[str],
@@ -89,7 +91,7 @@ def start_engine(
     wait: float,
     load_deadline: float,
 ) -> None:
-    """Start an engine while no version is patched in; pass signals on, end with its exit code."""
+    """Start an engine while no version is patched in. Signals are passed on; ends with its exit code."""
     setup_logs()
     local = local.absolute()
     loaded = _loaded(engine, ready_url, local)
@@ -141,27 +143,40 @@ _MOST_SECONDS, _MOST = 1e9, 1_000_000
 
 @click.command
 @any_channel_option
-@option("--local", type=path, envvar="WEIGHTCAST_LOCAL", help="A local checkpoint, or where it is to be.")
+@option("--local", type=path, envvar="WEIGHTCAST_LOCAL", help="Local checkpoint, or where it will be.")
 @option(
     "--engine",
     multiple=True,
     envvar="WEIGHTCAST_ENGINE",
-    help="An engine as the subscriber has it; repeatable.",
+    help="Inference engine KIND=URL[,KEY=VALUE...]; repeatable.",
 )
-@option("--role", type=click.Choice(get_args(Role)), help="What runs on this machine; unset: warns for both.")
-@option("--timeout", type=Number(0.1, 3600), default=30.0, help="Seconds that each place may take.")
+@option("--role", type=click.Choice(get_args(Role)), help="What runs on this machine; unset: both.")
+@option("--timeout", type=Number(0.1, 3600), default=30.0, help="Seconds that each check may take.")
 @option("--plan", type=path, help="HF checkpoint: say what a run of it will need; no weights are read.")
 @option("--density", type=Number(0, 1), default=0.01, help="Plan: share of elements that a version changes.")
 @option(
     "--interval", type=Number(0.001, _MOST_SECONDS), default=30.0, help="Plan: seconds between two versions."
 )
-@option("--hosts", type=click.IntRange(1, _MOST), default=1, help="Plan: rollout hosts.")
-@option("--away", type=Number(0, _MOST_SECONDS), default=600.0, help="Plan: seconds that a host misses.")
-@option("--link", type=Number(0.001, _MOST), default=10.0, help="Plan: a host's link to the channel, Gbit/s.")
-@option("--threads", type=click.IntRange(1, _MOST), default=DEFAULT_THREADS, help="Plan: of a host.")
-@option("--encoding", type=click.Choice(get_args(Encoding)), default="fast", help="Plan: of the deltas.")
+@option("--hosts", type=click.IntRange(1, _MOST), default=1, help="Plan: number of rollout hosts.")
 @option(
-    "--poll", type=Number(0.001, _MOST_SECONDS), default=1.0, help="Plan: as --poll-seconds of the daemons."
+    "--away",
+    type=Number(0, _MOST_SECONDS),
+    default=600.0,
+    help="Plan: seconds that a host is away.",
+)
+@option("--link", type=Number(0.001, _MOST), default=10.0, help="Plan: a host's link to the channel, Gbit/s.")
+@option(
+    "--threads",
+    type=click.IntRange(1, _MOST),
+    default=DEFAULT_THREADS,
+    help="Plan: worker threads of a host.",
+)
+@option("--encoding", type=click.Choice(get_args(Encoding)), default="fast", help="Plan: delta encoding.")
+@option(
+    "--poll",
+    type=Number(0.001, _MOST_SECONDS),
+    default=1.0,
+    help="Plan: seconds between two polls.",
 )
 @option(
     "--get-price", type=Number(0, _MOST), default=GET_PRICE, help="Plan: dollars per 1,000 GET of a bucket."
@@ -179,8 +194,8 @@ def doctor(
     as_json: bool,
     **workload: Any,
 ) -> None:
-    """Look whether this machine, its file systems and engines are fit for weightcast, or what a run will need
-    (--plan). Changes nothing."""
+    """Check this machine, its file systems and engines, or say what a run will need (--plan). Changes
+    nothing."""
     asked = Workload(link=link * 1e9, **workload)
     weights = None if plan is None else _weights(plan)
     found = None if weights is None else sizing(weights, asked)

@@ -54,10 +54,33 @@ _LOOK_SECONDS = 0.5
     envvar="WEIGHTCAST_BASE_VERSION",
     help="Version whose weights --base has, for a foreign run that was resumed.",
 )
-@option("--engine", multiple=True, help="Inference engine kind=URL[,...]; repeatable.")
-@option("--target", default="latest", help="latest, a version or a tag.")
+@option(
+    "--engine",
+    multiple=True,
+    envvar="WEIGHTCAST_ENGINE",
+    help="Inference engine KIND=URL[,KEY=VALUE...]; repeatable.",
+)
+@option(
+    "--target",
+    default="latest",
+    envvar="WEIGHTCAST_TARGET",
+    help="What to reach: latest, a version or a tag.",
+)
+@option("--adapters", multiple=True, help="LoRA adapters to follow, by name or pattern; repeatable; none; *.")
+@option("--adapters-kept", type=click.IntRange(1, 64), help="Versions of each that engines keep loaded; 2.")
+@option(
+    "--allow-base-drift",
+    is_flag=True,
+    default=None,
+    help="Load adapters over other main weights than they were trained on.",
+)
 @threads_option
-@option("--visible-deadline", type=Number(min=0.1), help="Seconds to wait for what the pointer names; 120.")
+@option(
+    "--visible-deadline",
+    type=Number(min=0.1),
+    envvar="WEIGHTCAST_VISIBLE_DEADLINE",
+    help="Seconds to wait for a version's files to become visible on this host; unset: 120.",
+)
 @option(
     "--wait-channel",
     type=Number(min=0),
@@ -70,7 +93,12 @@ _LOOK_SECONDS = 0.5
     default=0.0,
     help="Seconds to wait for engines that do not serve yet.",
 )
-@option("--fetch-rate", help="Bytes per second to read from the channel, e.g. 50MB; 0: no limit.")
+@option(
+    "--fetch-rate",
+    metavar="SIZE",
+    envvar="WEIGHTCAST_FETCH_RATE",
+    help="Bytes per second to read from the channel, e.g. 50MB; 0: no limit.",
+)
 @trusted_key_option
 @option("--rehash", is_flag=True, help="Read every byte first and repair what differs.")
 @json_option
@@ -191,4 +219,8 @@ def _show(console: Console, status: HostStatus) -> None:
     for engine in status.engines:
         version = or_dash(engine.version)
         rows.append((engine.name, f"{engine.mark} {version} {engine.reason}"))
+    for adapter in status.adapters:
+        loaded = ", ".join(map(str, adapter.loaded)) or "-"
+        said = f"{adapter.state} {loaded} (target {or_dash(adapter.target)}) {adapter.error}"
+        rows.append((f"adapter {adapter.name}", said))
     console.print(facts_table((printable(name), printable(text)) for name, text in rows if text))

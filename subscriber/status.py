@@ -200,6 +200,30 @@ class GateStatus(Facts):
     """under way, by engine"""
     waiting: int = 0
     """requests that no engine can take now"""
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    """what became of requests since the start, as in `weightcast_gate_requests_total`"""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """of answers, as engines count them, by the version that served when they were admitted"""
+
+
+class AdapterStatus(Facts):
+    name: str
+    version: int | None
+    """the newest that is here, proven"""
+    target: int | None
+    """the newest in the channel; null: not known yet"""
+    main_version: int | None
+    """that its version was trained on"""
+    loaded: tuple[int, ...]
+    """versions that every engine has, newest first"""
+    state: Literal["loaded", "behind", "waiting", "failed"]
+    """`loaded`: every engine has the newest; `behind`: an older one; `waiting`: none yet; `failed`: an error
+    keeps it from the newest"""
+    error: str = ""
+    """what keeps it from the newest"""
+    remedy: str = ""
+    ready: bool = False
+    """every engine has a version that belongs to the main weights here, or none was published yet"""
 
 
 class HostStatus(FollowerStatus):
@@ -250,6 +274,8 @@ class HostStatus(FollowerStatus):
     """null: the host is in no engine group"""
     gate: GateStatus | None = None
     """null without --gate"""
+    adapters: tuple[AdapterStatus, ...] = ()
+    """those of the run that are followed here"""
 
 
 _WEAKEST_FIRST = ("status-only", "label", "digest")

@@ -57,7 +57,7 @@ class FaultyStore:
         seconds: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._inner, self._prefix = inner, prefix
+        self._inner, self._prefix, self.component = inner, prefix, inner.component
         self._script = _Script() if script is None else script
         self._seconds, self._sleep = seconds, sleep
 

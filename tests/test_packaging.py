@@ -22,13 +22,15 @@ TOP = ROOT / "shared" / "top"
 OTHER_DISTRIBUTION = ROOT / "subscriber" / "engine_plugin"
 """what is installed into an engine's environment, where nothing else of weightcast is"""
 NEEDS_TORCH = {
+    "weightcast.integrations.verl",
     "weightcast.publisher.transformers_hook",
 }
 
 
 def package(path: Path) -> str:
     """The name under which a folder of the sources is imported."""
-    return "weightcast" if path == TOP else "weightcast." + ".".join(path.relative_to(ROOT).parts)
+    below = path.relative_to(TOP if path.is_relative_to(TOP) else ROOT)
+    return ".".join(("weightcast", *below.parts))
 
 
 def folders() -> list[str]:

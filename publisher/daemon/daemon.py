@@ -18,6 +18,7 @@ from weightcast.publisher.daemon.status import PublisherStatus, host_status
 from weightcast.publisher.fleet.metrics import FleetMetrics
 from weightcast.publisher.fleet.routes import PAGE_PATHS, fleet_routes, page_routes
 from weightcast.publisher.fleet.view import FleetView
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.claims import process_began
@@ -43,6 +44,9 @@ class PublishRequest(BaseModel):
         min_length=1, max_length=_PATH_LIMIT, description="Absolute path of a checkpoint."
     )
     step: int | None = Field(None, ge=0, lt=1 << 63, description="The trainer's step: information only.")
+    component: str = Field(
+        MAIN, max_length=80, description="adapter/NAME, for peft's directory of an adapter."
+    )
     key: str | None = Field(
         None, min_length=1, max_length=_KEY_LIMIT, description="Idempotency key, if the header is not set."
     )
@@ -66,7 +70,7 @@ def publication_routes(queue: Callable[[], Queue | None], wake: Callable[[], Non
         """Queues a publication. The same key (header `Idempotency-Key`, or `key`) gives the same one while
         the checkpoint has the same content, which is compared first. Other content is a new version."""
         key = request.key if idempotency_key is None else idempotency_key
-        job = opened().request(request.checkpoint, request.step, key)
+        job = opened().request(request.checkpoint, request.step, key, request.component)
         wake()
         return job
 

@@ -7,25 +7,32 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from weightcast.publisher.api import Publisher, PublisherOptions
 from weightcast.publisher.channel_init import init_channel
+from weightcast.publisher.components import facts_of
 from weightcast.publisher.daemon.record import Meter, PublisherMetrics, Record
 from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.publisher.daemon.sources.adapters import WatchedAdapters
 from weightcast.publisher.daemon.sources.handed import HandOverSource
 from weightcast.publisher.daemon.sources.queue import Queue
 from weightcast.publisher.daemon.sources.source import LastContent, Source, SourceJob, read_back
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
-from weightcast.publisher.daemon.status import PublisherStatus, UpkeepStatus
+from weightcast.publisher.daemon.status import ComponentStatus, PublisherStatus, UpkeepStatus
 from weightcast.publisher.maintenance.orders import Held
 from weightcast.publisher.maintenance.repair import ChannelCheck
 from weightcast.publisher.maintenance.upkeep import Upkeep
 from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.publish.publish_job import Publication
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, Stopped, WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import current_epoch
+from weightcast.shared.channel.components import component_store, read_components
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
 from weightcast.shared.channel.rate import Rate
@@ -64,10 +71,11 @@ def open_watched(settings: PublisherSettings, renamed: deque[str], began: float)
     return watched
 
 
-def _version_of(channel: ChannelAddress) -> int:
+def _version_of(channel: ChannelAddress, component: str = MAIN) -> int:
     """Of a channel that may not be there yet, or not be readable: opening it reports that."""
     try:
-        pointer = read_pointer(open_store(channel))
+        store = open_store(channel)
+        pointer = read_pointer(store if component == MAIN else component_store(store, component))
     except (OSError, WeightcastError):
         return 0
     return 0 if pointer is None else pointer.version
@@ -195,11 +203,15 @@ class PublishLoop:
         )
         self._publisher: Publisher | None = None
         self._watched: WatchedDirectory | None = None
+        self._adapters: WatchedAdapters | None = None
+        self._troubles: dict[str, str] = {}
+        """of components, by name"""
         self._sources: list[Source] = []
         """in the order in which they are asked"""
         self._recovered = False
         self._disk = DiskMetrics(registry, {"channel": settings.channel, "local": settings.local})
         self._look_due, self._owner_due = Due(_LOOK_SECONDS), Due(_LOOK_SECONDS)
+        self._components_due, self._shown_due = Due(_LOOK_SECONDS), Due(_LOOK_SECONDS)
         self._scrub = Scrub(int(settings.verify_rate), stop=stop.is_set)
         self._check = ChannelCheck(int(settings.verify_rate))
         self._background: Upkeep | None = None
@@ -215,6 +227,10 @@ class PublishLoop:
         # before anything is made in one of them
         require_no_overlap("--local", settings.local, "--channel", settings.channel)
         self._watched = open_watched(settings, self._renamed, self._began)
+        if self._watched is not None and settings.layout == "plain":
+            self._adapters = WatchedAdapters(self._watched)
+            if self._watched.is_first:
+                self._adapters.ignore_existing(self._began, partial(_version_of, settings.channel))
         self._meter.begin("base", 0)
         try:
             self._full_bytes = ready_channel(settings, self._meter)
@@ -223,13 +239,20 @@ class PublishLoop:
         finally:
             self._meter.end()
         try:
-            queue = Queue(paths.room / _QUEUE, settings.roots, settings.rules, self._watched)
+            queue = Queue(
+                paths.room / _QUEUE,
+                settings.roots,
+                settings.rules,
+                self._watched,
+                adapters=self._adapters,
+            )
             self._sources = [queue]
             if settings.hand_over is not None:
                 memory = paths.room / _HANDED
                 self._sources.append(HandOverSource(settings.hand_over, memory, settings.rules))
-            if self._watched is not None:
-                self._sources.append(self._watched)
+            # an adapter next to full weights was trained on them
+            watched = (self._watched, self._adapters)
+            self._sources += [source for source in watched if source is not None]
             self._resume()
             self.queue = queue
             self._show()
@@ -276,6 +299,7 @@ class PublishLoop:
         if not self._recovered:
             publisher.recover()
             self._resume()
+        self._care()
         order = publisher.obey_orders()
         self.record.show(held=None if order is None else f"rolled back to version {order.to}")
         if order is not None:
@@ -289,6 +313,28 @@ class PublishLoop:
         self.record.patched(publisher.settle())
         publisher.verify_some(self._scrub)
         self.record.repaired(publisher.check_channel(self._check))
+
+    def _care(self) -> None:
+        """Opens the run's adapters and carries out what was ordered for them. One that fails keeps neither
+        main nor the others from being published."""
+        publisher, opened = self._owned, {}
+        if publisher.components is not None and self._components_due.take():
+            opened = publisher.components.opened
+            for each in read_components(publisher.opened()):
+                with self._noting(each.name):
+                    if each.active:
+                        publisher.component(each.name).work_in_background()
+        for name, nested in tuple(opened.items()):
+            with self._noting(name):
+                nested.obey_orders()
+
+    @contextlib.contextmanager
+    def _noting(self, component: str) -> Iterator[None]:
+        try:
+            yield
+            self._troubles.pop(component, None)
+        except (WeightcastError, OSError) as error:
+            self._troubles[component] = error_text(error)
 
     def _publish(self, job: SourceJob) -> None:
         self._meter.begin(job.name, self._full_bytes)
@@ -315,32 +361,37 @@ class PublishLoop:
             return False
         self._meter.phase("compare")
         try:
-            return self._owned.has_content(job.open, known.version, known.root, self._meter.advance)
+            target = job.target(self._owned)
+            return target.has_content(job.open, known.version, known.root, self._meter.advance)
         except (Refused, NeedsReseed, FileNotFoundError):
             return False
 
     def _publish_new(self, job: SourceJob, request: str) -> Publication | Failure:
         """What became of it. Raises what may pass: the same publication is then tried again."""
-        before = self._owned.version
+        target, before = self._owned, 0
         try:
-            report = self._owned.publish_weights(
+            target = job.target(target)
+            before = target.version
+            report = target.publish_weights(
                 job.open,
                 step=job.step,
                 advance=self._meter.advance,
                 watching=self._meter.phase,
                 request=request,
+                trained_on=None if target is self._owned else self._owned.trained_on(),
             )
         except Held as error:
             raise RetryLater(error.message, remedy=error.remedy) from error
         except (Refused, NeedsReseed, FileNotFoundError, RetryLater) as error:
-            return self._judge(error, before, job.name, request)
+            return self._judge(error, target, before, job.name, request)
         if report.anchor_problem:
             log.warning("no anchor", version=report.version, error=report.anchor_problem)
         return self._done(report.shown(job.name))
 
-    def _judge(self, error: Exception, before: int, source: str, request: str) -> Publication | Failure:
+    def _judge(
+        self, error: Exception, publisher: Publisher, before: int, source: str, request: str
+    ) -> Publication | Failure:
         """An error after the commit point leaves a version to be finished, not a failure."""
-        publisher = self._owned
         self._check_owner()
         if isinstance(error, RetryLater):
             # the local checkpoint catches up in the next step, not only at the next publication
@@ -367,6 +418,7 @@ class PublishLoop:
 
     def _done(self, done: Publication) -> Publication:
         same = self.record.version_with(done.root)
+        self._shown_due.at_once()
         if same is None and self._watched is not None:
             same = self._watched.version_with(done.root)
         done = self.record.published(done, same, self._facts())
@@ -383,6 +435,22 @@ class PublishLoop:
             "config_changed": publisher.config_changed,
         }
 
+    def _components(self, publisher: Publisher) -> Iterator[ComponentStatus]:
+        run = publisher.opened()
+        for each in read_components(run):
+            inbox = None if self._adapters is None else self._adapters.of(each.name)
+            said = None if inbox is None else inbox.status()
+            facts: dict[str, Any] = {"name": each.name, "state": each.state}
+            problem = self._troubles.get(each.name, "") if each.active else ""
+            try:
+                facts |= facts_of(run, each)
+            except (WeightcastError, OSError) as error:
+                problem = problem or error_text(error)
+            if said is not None:
+                facts |= {"waiting": said.waiting, "refused": said.refused}
+            known = {name: facts[name] for name in facts.keys() & ComponentStatus.model_fields.keys()}
+            yield ComponentStatus(**known, problem=problem)
+
     def _show(self, problem: str = "") -> None:
         publisher, background = self._publisher, self._background
         self.record.show(
@@ -393,6 +461,8 @@ class PublishLoop:
         )
         if publisher is not None and not problem:
             self.record.show(**self._facts())
+            if self._shown_due.take():
+                self.record.show(components=tuple(self._components(publisher)))
         if background is not None:
             self.record.show(
                 upkeep=UpkeepStatus(busy=background.busy, made=background.made, problem=background.problem)

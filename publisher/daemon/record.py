@@ -18,6 +18,7 @@ from weightcast.publisher.fleet.versions import ROWS_LIMIT
 from weightcast.publisher.maintenance.repair import Repairs
 from weightcast.publisher.publish.publish_job import Publication, PublishReport
 from weightcast.publisher.weights.config import CONFIG_REMEDY
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.daemon.logs import get_log, size_text
 from weightcast.shared.daemon.metrics import CRASH, OTHER, Metrics, VerifyMetrics, error_kinds, one_of
 from weightcast.shared.daemon.status import SOFTWARE, Failure
@@ -83,6 +84,8 @@ class PublisherMetrics:
         for phase, seconds in done.seconds.items():
             if phase != "total":
                 self._phases.labels(one_of(phase, PHASES)).observe(seconds)
+        if done.component != MAIN:
+            return
         self._set(
             density_elements_ratio=done.density_elements,
             density_bytes_ratio=done.density_bytes,
@@ -163,7 +166,9 @@ class Record:
     def patched(self, report: PublishReport | None) -> None:
         """The local checkpoint followed the newest version."""
         last, *others = self.status.publications or (None,)
-        if report is None or last is None or report.version != last.version:
+        if report is None or last is None:
+            return
+        if (report.component, report.version) != (last.component, last.version):
             return
         if "patch" in report.seconds and "patch" not in last.seconds:
             self.show(publications=(last.but(seconds=dict(report.seconds)), *others))
@@ -184,8 +189,9 @@ class Record:
             totals=self.status.totals.plus(done),
         )
         self._metrics.published(done)
-        known = {**self.publish_seconds, done.version: done.total_seconds}
-        self.publish_seconds = dict(list(known.items())[-ROWS_LIMIT:])
+        if done.component == MAIN:
+            known = {**self.publish_seconds, done.version: done.total_seconds}
+            self.publish_seconds = dict(list(known.items())[-ROWS_LIMIT:])
         if same is not None:
             report = log.warning if goes_back else log.info
             report(
@@ -201,6 +207,8 @@ class Record:
 
 def _log_published(done: Publication) -> None:
     about = log.bind(version=done.version, source=done.source)
+    if done.component != MAIN:
+        about = about.bind(component=done.component, main_version=done.main_version)
     for note in done.notes:
         about.info("publication note", note=note)
     about.info(
@@ -227,7 +235,8 @@ def _log_published(done: Publication) -> None:
 def _published(done: Publication) -> str:
     step = "" if done.step is None else f" (step {done.step})"
     facts = f"{size_text(done.delta_bytes)}, {done.density_elements:.1%} changed"
-    return f"published version {done.version}{step}: {facts}, {done.total_seconds:.2f} s"
+    whose = "" if done.component == MAIN else f" of {done.component}"
+    return f"published version {done.version}{whose}{step}: {facts}, {done.total_seconds:.2f} s"
 
 
 class Meter:

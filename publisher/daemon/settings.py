@@ -9,7 +9,6 @@ from typing import Annotated
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     ByteSize,
     Field,
     NonNegativeInt,
@@ -32,10 +31,15 @@ from weightcast.shared.channel.signing import load_private_key
 from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
-from weightcast.shared.daemon.settings import PUBLISHER_PORT, ServiceSettings, Size, Token, problem_of
+from weightcast.shared.daemon.settings import (
+    PUBLISHER_PORT,
+    ChannelPlace,
+    ServiceSettings,
+    Size,
+    Token,
+    problem_of,
+)
 from weightcast.shared.files.paths import (
-    ChannelAddress,
-    channel_address,
     file_name,
     is_within,
     require_directory,
@@ -75,8 +79,8 @@ class PublisherSettings(ServiceSettings):
     """A text below a setting is its description."""
 
     port: int = Field(PUBLISHER_PORT, ge=0, le=65535)
-    """Its port; 0 takes a free one."""
-    channel: Annotated[ChannelAddress, BeforeValidator(channel_address)]
+    """Port of the HTTP side; 0 takes a free one."""
+    channel: ChannelPlace
     """Directory or URL (s3://, gs://, az://) of the channel; created from the base if it is missing."""
     base: Path | None = None
     """HF checkpoint directory that the run starts from. Required to create the channel; later remembered for

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
+from weightcast.publisher.daemon.sources.layouts import Unpublished
 from weightcast.publisher.daemon.sources.queue import Job
-from weightcast.publisher.daemon.sources.watched import InboxStatus
+from weightcast.publisher.daemon.sources.watched import InboxStatus, RefusedStatus
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.weights.config import config_text
 from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
@@ -76,6 +77,25 @@ class DatedRefusal(DatedFailure):
     """name or path of the checkpoint"""
 
 
+class ComponentStatus(BaseModel, frozen=True):
+    """An adapter of the run; sizes in bytes."""
+
+    name: str
+    state: str
+    """active or retired"""
+    version: int | None = None
+    main_version: int | None = None
+    """of main, on which the newest version was trained"""
+    bytes: int | None = None
+    """of the newest version"""
+    full_bytes: int | None = None
+    problem: str = ""
+    """why it cannot be read, or is not published"""
+    waiting: tuple[Unpublished, ...] = ()
+    """in the watched directory"""
+    refused: tuple[RefusedStatus, ...] = ()
+
+
 class Totals(BaseModel, frozen=True):
     """Since the daemon started; sizes in bytes."""
 
@@ -114,6 +134,8 @@ class PublisherStatus(BaseModel, frozen=True):
     report_error: str = ""
     """why what hosts posted does not get into the channel; empty when it does"""
     inbox: InboxStatus | None = None
+    components: tuple[ComponentStatus, ...] = ()
+    """adapters"""
     verify: ScrubStatus | None = None
     last_error: DatedFailure | None = None
     last_refused: DatedRefusal | None = None
@@ -163,6 +185,7 @@ class PublisherStatus(BaseModel, frozen=True):
             stuck = [each for each in self.inbox.waiting if each.remedy]
             for each in (*stuck, *self.inbox.left_alone):
                 yield f"{each.name} is not published: {each.reason} ({each.remedy})"
+        yield from (f"{one.name}: {one.problem}" for one in self.components if one.problem)
         if self.upkeep.problem:
             yield f"maintenance: {self.upkeep.problem}"
         if self.report_error:

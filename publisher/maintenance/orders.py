@@ -16,7 +16,7 @@ from weightcast.publisher.maintenance.replay_log import ReplayLog
 from weightcast.publisher.publish.publish import OwnerRank
 from weightcast.publisher.publish.publish_job import PublishJob, PublishReport, WeightSource
 from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
-from weightcast.shared.base.elements import TensorTable, Words
+from weightcast.shared.base.elements import MAIN, TensorTable, Words
 from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
@@ -97,7 +97,7 @@ def _weights(updater: LocalUpdater, channel: Channel, order: Rollback) -> Iterat
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         _bring(channel, scratch, updater.base_dir, order)
-        yield lambda: CheckpointWeights(scratch)
+        yield lambda: CheckpointWeights(scratch, adapter=channel.store.component != MAIN)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

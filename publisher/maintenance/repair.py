@@ -85,6 +85,12 @@ class Repairs:
     left: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def plus(self, other: Repairs, prefix: str) -> Repairs:
+        """With those of a component. `prefix`: its name, before each line."""
+        left = [replace(each, message=prefix + each.message) for each in other.left]
+        done, notes = ([prefix + line for line in lines] for lines in (other.done, other.notes))
+        return Repairs([*self.done, *done], [*self.left, *left], [*self.notes, *notes])
+
 
 def is_sound(store: Store, advance: Advance | None = None, trust: Trust | None = None) -> bool:
     """Whether nothing is to be repaired. Reads the whole channel. Raises Refused where there is none."""

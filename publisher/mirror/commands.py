@@ -30,8 +30,15 @@ def run(settings: MirrorPlaces) -> None:
 
 
 @click.command
-@option("--from", "source", type=channel_address, required=True, help="The channel that is copied.")
-@option("--to", type=channel_address, required=True, help="The channel that it is copied into.")
+@option(
+    "--from",
+    "source",
+    type=channel_address,
+    required=True,
+    envvar="WEIGHTCAST_FROM",
+    help="The channel to copy.",
+)
+@option("--to", type=channel_address, required=True, envvar="WEIGHTCAST_TO", help="The copy.")
 @option("--keep-versions", type=click.IntRange(min=1), help="Versions that --to keeps; unset: all.")
 @option("--verify", is_flag=True, help="Read all files of --to, and repair damaged ones from --from.")
 @option("--take-over", is_flag=True, help="Take --to from a mirror that seems alive.")

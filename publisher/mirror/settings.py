@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import cast
 
-from pydantic import BeforeValidator, ByteSize, Field, NonNegativeInt, PositiveInt, create_model
+from pydantic import ByteSize, Field, NonNegativeInt, PositiveInt, create_model
 
 from weightcast.publisher.maintenance.retention import Retention
-from weightcast.shared.daemon.settings import MIRROR_PORT, ReportSettings, Size
-from weightcast.shared.files.paths import ChannelAddress, channel_address
-
-_Address = Annotated[ChannelAddress, BeforeValidator(channel_address)]
+from weightcast.shared.daemon.settings import MIRROR_PORT, ChannelPlace, ReportSettings, Size
+from weightcast.shared.files.paths import ChannelAddress
 
 
 class MirrorPlaces(ReportSettings):
@@ -18,9 +16,9 @@ class MirrorPlaces(ReportSettings):
     description."""
 
     port: int = Field(MIRROR_PORT, ge=0, le=65535)
-    """Its port; 0 takes a free one."""
-    to: _Address
-    """The channel that it is copied into: a directory, or a URL (s3://, gs://, az://)."""
+    """Port of the HTTP side; 0 takes a free one."""
+    to: ChannelPlace
+    """The copy: a directory, or a URL (s3://, gs://, az://)."""
     take_over: bool = False
     """Take --to over from a mirror that seems alive."""
     unfenced: bool = False
@@ -50,8 +48,8 @@ MirrorSettings = create_model(
     __base__=MirrorPlaces,
     **{
         "from": (
-            _Address,
-            Field(description="The channel that is copied: a directory, or a URL (s3://, gs://, az://)."),
+            ChannelPlace,
+            Field(description="The channel to copy: a directory, or a URL (s3://, gs://, az://)."),
         )
     },  # type: ignore[call-overload]
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from weightcast.publisher.publish.commit import Files, begin_beside, commit_draft, put
-from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.elements import MAIN, TensorTable
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
@@ -35,9 +35,11 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Words
 from weightcast.shared.checkpoint.state.state import Position, lanes_list
 from weightcast.shared.digest.checksums import Lanes, hash_bytes, root
 from weightcast.shared.files import durable
+from weightcast.shared.files.hf_checkpoint import ADAPTER_MODEL
 from weightcast.shared.files.safetensors import Entry, pack_header
 
 SHARD_BYTES = 4 << 30
+"""an adapter is always one file"""
 _PIECE_BYTES = 8 << 20
 
 
@@ -57,7 +59,8 @@ def write_weights(
     records: list[FileRecord] = []
     shards = list(_shards(table))
     for number, tensors in enumerate(shards):
-        name = f"{made.prefix}model-{number:05d}-of-{len(shards):05d}.safetensors"
+        own = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = made.prefix + (own if table.component == MAIN else ADAPTER_MODEL)
         records.append(
             upload(files, name, _shard(files.place(name), table, tensors, words_in, lanes, advance))
         )
@@ -71,7 +74,7 @@ def _shards(table: TensorTable) -> Iterator[list[int]]:
     shard: list[int] = []
     size = 0
     for number, spec in enumerate(table):
-        if shard and size + spec.nbytes > SHARD_BYTES:
+        if shard and size + spec.nbytes > SHARD_BYTES and table.component == MAIN:
             yield shard
             shard, size = [], 0
         shard.append(number)

@@ -52,6 +52,7 @@ from weightcast.publisher.ranks import rendezvous
 from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart
 from weightcast.publisher.ranks.shards import RankWeights
 from weightcast.publisher.weights.tensors import InputFacts
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import (
     DamagedFile,
     Linked,
@@ -78,7 +79,7 @@ from weightcast.shared.checkpoint.update.fetch import ROOM_BYTES, Delta, journal
 from weightcast.shared.checkpoint.update.sources import find_base, open_base
 from weightcast.shared.checkpoint.update.stage import Staged, stage
 from weightcast.shared.files.disk_errors import NoRoom, disk_error, lacks_room
-from weightcast.shared.files.hf_checkpoint import side_files
+from weightcast.shared.files.hf_checkpoint import ADAPTER_CONFIG, side_files
 from weightcast.shared.files.system import nearest_directory, space_of
 
 Made = TypeVar("Made")
@@ -421,6 +422,8 @@ class OwnerRank:
         """What lists the files of an anchor beside its weights, and where they are."""
         if self._updater.local is not None:
             return self._updater.local.base, self._updater.local.side_files
+        if base.is_adapter:
+            return base, {}
         directory = self._updater.base_dir or find_base(self._channel())
         return base, side_files(open_base(directory)).files
 
@@ -434,8 +437,10 @@ class OwnerRank:
         files = channel.store.within(made)
         with job.phase("stage"):
             carried = carry(channel, SideFiles(self._updater.paths), files, draft.facts, job.carried_of)
-            index = replace(draft.index, request=job.request, carried=carried)
             table = channel.require_ours()[1].table
+            index = replace(draft.index, request=job.request, carried=carried)
+            if table.component != MAIN:
+                index = _belonging(channel, index, job)
             data = write_index(index, table)
             if draft.local is None:
                 return Proven(made, index, data, None)
@@ -543,6 +548,21 @@ class OwnerRank:
         if local is None or channel.pointed() == 0:
             raise Refused("nothing to anchor: no version is published", remedy="publish a version first")
         return write_anchor_beside(local, self._claim, self._options.signer.key)
+
+
+def _belonging(channel: Channel, index: Index, job: PublishJob) -> Index:
+    """With the version of main that an adapter was trained on. Raises Refused where its configuration is not
+    known."""
+    if not any(file.name == ADAPTER_CONFIG for file in index.carried):
+        raise Refused(
+            f"{channel.place} has no {ADAPTER_CONFIG} yet",
+            remedy="give adapter_config= with the first version",
+        )
+    version, digest = job.trained_on or (0, "")
+    if not digest:
+        like = announced(channel, job.carried_of or channel.pointed())
+        version, digest = like.main_version, like.main_root
+    return replace(index, main_version=version, main_root=digest)
 
 
 def _follows(channel: Channel, at: int, index: Index) -> bool:

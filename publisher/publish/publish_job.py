@@ -17,7 +17,7 @@ from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.weights.match import Matched, match
 from weightcast.publisher.weights.precision import NonFinite
 from weightcast.publisher.weights.tensors import NO_FACTS, InputFacts, NewWeights
-from weightcast.shared.base.elements import TensorTable, Words
+from weightcast.shared.base.elements import MAIN, TensorTable, Words
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
@@ -33,6 +33,9 @@ class Publication(Facts):
     """A committed version as status and answers show it; sizes in bytes, `seconds` by phase."""
 
     version: int
+    component: str = MAIN
+    main_version: int | None = None
+    """of an adapter: the version of main that it was trained on"""
     kind: str = ""
     """delta or anchor"""
     step: int | None = None
@@ -126,6 +129,8 @@ def report_of(
     return PublishReport(
         run_id=index.run_id,
         version=index.version,
+        component=table.component,
+        main_version=None if table.component == MAIN else index.main_version,
         base_version=index.base_version,
         kind=index.kind,
         step=index.step,
@@ -272,6 +277,9 @@ class PublishJob:
     input"""
     request: str = ""
     """written into the version's index, by which whoever asked for the version finds it again"""
+    trained_on: tuple[int, str] | None = None
+    """of an adapter: the version of main that it belongs to, and its root; None: as version `carried_of` or
+    the previous one"""
     check_allowed: Callable[[], None] | None = None
     """called before anything is written to the channel; raises what forbids it"""
     on_pointer_moved: Callable[[PublishReport], None] | None = None

@@ -9,6 +9,7 @@ import contextlib
 import mmap
 import os
 import secrets
+import ssl
 import threading
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, SupportsIndex
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import numpy as np
 
@@ -56,7 +57,12 @@ class HandOver:
     """
 
     def __init__(
-        self, directory: str | Path, *, sidecar: str | None = None, token: str | None = None
+        self,
+        directory: str | Path,
+        *,
+        sidecar: str | None = None,
+        token: str | None = None,
+        ca: str | Path | None = None,
     ) -> None:
         """Takes the directory.
 
@@ -64,13 +70,14 @@ class HandOver:
             directory: As given to the publisher's `--hand-over`.
             sidecar: URL of the publisher, to wake it after each `put`; else it looks every `--poll-seconds`.
             token: The publisher's `WEIGHTCAST_TOKEN`.
+            ca: PEM file with the authority of an https sidecar's certificate.
 
         Raises:
             RetryLater: Another process hands over there.
             Refused: The directory is a link.
         """
         self._export = Export(Path(directory))
-        self._url, self._token = sidecar, token
+        self._url, self._token, self._ca = sidecar, token, ca
         self._maps: dict[str, mmap.mmap] = {}
         self._headers: dict[str, bytes] = {}
         self._telling: threading.Thread | None = None
@@ -193,15 +200,18 @@ class HandOver:
     def _tell(self) -> None:
         """In a thread: a publisher that does not answer costs the step nothing, and finds out by itself."""
         if self._url is not None and (self._telling is None or not self._telling.is_alive()):
-            self._telling = threading.Thread(target=_wake, args=(self._url, self._token), daemon=True)
+            self._telling = threading.Thread(
+                target=_wake, args=(self._url, self._token, self._ca), daemon=True
+            )
             self._telling.start()
 
 
-def _wake(url: str, token: str | None) -> None:
+def _wake(url: str, token: str | None, ca: str | Path | None) -> None:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    # without the environment's proxies: it is on this machine
-    direct = build_opener(ProxyHandler({}))
     with contextlib.suppress(OSError, ValueError, HTTPException):
+        trust = ssl.create_default_context(cafile=ca) if url.startswith("https:") else None
+        # without the environment's proxies: it is on this machine
+        direct = build_opener(ProxyHandler({}), HTTPSHandler(context=trust))
         direct.open(Request(f"{url.rstrip('/')}/v1/wake", b"", headers), timeout=_TELL_SECONDS).close()
 
 

@@ -20,7 +20,7 @@ from blake3 import blake3
 from weightcast.shared.base.errors import DamagedFile, Refused, WrongRun
 from weightcast.shared.channel.run_files import CARRIED_LIMIT, Base, FileRecord, is_carriable
 from weightcast.shared.files import durable
-from weightcast.shared.files.hf_checkpoint import Checkpoint
+from weightcast.shared.files.hf_checkpoint import ADAPTER_CONFIG, Checkpoint
 from weightcast.shared.files.paths import is_file, matching, printable
 from weightcast.shared.files.safetensors import START, check_kind
 
@@ -213,6 +213,30 @@ def _alike(name: str, left: object, right: object) -> bool:
 def _shown(value: object, longest: int = 40) -> str:
     text = json.dumps(value)
     return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+AdapterConfig = Mapping[str, Any] | str | Path | None
+"""peft's, as a mapping or a file; None: that of the previous version"""
+
+
+def adapter_config(config: AdapterConfig) -> Mapping[str, bytes]:
+    """What an adapter's version carries, whose tensors are given with this configuration. Raises Refused."""
+    if config is None:
+        return {}
+    try:
+        said = config if isinstance(config, Mapping) else read_config(Path(config))
+        return {ADAPTER_CONFIG: json.dumps(said, indent=2, sort_keys=True, default=_plainly).encode()}
+    except (TypeError, FileNotFoundError) as error:
+        raise Refused(
+            f"adapter_config: {error}", remedy="give peft_config.to_dict(), or the path of peft's file"
+        ) from error
+
+
+def _plainly(value: object) -> object:
+    """peft has sets, and enums, which are text."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 _TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"

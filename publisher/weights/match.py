@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import takewhile
 
 from weightcast.publisher.weights.precision import rounds
-from weightcast.shared.base.elements import TensorSpec, TensorTable
+from weightcast.shared.base.elements import MAIN, TensorSpec, TensorTable
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.run_files import ChannelFile
 from weightcast.shared.checkpoint.verify.seed import listing
@@ -63,7 +63,7 @@ def _matched(
     names = resolve((spec.name for spec in given), {*table.numbers, *aliases})
     by_run = {run_name: name for name, run_name in names.run_names.items()}
     twice = [f"{one} and {other} both stand for {name}" for name, one, other in names.twice]
-    misfit = _Misfit(len(table), by_flags, twice)
+    misfit = _Misfit(len(table), by_flags, twice, table.component)
     sources: dict[int, str] = {}
     absent: list[int] = []
     still = frozen_tensors(table, frozen)
@@ -85,7 +85,7 @@ def _matched(
         if tie is not None:
             misfit.compare(spec, table[tie])
             ties.append((spec.name, tie))
-        elif is_adapter_tensor(spec.name):
+        elif is_adapter_tensor(spec.name) and table.component == MAIN:
             message = f"the weights hold an unmerged LoRA adapter: {spec.name}"
             raise Refused(message, remedy=MERGE_ADAPTER)
         else:
@@ -106,6 +106,7 @@ class _Misfit:
     tensors: int
     by_flags: bool
     twice: list[str]
+    component: str
     missing: list[str] = field(default_factory=list)
     surplus: list[str] = field(default_factory=list)
     forms: list[tuple[TensorSpec, TensorSpec]] = field(default_factory=list)
@@ -123,7 +124,8 @@ class _Misfit:
             *(f"{name} is not part of the run" for name in self.surplus),
         ]
         if problems:
-            raise Refused(f"the weights do not fit the run: {listing(problems)}", remedy=self._remedy())
+            what = "the run" if self.component == MAIN else self.component
+            raise Refused(f"the weights do not fit {what}: {listing(problems)}", remedy=self._remedy())
 
     def _forms(self) -> Iterator[str]:
         """Many tensors that differ in the dtype alone are reported as one."""
@@ -139,6 +141,8 @@ class _Misfit:
 
     def _remedy(self) -> str:
         """Short, in the words of the entry point that was used."""
+        if self.component != MAIN:
+            return f"retire {self.component} and add it under another name"
         said = []
         kinds = {rounds(a.dtype, b.dtype) for a, b in self.forms if a.shape == b.shape}
         if True in kinds:
@@ -229,6 +233,11 @@ def _readings(name: str) -> Iterator[tuple[str, str]]:
     if kept[0] == _LEVEL and len(kept) > 1:
         yield ".".join(kept[1:]), f"{rule}{space}-{_LEVEL}."
     yield f"{_LEVEL}.{bare}", f"{rule}{space}+{_LEVEL}."
+
+
+def bare_name(name: str) -> str:
+    """Without what wrappers put into it."""
+    return ".".join(_unwrapped(name.split("."))[0])
 
 
 def _unwrapped(words: list[str]) -> tuple[list[str], list[str]]:

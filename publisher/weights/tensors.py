@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from weightcast.publisher.weights.config import AdapterConfig, adapter_config, digest_of
 from weightcast.publisher.weights.device_side import Baselines, DeviceComparison, words_of
 from weightcast.publisher.weights.given import (
     CastTensor,
@@ -117,11 +118,13 @@ class CheckpointWeights(NewWeights):
 
     by_flags = True
 
-    def __init__(self, directory: Path, *, follow_links: bool = True) -> None:
+    def __init__(self, directory: Path, *, follow_links: bool = True, adapter: bool = False) -> None:
+        """`adapter`: as of `open_checkpoint`."""
+        opened = partial(open_checkpoint, directory, follow_links=follow_links, adapter=adapter)
         try:
-            self._before = identities(open_checkpoint(directory, follow_links=follow_links))
+            self._before = identities(opened())
             # headers read before the identities were taken may be of other files
-            self.checkpoint: Checkpoint = open_checkpoint(directory, follow_links=follow_links)
+            self.checkpoint: Checkpoint = opened()
             self._read = ReadCheckpoint(self.checkpoint)
         except FileNotFoundError as error:
             raise Refused(
@@ -216,8 +219,12 @@ class GivenWeights(NewWeights):
         self,
         named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
         baselines: Baselines | None = None,
+        config: AdapterConfig = None,
     ) -> None:
-        """`baselines`: of the publisher, for tensors on devices."""
+        """`baselines`: of the publisher, for tensors on devices; `config`: of an adapter."""
+        carry = adapter_config(config)
+        if carry:
+            self.facts = InputFacts(configs={n: digest_of(data) for n, data in carry.items()}, carry=carry)
         given: dict[str, _Given] = {}
         for name, tensor in pairs_of(named_tensors):
             one = _Given.of(name, tensor)
@@ -241,7 +248,9 @@ class GivenWeights(NewWeights):
                 made[key] = RawTensor(one.spec.dtype, one.spec.shape, _copy(one))
             is_whole = one.spec == one.whole
             given[name] = made[key] if is_whole else Shard(made[key], one.box.offsets, one.whole.shape)
-        return GivenWeights(given)
+        copy = GivenWeights(given)
+        copy.facts = self.facts
+        return copy
 
     def box(self, name: str) -> Box:
         return self._given[name].box

@@ -22,7 +22,7 @@ Words = NDArray[np.unsignedinteger]
 ByteArray = NDArray[np.uint8]
 
 MAIN = "main"
-"""The only component this release publishes. Its name in the root's key is the empty string."""
+"""The component of a channel's root. Its name in the root's key is the empty string."""
 
 BLOCK_WORDS = 64
 """Segments and spans begin at multiples of this, so that no two of them share an 8-byte word of a tensor."""
@@ -96,9 +96,11 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorTable:
-    """All tensors of a run, sorted by the UTF-8 bytes of their names; a tensor's number is its position."""
+    """All tensors of a component of a run, sorted by the UTF-8 bytes of their names; a tensor's number is its
+    position. Tables of different components are different, whatever their tensors: so are their roots."""
 
     specs: tuple[TensorSpec, ...]
+    component: str = MAIN
 
     @classmethod
     def of(cls, specs: Sequence[TensorSpec]) -> TensorTable:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.elements import MAIN, TensorTable
 from weightcast.shared.base.errors import (
     MEND_CHANNEL,
     DamagedFile,
@@ -50,6 +50,7 @@ from weightcast.shared.channel.run_files import (
     CHANNEL_FILE_LIMIT,
     Base,
     ChannelFile,
+    check_component,
     parse_base,
     parse_channel_file,
 )
@@ -188,6 +189,7 @@ class Channel:
             base = parse_base(data)
         if stated is not None:
             require_same(stated, stated_by_base(base, stated.time), place)
+        check_component(base.component, store.component, place)
         if base.run_id != parsed.run_id:
             raise DamagedFile(
                 f"{place} is of run {base.run_id}, channel.json of {parsed.run_id}",
@@ -275,6 +277,8 @@ class Channel:
         if kind == "ours" and not self.foreign:
             index = self._ours(data, files, version, table, "", top)
             _require(not index.main, f"{place}: its index belongs to an anchor or a multi-step delta")
+            names_main = table.component == MAIN or index.main_root != ""
+            _require(names_main, f"{place}: its index names no version of main")
             return index
         if kind == "ours":
             raise UnknownFormat(

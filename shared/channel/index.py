@@ -38,6 +38,7 @@ from weightcast.shared.channel.run_files import (
     carried_records,
     check_component,
     check_format,
+    component_of,
     file_records,
     is_hex,
     parse_lane_rows,
@@ -218,6 +219,10 @@ class Index:
     """of a multi-step delta or an anchor of a version with a delta: digest of the version's own index"""
     request: Annotated[str, Hex(16)] = ""
     """16 hex digits of whoever asked for the version, who knows it again by them; empty: nobody does"""
+    main_version: int = 0
+    main_root: Annotated[str, Hex(64)] = ""
+    """of a component's version: version and root of the main component that it was trained on; empty in
+    indexes of main, and of anchors and multi-step deltas"""
     digest: str = ""
     side_files: tuple[FileRecord, ...] = ()
     """files that are not weights and not in `files`: in an anchor those of the base, in a delta none"""
@@ -300,7 +305,7 @@ def _facts(index: Index, table: TensorTable, tensors: Mapping[str, object]) -> d
     return {
         "format": FORMAT,
         "run_id": index.run_id,
-        "component": MAIN,
+        "component": table.component,
         "kind": index.kind,
         "version": index.version,
         "epoch": index.epoch,
@@ -312,6 +317,7 @@ def _facts(index: Index, table: TensorTable, tensors: Mapping[str, object]) -> d
         "created": index.created,
         **({"encoding": index.encoding} if index.encoding == "small" else {}),
         **({"main": index.main} if index.main else {}),
+        **({"main_version": index.main_version, "main_root": index.main_root} if index.main_root else {}),
         **({"request": index.request} if index.request else {}),
         "totals": [totals.changed, totals.elements, totals.nbytes, totals.delta_bytes],
         "files": write_file_records(index.files),
@@ -384,7 +390,7 @@ def _check_run(found: str, run: str | None, what: str) -> None:
 def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str | None) -> Index:
     facts = Members(top.object(_OURS), f"{what}: {_OURS}")
     check_format(facts, what)
-    check_component(facts, what)
+    check_component(component_of(facts, what), table.component, what)
     _check_run(run_id(facts), run, what)
     files = file_records(facts, what)
     rows = facts.object("tensors")
@@ -393,7 +399,7 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str |
         raise facts.bad("totals", "four numbers")
     index = facts.record(
         Index,
-        absent=("main", "request"),
+        absent=("main", "request", "main_version", "main_root"),
         run_id=run_id(facts),
         kind=_kind(facts, what),
         encoding=_encoding(top, facts, what),
@@ -486,22 +492,23 @@ def _check_chunk_row(row: object, files: int, what: str) -> None:
 
 def check_index(index: Index, table: TensorTable, what: str) -> None:
     """The rules that an index obeys whoever made it. Raises DamagedFile."""
-    _check_lineage(index, what)
+    _check_lineage(index, table, what)
     _check_tensors(index, table, what)
     check_parts(index.parts, table, what)
     _check_chunks(index, table, what)
     _check_places(index, what)
 
 
-def _check_lineage(index: Index, what: str) -> None:
+def _check_lineage(index: Index, table: TensorTable, what: str) -> None:
     if index.kind == "anchor":
         fits = (index.base_version, index.base_root, index.parent, index.encoding) == (-1, "", "", None)
     else:
         fits = 0 <= index.base_version < index.version and index.encoding is not None
         fits = fits and is_hex(index.base_root, 64) and is_hex(index.parent, 64)
+    fits = fits and not (index.main_root and (table.component == MAIN or index.main))
     if not fits or not is_hex(index.root, 64) or not (index.main == "" or is_hex(index.main, 64)):
         raise DamagedFile(
-            f"{what}: base, parent, root or encoding do not fit a version of kind {index.kind!r}"
+            f"{what}: base, parent, root, main or encoding do not fit a version of kind {index.kind!r}"
         )
 
 

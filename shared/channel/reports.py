@@ -39,11 +39,13 @@ PROBE_SECONDS = 60.0
 _COARSE = 2.0
 """seconds to which file times may be rounded"""
 TimeSource = Literal["channel", "local", "unknown"]
+ADAPTERS_LIMIT = 128
 _ENGINES_LIMIT = 64
 _ENGINE_TEXT = 64
 _BRIEF_ENGINES, _BRIEF_TEXT = 16, 256
 _ERROR_LIMIT = 4096
 _PHASES_LIMIT = 32
+_COUNTS_LIMIT = 16
 _Word = Annotated[str, MaxLen(32)]
 _State = Annotated[str, MaxLen(64)]
 _Line = Annotated[str, MaxLen(256)]
@@ -65,6 +67,20 @@ class Update:
     seconds: Mapping[str, float]
     bytes: int
     outcome: _Word
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """An adapter on a host. `name`: `adapter/NAME`; `version`: the newest that engines have loaded;
+    `main_version`: of `main`, on which it was trained; `target`: the newest in the channel. `state`: `ready`,
+    or what keeps it."""
+
+    name: _Line
+    version: int | None
+    target: int | None
+    main_version: int | None
+    state: _State
+    error: _Line = ""
 
 
 @dataclass(frozen=True)
@@ -100,6 +116,11 @@ class Report:
     """newest first"""
     gate: _Line = ""
     """URL of its gate; empty: it has none"""
+    requests: Mapping[str, int] = field(default_factory=dict)
+    """at its gate: `under_way`, `waiting`, `closed` (1: none is admitted), and outcomes since the start"""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """of answers, by version"""
+    adapters: tuple[AdapterReport, ...] = ()
 
 
 def write_report(store: Store, report: Report) -> float:
@@ -124,12 +145,15 @@ def pack_report(report: Report) -> bytes:
         remedy=_plain(report.remedy),
         updates=report.updates[:UPDATES_LIMIT],
         engines=report.engines[:_ENGINES_LIMIT],
+        adapters=report.adapters[:ADAPTERS_LIMIT],
     )
     while len(data := write_object({"format": FORMAT, **asdict(report)})) > REPORT_LIMIT:
         if report.updates:
             report = replace(report, updates=report.updates[:-1])
         elif report.engines:
             report = replace(report, engines=report.engines[:-1])
+        elif report.adapters:
+            report = replace(report, adapters=report.adapters[:-1])
         else:
             break
     return data
@@ -155,12 +179,30 @@ def parse_report(data: bytes, what: str, updates: int = UPDATES_LIMIT) -> Report
         engines=tuple(cast(list[dict[str, object]], engines)),
         bytes=_bytes(members, what) if "bytes" in members else {},
         updates=_updates(members, what, updates) if "updates" in members else (),
+        requests=_counts(members, "requests", what),
+        tokens=_counts(members, "tokens", what),
+        adapters=_adapters(members, what) if "adapters" in members else (),
     )
+
+
+def _counts(members: Members, name: str, what: str) -> dict[str, int]:
+    found = members.object(name) if name in members else {}
+    if len(found) > _COUNTS_LIMIT or any(len(each) > 32 or not is_plain(each) for each in found):
+        raise members.bad(name, f"at most {_COUNTS_LIMIT} numbers")
+    counts = Members(found, f"{what}: {name}")
+    return {each: counts.integer(each) for each in found}
 
 
 def _bytes(members: Members, what: str) -> dict[str, int]:
     found = Members(members.object("bytes"), f"{what}: bytes")
     return {cause: found.integer(cause) for cause in CAUSES if cause in found}
+
+
+def _adapters(members: Members, what: str) -> tuple[AdapterReport, ...]:
+    rows = members.array("adapters")
+    if len(rows) > ADAPTERS_LIMIT:
+        raise members.bad("adapters", f"at most {ADAPTERS_LIMIT} objects")
+    return tuple(Members(row, f"{what}: adapters").record(AdapterReport, absent=("error",)) for row in rows)
 
 
 def _updates(members: Members, what: str, most: int) -> tuple[Update, ...]:

@@ -54,14 +54,29 @@ def run_id(members: Members) -> str:
     return found
 
 
-def check_component(members: Members, what: str) -> None:
+_ADAPTER_NAME = re.compile(r"adapter/[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+
+
+def is_adapter(component: str) -> bool:
+    return _ADAPTER_NAME.fullmatch(component) is not None
+
+
+def component_of(members: Members, what: str) -> str:
     """Raises Refused, with the component's name, for a component that this release does not handle."""
     component = members.text("component", 128)
-    if component != MAIN:
+    if component != MAIN and not is_adapter(component):
         raise Refused(
             f"{what}: component {component!r} is not handled by this release",
             remedy="upgrade weightcast here",
         )
+    return component
+
+
+def check_component(found: str, expected: str, what: str) -> None:
+    """Raises Refused for the file of another component than `expected`."""
+    if found != expected:
+        remedy = "give the run's channel, with --component" if expected == MAIN else "restore the file"
+        raise Refused(f"{what}: expected component {expected!r}, found {found!r}", remedy=remedy)
 
 
 def is_hex(value: object, digits: int) -> bool:
@@ -215,13 +230,21 @@ class Base:
     def all_files(self) -> tuple[FileRecord, ...]:
         return (*self.files, *self.side_files)
 
+    @property
+    def component(self) -> str:
+        return self.table.component
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.component != MAIN
+
 
 def write_base(base: Base) -> bytes:
     return write_object(
         {
             "format": FORMAT,
             "run_id": base.run_id,
-            "component": MAIN,
+            "component": base.component,
             "root": base.root,
             "files": write_file_records(base.files),
             **({SIDE_FILES: write_file_records(base.side_files)} if base.side_files else {}),
@@ -241,9 +264,8 @@ def parse_base(data: bytes) -> Base:
         raise DamagedFile(f"{_BASE_WHAT}: {len(data)} bytes, at most {BASE_LIMIT} are read")
     members = Members(parse_object(data, _BASE_WHAT), _BASE_WHAT)
     check_format(members, _BASE_WHAT)
-    check_component(members, _BASE_WHAT)
     specs, lanes = _tensors(members.array("tensors"))
-    table = TensorTable(specs)
+    table = TensorTable(specs, component_of(members, _BASE_WHAT))
     names = [spec.name.encode() for spec in table]
     if any(later <= earlier for earlier, later in itertools.pairwise(names)):
         raise DamagedFile(f"{_BASE_WHAT}: its tensors are not sorted by name, or one is listed twice")

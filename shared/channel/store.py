@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.files.disk_errors import DiskError, disk_remedy, disk_text, is_lasting
 from weightcast.shared.files.paths import file_name
@@ -146,11 +147,16 @@ class Entry:
 class Placed:
     """Stores at one place are equal."""
 
+    component: str = MAIN
+
     def place(self, key: str = "") -> str:
         raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.place()!r})"
+
+    def __str__(self) -> str:
+        return self.place()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Placed) and other.place() == self.place()
@@ -184,6 +190,9 @@ class Writer(Protocol):
 class Store(Protocol):
     """Objects of a channel, or of a directory within it. Safe for several threads. A store makes the
     directories that its keys need, never its own: nothing is written where a mount or an attempt is gone."""
+
+    component: str
+    """of the run whose channel is here, as `component_store` sets it"""
 
     @property
     def renames(self) -> bool:

@@ -212,13 +212,15 @@ class LocalCheckpoint(TensorFiles):
             return None
         try:
             base = read_base(paths)
-            checkpoint = open_checkpoint(directory, follow_links=False)
+            checkpoint = open_checkpoint(directory, follow_links=False, adapter=base.is_adapter)
         except FileNotFoundError as error:
             raise NeedsReseed(f"{error.filename} is gone", remedy=_SEEDED_AGAIN) from error
         except Refused as error:
             # a kill while seeding may leave no weights at all
             raise NeedsReseed(error.message, remedy=_SEEDED_AGAIN) from error
-        if checkpoint.table != base.table or len(state.position.lanes) != LANES_BYTES * len(base.table):
+        if checkpoint.table.specs != base.table.specs or len(state.position.lanes) != LANES_BYTES * len(
+            base.table
+        ):
             raise NeedsReseed(f"{directory}: its tensors differ from the run's base", remedy=_SEEDED_AGAIN)
         check_roots(paths.state, state, base.table)
         return cls(paths, base, state, checkpoint, threads=threads)
@@ -431,10 +433,10 @@ def grant_read(local: LocalCheckpoint, readers: Readers) -> None:
     _set_modes(files, _FILE_MODES[readers])
 
 
-def grant_read_patches(local: LocalCheckpoint, readers: Readers) -> None:
-    """As `grant_read`, for the patches of engines' memory. Raises OSError."""
-    _set_modes([local.paths.engine], _DIRECTORY_MODES[readers], _SET_GROUP)
-    _set_modes(local.paths.engine.iterdir(), _FILE_MODES[readers])
+def grant_read_within(directory: Path, readers: Readers) -> None:
+    """As `grant_read`, for all files of a directory. Raises OSError."""
+    _set_modes([directory], _DIRECTORY_MODES[readers], _SET_GROUP)
+    _set_modes(directory.iterdir(), _FILE_MODES[readers])
 
 
 def _set_modes(paths: Iterable[Path], mode: int, kept: int = 0) -> None:

@@ -11,12 +11,20 @@ from rich.console import Console
 from rich.table import Table
 
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, Untrusted
-from weightcast.shared.channel.chain import ChainEntry, Problem, entries, faults, read_entry
+from weightcast.shared.channel.chain import ChainEntry, Problem, entries, read_entry
 from weightcast.shared.channel.channel import Channel, FullVersion, require_named
+from weightcast.shared.channel.components import all_faults, read_components
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
-from weightcast.shared.cli.options import channel_option, json_option, option, path, trusted_key_option
+from weightcast.shared.cli.options import (
+    channel_option,
+    component_option,
+    json_option,
+    option,
+    path,
+    trusted_key_option,
+)
 from weightcast.shared.cli.output import Output, facts_table, or_dash, time_text
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import ChannelAddress, exists, is_directory, is_file, is_link, printable
@@ -26,6 +34,7 @@ LIMIT_SHOWN_TENSORS = 50
 
 @click.command
 @channel_option
+@component_option
 @option("--last", type=click.IntRange(min=1), help="Show only the newest N versions.")
 @trusted_key_option
 @json_option
@@ -45,6 +54,7 @@ def log(channel: ChannelAddress, last: int | None, trusted_key: Sequence[str], a
         "foreign": opened.foreign,
         "latest": None if pointer is None else pointer.version,
         "versions": rows,
+        "components": [each.name for each in read_components(opened) if each.active],
     }
     Output(json=as_json).result(facts, lambda console: _log_table(console, facts))
     if trust is not None and any(row["signed_by"] is None for row in rows):
@@ -102,11 +112,14 @@ def _log_table(console: Console, facts: dict[str, Any]) -> None:
         )
     console.print(f"run {printable(facts['run_id'] or 'foreign')}, latest {or_dash(facts['latest'])}")
     console.print(table)
+    if facts["components"]:
+        console.print(f"adapters (--component NAME): {', '.join(facts['components'])}")
 
 
 @click.command
 @click.argument("version", type=click.IntRange(min=0), help="Version to show; 0 is the base.")
 @channel_option
+@component_option
 @trusted_key_option
 @json_option
 def show(version: int, channel: ChannelAddress, trusted_key: Sequence[str], as_json: bool) -> None:
@@ -203,14 +216,16 @@ def _fact_text(name: str, value: Any) -> str:
 
 @click.command
 @channel_option
+@component_option
 @trusted_key_option
 @json_option
 def verify(channel: ChannelAddress, trusted_key: Sequence[str], as_json: bool) -> None:
-    """Check every file of every version, the chain of versions and, with trusted keys, who signed it."""
+    """Check every file of every version, the chain of versions and, with trusted keys, who signed it; of all
+    components."""
     output, store = Output(json=as_json), open_store(channel)
     require_named(store)
     with output.progress(f"reading {channel}", None) as advance:
-        problems = faults(store, advance, Trust.load(trusted_key))
+        problems = all_faults(store, advance, Trust.load(trusted_key))
     if problems and not as_json:
         show_problems(problems)
     facts = {"channel": str(channel), "problems": [vars(problem) for problem in problems]}

@@ -16,13 +16,14 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.text import Text
 
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import Refused, WeightcastError, counted
 from weightcast.shared.channel.channel import require_named
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.reports import forget as forget_report
 from weightcast.shared.cli import balancers
-from weightcast.shared.cli.options import Number, any_channel_option, json_option, option, token_option
+from weightcast.shared.cli.options import Number, any_channel_option, daemon_options, json_option, option
 from weightcast.shared.cli.output import Output, is_unread, or_dash, to_json
 from weightcast.shared.daemon.client import Daemon
 from weightcast.shared.daemon.fleet import (
@@ -40,6 +41,7 @@ from weightcast.shared.daemon.fleet import (
     trouble_of,
     verdict,
 )
+from weightcast.shared.daemon.tls import TrustFor
 from weightcast.shared.daemon.wait import wait_for_version
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.paths import ChannelAddress, printable
@@ -72,7 +74,7 @@ url_option = option("--url", help="Address of the publisher, e.g. 127.0.0.1:8340
 @click.command
 @any_channel_option
 @url_option
-@token_option
+@daemon_options
 @option("--watch", is_flag=True, help="Refresh once a second until Ctrl-C.")
 @option("--all", "whole", is_flag=True, help=f"Show all hosts, not only the {MOST} worst.")
 @option("--forget", multiple=True, help="Delete the report of this stopped or lost host. Repeatable.")
@@ -87,6 +89,7 @@ def fleet(
     channel: ChannelAddress | None,
     url: str | None,
     token: str | None,
+    trust_for: TrustFor,
     watch: bool,
     whole: bool,
     forget: Sequence[str],
@@ -94,7 +97,7 @@ def fleet(
     as_json: bool,
 ) -> None:
     """Show the hosts of a run: which are behind, which are gone, and why (self-reported)."""
-    source = _Source(channel, url, token)
+    source = _Source(channel, url, token, trust_for)
     if forget:
         if watch or whole or balancer:
             raise click.BadParameter("--forget cannot be combined with --watch, --all or --format")
@@ -127,23 +130,34 @@ def fleet(
 )
 @option("--min-hosts", type=int, help="Minimum number of hosts.")
 @option("--timeout", type=Number(min=0.0), default=600.0, help="Timeout in seconds.")
+@option("--component", default=MAIN, help="adapter/NAME: of this adapter, as engines have it loaded.")
 @any_channel_option
 @url_option
-@token_option
+@daemon_options
 @json_option
 def wait(
     version: int,
     fraction: float | None,
     min_hosts: int | None,
     timeout: float,
+    component: str,
     channel: ChannelAddress | None,
     url: str | None,
     token: str | None,
+    trust_for: TrustFor,
     as_json: bool,
 ) -> None:
     """Wait until hosts are ready with a version: one, or as many as requested. Exit code 4 on timeout."""
-    with _Source(channel, url, token).looking(updates=0) as look:
-        hosts = wait_for_version(look, version, min_hosts, fraction, timeout, poll_seconds=_WATCH_SECONDS / 2)
+    with _Source(channel, url, token, trust_for).looking(updates=0) as look:
+        hosts = wait_for_version(
+            look,
+            version,
+            min_hosts,
+            fraction,
+            timeout,
+            poll_seconds=_WATCH_SECONDS / 2,
+            component=component,
+        )
     facts = {"version": version, "hosts": hosts}
     Output(json=as_json).result(
         facts,
@@ -187,12 +201,13 @@ class _Source:
     channel: ChannelAddress | None
     url: str | None
     token: str | None
+    trust_for: TrustFor
 
     @contextmanager
     def looking(self, updates: int) -> Iterator[LookAtFleet]:
         """`updates`: of each host that are needed."""
         if self.url is not None:
-            with Daemon(self.url, self.token) as daemon:
+            with Daemon(self.url, self.token, trust_for=self.trust_for) as daemon:
                 yield lambda: parse_fleet(daemon.get(FLEET_PATH), daemon.url)
         elif self.channel is not None:
             store = open_store(self.channel)
@@ -208,7 +223,7 @@ class _Source:
 
     def delete_report(self, host: Host) -> None:
         if self.url is not None:
-            with Daemon(self.url, self.token) as daemon:
+            with Daemon(self.url, self.token, trust_for=self.trust_for) as daemon:
                 daemon.delete(f"/v1/hosts/{quote(host.key, safe='')}")
         elif self.channel is not None:
             try:
@@ -372,7 +387,10 @@ def _doing(host: Host) -> str:
 
 def _engines(host: Host) -> str:
     others = [f"{one.name} {one.state}".strip() for one in host.engines if one.state != "serving"]
-    return printable(", ".join(others)) or (f"{len(host.engines)} serving" if host.engines else "-")
+    if not others and host.engines:
+        others = [f"{len(host.engines)} serving"]
+    adapters = [f"{one.name.rpartition('/')[2]}@{or_dash(one.version)}" for one in host.adapters]
+    return printable(", ".join(others + adapters)) or "-"
 
 
 def _last_update(host: Host) -> str:

@@ -21,6 +21,7 @@ from click.shell_completion import shell_complete
 
 import weightcast
 from weightcast.shared.base.errors import USAGE, NotInTime, Refused, WeightcastError
+from weightcast.shared.cli.examples import EXAMPLES
 from weightcast.shared.cli.output import Output, leave, steady_streams, unwritten
 from weightcast.shared.daemon.environment import unknown_variables
 from weightcast.shared.files.disk_errors import disk_error
@@ -31,50 +32,59 @@ _GATEWAY = "weightcast.subscriber.gateway.commands"
 _MIRROR, _CLI = "weightcast.publisher.mirror.commands", "weightcast.shared.cli"
 COMMANDS: dict[str, tuple[str, str]] = {
     "publish": (f"{_PUBLISHER}_publish:publish", "Publish one checkpoint as the channel's next version."),
-    "sync": (f"{_SUBSCRIBER}_sync:sync", "Bring a local checkpoint (and engines) to the target once."),
-    "publisher": ("", "The trainer's side."),
+    "sync": (f"{_SUBSCRIBER}_sync:sync", "Bring a local checkpoint and engines to the target once."),
+    "publisher": ("", "The publisher, next to the trainer."),
     "publisher run": (f"{_PUBLISHER}:run", "Publish what the trainer writes, until stopped."),
-    "subscriber": ("", "The rollout hosts' side."),
+    "subscriber": ("", "The subscriber, on every rollout host."),
     "subscriber run": (f"{_SUBSCRIBER}:run", "Follow a channel and reload the engines, until stopped."),
     "mirror": ("", "Channels copied into other regions."),
-    "mirror run": (f"{_MIRROR}:run", "Follow a channel and copy it into another one, until stopped."),
-    "mirror sync": (f"{_MIRROR}:sync", "Copy what a channel has and another one lacks, once."),
+    "mirror run": (f"{_MIRROR}:run", "Copy a channel into another one, until stopped."),
+    "mirror sync": (f"{_MIRROR}:sync", "Copy a channel into another one, once."),
     "gateway": ("", "One URL in front of all hosts' engines."),
-    "gateway run": (
-        f"{_GATEWAY}:run",
-        "Answer requests by the engines of all hosts, until stopped.",
-    ),
+    "gateway run": (f"{_GATEWAY}:run", "One URL in front of the engines of all hosts, until stopped."),
     "run-engine": (f"{_SUBSCRIBER}:start_engine", "Start an engine while no version is patched in."),
-    "status": (f"{_CLI}.status:status", "Show whether a daemon is ready, its version, and what is wrong."),
-    "wake": (f"{_CLI}.status:wake", "Make a daemon poll now."),
-    "fleet": (f"{_CLI}.fleet:fleet", "Show the hosts of a run: which are behind, which are gone, and why."),
+    "status": (f"{_CLI}.status:status", "Show a daemon's state, version and problem."),
+    "wake": (f"{_CLI}.status:wake", "Make a daemon poll and retry now."),
+    "fleet": (f"{_CLI}.fleet:fleet", "Show the hosts of a run: which are behind, and why."),
     "wait": (f"{_CLI}.fleet:wait", "Wait until hosts are ready with a version."),
-    "doctor": (f"{_SUBSCRIBER}:doctor", "Look whether machine, file systems and engines are fit."),
+    "doctor": (f"{_SUBSCRIBER}:doctor", "Check machine, file systems and engines; size a run."),
     "channel": ("", "Make and inspect channels."),
-    "channel init": (f"{_PUBLISHER}:init", "Create a channel from the checkpoint that the run starts from."),
+    "channel init": (f"{_PUBLISHER}:init", "Create a channel from the base checkpoint."),
     "channel log": (f"{_CLI}.channel:log", "List the versions of a channel."),
     "channel show": (f"{_CLI}.channel:show", "Show the index of a version."),
-    "channel verify": (f"{_CLI}.channel:verify", "Check every file of every version, and who signed it."),
+    "channel verify": (f"{_CLI}.channel:verify", "Check every file of every version."),
     "channel repair": (f"{_PUBLISHER}:repair", "Repair a channel and move unreadable versions aside."),
     "channel sign": (f"{_PUBLISHER}:sign", "Sign every version of a channel."),
-    "channel prune": (f"{_PUBLISHER}:prune", "Move versions that nobody needs to the trash, and empty it."),
+    "channel prune": (f"{_PUBLISHER}:prune", "Move unneeded versions to the trash, and empty it."),
+    "channel component": ("", "Adapters of a run."),
+    "channel component add": (f"{_PUBLISHER}_component:add", "Add an adapter to a run."),
+    "channel component retire": (f"{_PUBLISHER}_component:retire", "End an adapter; hosts unload it."),
+    "channel component log": (f"{_PUBLISHER}_component:log", "List adapters and their newest versions."),
     "channel keep": (f"{_PUBLISHER}:keep", "Keep a version when older ones are pruned."),
     "channel unkeep": (f"{_PUBLISHER}:unkeep", "Allow a kept version to be pruned."),
     "channel tag": (f"{_PUBLISHER}:tag", "Point a tag at a version."),
     "channel rollback": (f"{_PUBLISHER}:rollback", "Publish an older version's bytes again, and hold."),
     "channel resume": (f"{_PUBLISHER}:resume", "Resume publishing after a rollback."),
     "local": ("", "Inspect local checkpoints."),
-    "local verify": (f"{_CLI}.local:verify", "Compare every byte of a local checkpoint with its version."),
+    "local verify": (f"{_CLI}.local:verify", "Compare every byte with its version, and repair."),
     "keygen": (f"{_CLI}.channel:keygen", "Make a key that signs versions."),
     "config": ("", "Settings of the daemons."),
-    "config show": ("", "Effective settings and their source."),
-    "config show publisher": (f"{_PUBLISHER}:show_settings", "Of `weightcast publisher run`."),
-    "config show gateway": (f"{_GATEWAY}:show_settings", "Of `weightcast gateway run`."),
-    "config show mirror": (f"{_MIRROR}:show_settings", "Of `weightcast mirror run`."),
-    "config show subscriber": (f"{_SUBSCRIBER}:show_settings", "Of `weightcast subscriber run`."),
+    "config show": ("", "Effective settings of a daemon, and their source."),
+    "config show publisher": (f"{_PUBLISHER}:show_settings", "Settings of `weightcast publisher run`."),
+    "config show gateway": (f"{_GATEWAY}:show_settings", "Settings of `weightcast gateway run`."),
+    "config show mirror": (f"{_MIRROR}:show_settings", "Settings of `weightcast mirror run`."),
+    "config show subscriber": (f"{_SUBSCRIBER}:show_settings", "Settings of `weightcast subscriber run`."),
 }
 """By name: where it is, and a line for the help of its group; a group is nowhere, and comes before what is in
 it."""
+_SECTIONS = {
+    "Run": ("publisher", "subscriber", "gateway", "mirror", "publish", "sync"),
+    "Watch": ("status", "fleet", "wait", "wake"),
+    "Channel": ("channel", "keygen"),
+    "Host": ("local", "run-engine"),
+    "Tools": ("doctor", "config", "bench"),
+}
+"""of the help: first words of commands"""
 _CHECKOUT = Path(__file__).parents[2]
 if exists(_CHECKOUT / "benchmarks" / "__main__.py"):  # they are not part of the wheel
     weightcast.__path__.append(str(_CHECKOUT))
@@ -117,9 +127,9 @@ class BadUsage(Refused):
 class LazyCommand(click.Command):
     """The command at `place`, `module:name`, which is imported when it is called."""
 
-    def __init__(self, name: str, place: str, short_help: str) -> None:
-        super().__init__(name, short_help=short_help)
-        self._place = place
+    def __init__(self, words: str, place: str, short_help: str) -> None:
+        super().__init__(words.rpartition(" ")[2], short_help=short_help)
+        self._words, self._place = words, place
 
     def load(self) -> click.Command:
         module, _, name = self._place.partition(":")
@@ -130,6 +140,9 @@ class LazyCommand(click.Command):
             raise click.UsageError(
                 f"{self.name} ({module}) cannot be imported on this machine: {printable(str(error))}"
             ) from error
+        lines = "\n".join(f"  weightcast {line}" for line in EXAMPLES.get(self._words, ()))
+        # \b: as it is, without filling lines
+        command.epilog = f"\b\nExamples:\n{lines}" if lines else None
         return command
 
     def make_context(
@@ -138,22 +151,41 @@ class LazyCommand(click.Command):
         return self.load().make_context(info_name, args, parent, **extra)
 
 
+class _Top(click.Group):
+    """Lists all commands, by what they are for."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, first_words in _SECTIONS.items():
+            rows = [
+                row for word in first_words if word in self.commands for row in _rows(self.commands[word])
+            ]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def _rows(command: click.Command, before: str = "") -> list[tuple[str, str]]:
+    name = f"{before}{command.name}"
+    if isinstance(command, click.Group) and not before:
+        return [row for each in command.commands.values() for row in _rows(each, f"{name} ")]
+    return [(name, command.short_help or command.help or "")]
+
+
 def program(commands: Mapping[str, tuple[str, str]] = COMMANDS) -> click.Group:
-    top = click.Group(
+    top = _Top(
         _NAME,
-        help="Keeps a rollout fleet on the trainer's newest weights.",
+        help="Keeps a rollout fleet on the trainer's newest weights. COMMAND --help has examples.",
         params=[
             _completion_option("--install-completion", "Install completion for the current shell."),
             _completion_option("--show-completion", "Print completion for the current shell."),
         ],
     )
     click.version_option(package_name=_NAME, message="%(version)s", help="Print the version.")(top)
-    groups = {"": top}
+    groups: dict[str, click.Group] = {"": top}
     for words, (place, text) in commands.items():
         group, _, name = words.rpartition(" ")
         if not place:
             groups[words] = click.Group(name, help=text)
-        groups[group].add_command(LazyCommand(name, place, text) if place else groups[words])
+        groups[group].add_command(LazyCommand(words, place, text) if place else groups[words])
     return top
 
 

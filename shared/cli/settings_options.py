@@ -10,10 +10,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from weightcast.shared.cli.options import json_option, path
+from weightcast.shared.cli.options import json_option, option, path
 from weightcast.shared.cli.output import Output
 from weightcast.shared.daemon.settings import (
     DaemonSettings,
+    ReportSettings,
+    ServiceSettings,
     describe_settings,
     effective_settings,
     exact_size,
@@ -37,7 +39,7 @@ def settings_command(cls: type[S], help: str) -> Callable[[Callable[[S], None]],
             require_files(settings)
             body(settings)
 
-        return click.Command(None, callback=run, params=list(_options(cls)), help=help)
+        return SettingsCommand(None, callback=run, params=list(_options(cls)), help=help)
 
     return command_of
 
@@ -45,27 +47,45 @@ def settings_command(cls: type[S], help: str) -> Callable[[Callable[[S], None]],
 def show_settings_command(side: str, cls: type[DaemonSettings]) -> click.Command:
     """The command `config show SIDE`: takes the options of the daemon and prints its effective settings."""
 
+    @option("--changed", is_flag=True, help="Leave out settings that have their default.")
     @json_option
-    def show(config: Path | None, as_json: bool, **flags: Any) -> None:
+    def show(config: Path | None, changed: bool, as_json: bool, **flags: Any) -> None:
         shown = effective_settings(*trace_settings(cls, flags, config))
+        shown = [one for one in shown if not changed or one["source"] != "default"]
         sizes = {doc.name for doc in describe_settings(cls) if doc.type == "size"}
         Output(json=as_json).result({"settings": shown}, lambda console: _show(console, shown, sizes))
 
     help = f"Effective settings of `weightcast {side} run` with these options."
-    command = click.command(help=help)(show)
+    command = click.command(cls=SettingsCommand, help=help)(show)
     command.params[:0] = _options(cls)
     return command
 
 
+_COMMON = frozenset(ServiceSettings.model_fields) | frozenset(ReportSettings.model_fields)
+"""what several daemons have: last in their help"""
+
+
+class SettingsCommand(click.Command):
+    """Its own settings first in its help, required ones before others; then those that all daemons have."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        params = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        for title, common in ("Options", False), ("HTTP, TLS, log, keys and limits", True):
+            shown = (param.get_help_record(ctx) for param in params if (param.name in _COMMON) is common)
+            with formatter.section(title):
+                formatter.write_dl(list(filter(None, shown)))
+
+
 def _options(cls: type[DaemonSettings]) -> Iterator[click.Option]:
-    yield click.Option(["--config"], type=path, metavar="FILE", help="TOML file with settings.")
-    for doc in describe_settings(cls):
-        text = f"{doc.help} [{doc.env}]" + (f" [default: {doc.default}]" if doc.default else "")
+    for doc in sorted(describe_settings(cls), key=lambda doc: (doc.name in _COMMON, not doc.required)):
+        known = (doc.env, f"default: {doc.default}" if doc.default else "", "required" * doc.required)
+        text = f"{doc.help} [{'; '.join(filter(None, known))}]"
         if doc.type == "true|false":
             yield click.Option([f"{doc.flag}/--no-{doc.flag[2:]}"], default=None, help=text)
         elif doc.flag:
-            metavar = doc.type if "|" in doc.type else doc.type.upper()
+            metavar = doc.type if "|" in doc.type else "TEXT" if doc.type == "list" else doc.type.upper()
             yield click.Option([doc.flag], metavar=metavar, multiple=doc.type == "list", help=text)
+    yield click.Option(["--config"], type=path, metavar="PATH", help="TOML file with settings.")
 
 
 def _show(console: Console, settings: Sequence[dict[str, Any]], sizes: Collection[str]) -> None:

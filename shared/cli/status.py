@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from weightcast.shared.base.errors import FIX_ENGINE
-from weightcast.shared.cli.options import Number, json_option, option, token_option
+from weightcast.shared.cli.options import Number, daemon_options, json_option, option
 from weightcast.shared.cli.output import Output, facts_table, time_text
 from weightcast.shared.daemon.client import Daemon, parsed
 from weightcast.shared.daemon.fleet import age
+from weightcast.shared.daemon.tls import TrustFor
 from weightcast.shared.files.paths import printable
 
 _TIMES = ("at", "since", "created", "last_full_hash", "full_pass", "last_fault_at", "step_began")
@@ -31,13 +32,15 @@ timeout_option = option(
 
 @click.command
 @url_argument
-@token_option
+@daemon_options
 @option("--verbose", "-v", is_flag=True, help="Show every field of the status.")
 @timeout_option
 @json_option
-def status(url: str, token: str | None, verbose: bool, timeout: float, as_json: bool) -> None:
+def status(
+    url: str, token: str | None, trust_for: TrustFor, verbose: bool, timeout: float, as_json: bool
+) -> None:
     """Show whether a publisher or subscriber is ready, its version, and what is wrong."""
-    with Daemon(url, token, timeout) as daemon:
+    with Daemon(url, token, timeout, trust_for=trust_for) as daemon:
         answer = parsed(daemon.get("/v1/status"), daemon.url)
     show = _show_all if verbose else _show
     Output(json=as_json).result(answer, lambda console: show(console, answer))
@@ -45,12 +48,12 @@ def status(url: str, token: str | None, verbose: bool, timeout: float, as_json: 
 
 @click.command
 @url_argument
-@token_option
+@daemon_options
 @timeout_option
 @json_option
-def wake(url: str, token: str | None, timeout: float, as_json: bool) -> None:
+def wake(url: str, token: str | None, trust_for: TrustFor, timeout: float, as_json: bool) -> None:
     """Make a daemon poll now. A subscriber also retries failed engines."""
-    with Daemon(url, token, timeout) as daemon:
+    with Daemon(url, token, timeout, trust_for=trust_for) as daemon:
         daemon.post_json("/v1/wake", b"")
         facts = {"url": daemon.url, "woken": True}
     Output(json=as_json).result(facts, lambda console: console.print(f"{facts['url']} is polling now"))

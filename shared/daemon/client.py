@@ -11,8 +11,13 @@ import httpx
 from weightcast.shared.base.errors import USAGE, NotInTime, Refused, RetryLater
 from weightcast.shared.daemon.environment import http_parts, is_token
 from weightcast.shared.daemon.timing import Deadline
+from weightcast.shared.daemon.tls import TrustFor, client_context, tls_error_of
 
 ANSWER_LIMIT = 16 << 20
+_TLS = (
+    "check https and the host name, --ca (the authority of its certificate), and --tls-cert if it has "
+    "--tls-client-ca"
+)
 
 
 class BadAddress(Refused):
@@ -23,7 +28,8 @@ class BadAddress(Refused):
 
 class Daemon:
     """The daemon at `url` (host:port or http[s]://…). Every call raises NotInTime if it does not answer,
-    RetryLater if it is too busy, Refused if it requires another token, refuses, or is not a daemon.
+    RetryLater if it is too busy, Refused if it requires another token or certificate, refuses, or is not a
+    daemon.
     `token_from`: where the token is set, for the remedy."""
 
     def __init__(
@@ -32,8 +38,9 @@ class Daemon:
         token: str | None,
         timeout_seconds: float = 10.0,
         token_from: str = "--token or WEIGHTCAST_TOKEN",
+        trust_for: TrustFor = client_context,
     ) -> None:
-        """Connects to nothing yet. Raises BadAddress."""
+        """Connects to nothing yet. Raises BadAddress, BadTls."""
         self.url, self._token_from = base_url(url), token_from
         headers = {"Accept-Encoding": "identity"}
         if token:
@@ -45,6 +52,7 @@ class Daemon:
         self._client = httpx.Client(
             timeout=timeout_seconds,
             trust_env=False,
+            verify=trust_for(self.url),
             headers=headers,
             # a deadline is of a connection
             limits=httpx.Limits(max_keepalive_connections=0),
@@ -86,10 +94,13 @@ class Daemon:
                     raise httpx.ReadTimeout("")
         # the latter of a redirect to nowhere
         except (httpx.TransportError, httpx.InvalidURL) as error:
+            tls = tls_error_of(error)
+            if tls is not None and not deadline.passed:
+                raise Refused(f"no trust between {address} and this client: {tls}", remedy=_TLS) from error
             why = f"incomplete after {self._seconds:g} s" if deadline.passed else str(error)
             raise NotInTime(
                 f"no answer from {address}: {why or type(error).__name__}",
-                remedy="check address and port, and that the daemon runs",
+                remedy="check address and port, http or https, and that the daemon runs",
             ) from error
         self._judge(response, answer, address)
         return answer

@@ -21,6 +21,7 @@ from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_point
 from weightcast.shared.channel.reports import (
     CAUSES,
     UPDATES_LIMIT,
+    AdapterReport,
     ChannelClock,
     Heard,
     Report,
@@ -105,6 +106,11 @@ class Host(BaseModel, frozen=True):
     """newest first"""
     gate: str = ""
     """URL of its gate; empty: it has none"""
+    requests: Mapping[str, int] = {}
+    """at its gate: `under_way`, `waiting`, `closed` (1: none is admitted), and outcomes since its start"""
+    tokens: Mapping[str, int] = {}
+    """of answers, by the version that served when they were admitted"""
+    adapters: tuple[AdapterReport, ...] = ()
 
     @property
     def takes_part(self) -> bool:
@@ -130,7 +136,13 @@ class Host(BaseModel, frozen=True):
         """With so many characters of each text and so many engines, without updates."""
         texts = ("host", "local", "run_id", "target", "last_error", "remedy", "software")
         cut: dict[str, object] = {name: getattr(self, name)[:text] for name in texts}
-        return self.model_copy(update={**cut, "engines": self.engines[:engines], "updates": ()})
+        few: dict[str, object] = {
+            "engines": self.engines[:engines],
+            "adapters": self.adapters[:engines],
+            "updates": (),
+        }
+        few |= {} if engines else {"requests": {}, "tokens": {}}
+        return self.model_copy(update={**cut, **few})
 
 
 class Counts(BaseModel, frozen=True):

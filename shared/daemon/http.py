@@ -4,10 +4,12 @@ plain functions, which FastAPI runs in threads."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import re
 import resource
 import socket
+import ssl
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from functools import lru_cache
 from http import HTTPStatus
@@ -247,7 +249,7 @@ class Guard:
         if scope["path"] in self._open_paths and scope["method"] in _SAFE_METHODS:
             return None
         narrow = self._path_tokens.get(scope["path"])
-        if scope["path"] not in self._own_paths:
+        if narrow is None and scope["path"] not in self._own_paths:
             narrow = self._beyond_token
         if gives(headers, self._token) or gives(headers, narrow):
             return None
@@ -372,6 +374,8 @@ REQUEST_SECONDS = 20.0
 """until a request is here with its body; counted from the connection's first moment or the answer before"""
 UNREAD_SECONDS = 60.0
 """that a peer may leave an answer unread"""
+CLOSE_SECONDS = 3
+"""for answers on their way when the process ends, and for a peer to end TLS"""
 
 
 def most_connections() -> int:
@@ -424,15 +428,25 @@ class Connection(H11Protocol):
     """A request that can be read in two ways is refused, and one that does not arrive in time closes it. When
     there are too many, the one waiting longest makes room for the newest: a health check gets through a crowd
     of idle ones. When all have a request under way, the newest is answered with 503 (uvicorn's
-    `limit_concurrency`)."""
+    `limit_concurrency`). With `tls` all this holds from the first byte of the handshake."""
 
     _deadline: asyncio.TimerHandle | None = None
     """None: the request is here, and is being answered"""
+    _handshake: asyncio.Task[None] | None = None
+    _early = b""
+    """came with the end of the handshake"""
+
+    def __init__(self, *given: Any, tls: ssl.SSLContext | None = None, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._tls = tls
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.conn._receive_buffer = _StrictBuffer()
         self._await_request()
+        if self._tls is not None:
+            transport.pause_reading()
+            self._handshake = self.loop.create_task(self._encrypt(self._tls))
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             waiting = {
                 other._deadline.when(): other
@@ -441,6 +455,26 @@ class Connection(H11Protocol):
             }
             if waiting:
                 waiting[min(waiting)]._close()
+
+    async def _encrypt(self, tls: ssl.SSLContext) -> None:
+        secure = None
+        with contextlib.suppress(OSError):
+            secure = await self.loop.start_tls(
+                self.transport, self, tls, server_side=True, ssl_shutdown_timeout=CLOSE_SECONDS
+            )
+        self._handshake = None
+        if secure is None or secure.is_closing():
+            self.connection_lost(None)
+            return
+        super().connection_made(secure)
+        if self._early:
+            self.data_received(self._early)
+
+    def data_received(self, data: bytes) -> None:
+        if self._handshake is None:
+            super().data_received(data)
+        else:
+            self._early += data
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -31,12 +33,20 @@ from weightcast.shared.base.errors import (
 )
 from weightcast.shared.channel.channel import NoChannel
 from weightcast.shared.daemon.hooks import end_hooks
-from weightcast.shared.daemon.http import HEADER_LIMIT, Connection, backlog, most_connections, prepare
+from weightcast.shared.daemon.http import (
+    CLOSE_SECONDS,
+    HEADER_LIMIT,
+    Connection,
+    backlog,
+    most_connections,
+    prepare,
+)
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.metrics import error_kind
 from weightcast.shared.daemon.settings import DaemonSettings
 from weightcast.shared.daemon.status import Failure, LoopStatus, Snapshot
 from weightcast.shared.daemon.timing import Backoff, jittered
+from weightcast.shared.daemon.tls import invalid_now
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_error, disk_text
 from weightcast.shared.files.paths import is_directory
@@ -47,8 +57,6 @@ HOOK_SECONDS = 5.0
 """that a hook has at most to end with the daemon by SIGTERM"""
 _ASK_SECONDS = 0.1
 """between two questions whether a step still has more time"""
-CLOSE_SECONDS = 3
-"""for answers on their way when the process ends"""
 
 log = get_log("daemon")
 
@@ -247,6 +255,9 @@ def run_daemon(
     app.state.dead = lambda: work.death
     app.state.stopping = stop.is_set
     _forget_port(settings.port_file)
+    tls = settings.server_tls()
+    if settings.tls_cert is not None and (reason := invalid_now(settings.tls_cert)):
+        log.warning("certificate not valid: callers refuse it", file=str(settings.tls_cert), reason=reason)
     with listen(settings.host, settings.port) as listener:
 
         def started() -> None:
@@ -273,7 +284,7 @@ def run_daemon(
                 work.ended.wait(_ASK_SECONDS)
             server.should_exit = True
 
-        server = _Server(server_config(app, most), started, stop.set)
+        server = _Server(server_config(app, most, tls), started, stop.set)
         try:
             server.run(sockets=[listener])
         finally:
@@ -305,12 +316,12 @@ def _forget_port(path: Path | None) -> None:
         path.unlink(missing_ok=True)
 
 
-def server_config(app: ASGIApp, most: int | None = None) -> uvicorn.Config:
+def server_config(app: ASGIApp, most: int | None = None, tls: ssl.SSLContext | None = None) -> uvicorn.Config:
     """`most`: connections; None: as many as a daemon's HTTP side has."""
     return uvicorn.Config(
         app,
         loop="asyncio",
-        http=Connection,
+        http=partial(Connection, tls=tls),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
         access_log=False,

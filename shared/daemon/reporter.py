@@ -20,6 +20,7 @@ from weightcast.shared.daemon.fleet import REPORTS_PATH
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.settings import ReportSettings
 from weightcast.shared.daemon.timing import Backoff, Due, jittered
+from weightcast.shared.daemon.tls import TrustFor, client_context
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.paths import ChannelAddress
 
@@ -81,8 +82,14 @@ class ToPublisher:
     """Reports are posted to the publisher, for hosts that cannot write to the channel. `deliver`: as of
     InChannel."""
 
-    def __init__(self, url: str, token: str | None, seconds: float = _POST_SECONDS) -> None:
-        self._daemon = Daemon(url, token, seconds, token_from="WEIGHTCAST_REPORT_TOKEN")
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        seconds: float = _POST_SECONDS,
+        trust_for: TrustFor = client_context,
+    ) -> None:
+        self._daemon = Daemon(url, token, seconds, "WEIGHTCAST_REPORT_TOKEN", trust_for)
 
     def deliver(self, report: Report) -> float | None:
         try:
@@ -128,7 +135,8 @@ def open_reporter(settings: ReportSettings, channel: ChannelAddress) -> Reporter
     """None where nobody is told."""
     if settings.report_to is not None:
         token = settings.secret(settings.report_token)
-        return Reporter(ToPublisher(settings.report_to, token), settings.report_seconds)
+        publisher = ToPublisher(settings.report_to, token, trust_for=settings.client_tls)
+        return Reporter(publisher, settings.report_seconds)
     if not settings.report or open_store(channel).is_static:
         return None
     return Reporter(InChannel(channel), settings.report_seconds)
@@ -202,6 +210,8 @@ class Reporter:
     def _tells(self, report: Report, now: float) -> bool:
         if self._last is None:
             return True
+        # they change all the time
+        report = replace(report, requests=self._last.requests, tokens=self._last.tokens)
         if report == self._last:
             return False
         alike = replace(report, phase=self._last.phase, retries=self._last.retries, bytes=self._last.bytes)

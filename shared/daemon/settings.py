@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -28,7 +29,6 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from weightcast.shared.base.errors import USAGE, Refused, WeightcastError
-from weightcast.shared.channel.signing import Trust
 from weightcast.shared.daemon.environment import (
     MEMORY_BUDGET,
     PREFIX,
@@ -39,7 +39,10 @@ from weightcast.shared.daemon.environment import (
     is_token,
 )
 from weightcast.shared.files.disk_errors import disk_error
-from weightcast.shared.files.paths import at_home
+from weightcast.shared.files.paths import ChannelAddress, at_home, channel_address
+
+if TYPE_CHECKING:
+    import ssl
 
 PUBLISHER_PORT = 8340
 SUBSCRIBER_PORT = 8341
@@ -69,6 +72,9 @@ def _listenable(host: str) -> str:
 Token = Annotated[SecretStr, AfterValidator(_header_text)]
 HostName = Annotated[str, AfterValidator(_listenable)]
 Size = Annotated[ByteSize, WithJsonSchema({"type": "size"})]
+ChannelPlace = Annotated[
+    ChannelAddress, BeforeValidator(channel_address), WithJsonSchema({"type": "channel"})
+]
 
 
 class DaemonSettings(BaseModel):
@@ -79,11 +85,20 @@ class DaemonSettings(BaseModel):
     host: HostName = "127.0.0.1"
     """Address that the HTTP side listens on."""
     port: int = Field(0, ge=0, le=65535)
-    """Its port; 0 takes a free one."""
+    """Port of the HTTP side; 0 takes a free one."""
     port_file: Path | None = None
-    """File that the real port is written to."""
+    """File to write the port to."""
     token: Token | None = Field(None, validate_default=True)
     """Bearer token of the HTTP side; required off loopback."""
+    tls_cert: Path | None = None
+    """PEM file with this daemon's certificate and chain: it serves HTTPS only. Daemons that require client
+    certificates are shown it too."""
+    tls_key: Path | None = None
+    """PEM file with the private key of --tls-cert; unset: in the same file."""
+    tls_client_ca: Path | None = None
+    """PEM file with authorities: callers must show a certificate of one of them."""
+    ca: Path | None = None
+    """PEM file with authorities that other daemons' certificates must come from; unset: the system's."""
     trusted_key: tuple[str, ...] = ()
     """Public key (ed25519:...), or file of such lines, repeatable. Unsigned versions are refused; unset:
     signatures are not checked."""
@@ -92,9 +107,9 @@ class DaemonSettings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum log level."""
     poll_seconds: float = Field(1.0, gt=0, le=3600)
-    """Maximum pause between two polls of the channel."""
+    """Seconds between two polls of the channel, at most."""
     stop_seconds: float = Field(60.0, gt=0, le=3600)
-    """Grace period for the current step after SIGTERM."""
+    """Seconds that the current step may take after SIGTERM."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -120,9 +135,35 @@ class DaemonSettings(BaseModel):
             )
         return token
 
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if self.tls_cert is None and (self.tls_key or self.tls_client_ca):
+            raise ValueError("tls_key, tls_client_ca: mean nothing without --tls-cert")
+        return self
+
+    def server_tls(self) -> ssl.SSLContext | None:
+        """None: plain HTTP. Raises BadTls."""
+        if self.tls_cert is None:
+            return None
+        from weightcast.shared.daemon.tls import server_context
+
+        return server_context(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    def client_tls(self, url: str) -> ssl.SSLContext:
+        """For another daemon. Raises BadTls."""
+        from weightcast.shared.daemon.tls import client_context
+
+        return client_context(url, self.ca, self.tls_cert, self.tls_key)
+
     def missing(self) -> list[str]:
         """What is wrong with files that these settings name: looks at the disk."""
+        # imports numpy, which help can do without
+        from weightcast.shared.channel.signing import Trust
+
         found = [problem_of(partial(Trust.load, (key,))) for key in self.trusted_key]
+        found.append(problem_of(self.server_tls))
+        if self.ca is not None:
+            found.append(problem_of(partial(self.client_tls, "https:")))
         return [problem for problem in found if problem]
 
 
@@ -136,7 +177,7 @@ class ServiceSettings(DaemonSettings):
     verify_rate: Size = Field(ByteSize(32 << 20), ge=0)
     """Rate limit of the background check of the local checkpoint, bytes per second; 0: off."""
     hook_seconds: float = Field(300.0, gt=0, le=86400)
-    """Timeout of a hook; it is then killed."""
+    """Seconds that a hook may run before it is killed."""
 
 
 class ReportSettings(DaemonSettings):
@@ -149,7 +190,7 @@ class ReportSettings(DaemonSettings):
     report_token: Token | None = None
     """Bearer token for hosts' reports to the publisher, no more; unset: WEIGHTCAST_TOKEN."""
     report_seconds: float = Field(30.0, ge=0.5, le=3600)
-    """Between two reports while nothing changes."""
+    """Seconds between two reports while nothing changes."""
 
     @model_validator(mode="after")
     def _check_report_to(self) -> Self:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError, counted
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.daemon.fleet import Fleet, FleetReader, Host, names_of, of_run
@@ -34,24 +35,33 @@ class WaitResult:
         return len(self.arrived) >= wanted
 
 
-def _turnout(version: int, fleet: Fleet) -> WaitResult:
+def _turnout(version: int, fleet: Fleet, component: str) -> WaitResult:
     hosts = of_run(fleet)
     names, all_names = names_of(hosts), names_of(fleet.hosts)
+    arrived = {h.key for h in hosts if _has_arrived(h, version, component)}
     return WaitResult(
-        [names[h.key] for h in hosts if _has_arrived(h, version)],
-        [f"{names[h.key]} ({_standing(h)})" for h in hosts if not _has_arrived(h, version)],
+        [names[h.key] for h in hosts if h.key in arrived],
+        [f"{names[h.key]} ({_standing(h, component)})" for h in hosts if h.key not in arrived],
         [f"{all_names[h.key]} ({h.standing})" for h in fleet.hosts if not h.takes_part],
     )
 
 
-def _has_arrived(host: Host, version: int) -> bool:
+def _has_arrived(host: Host, version: int, component: str) -> bool:
     """Only a host that is ready, and was heard from lately."""
     served = host.served_version
+    if component != MAIN:
+        served = next((each.version for each in host.adapters if each.name == component), None)
     return host.ready and host.presence == "live" and served is not None and served >= version
 
 
-def _standing(host: Host) -> str:
+def _standing(host: Host, component: str) -> str:
     state = host.state if host.presence == "live" else host.presence
+    if component != MAIN:
+        found = next((each for each in host.adapters if each.name == component), None)
+        if found is None:
+            return f"{state}, {component} not reported"
+        said = f"{found.state}: {found.error}" if found.error else found.state
+        return printable(f"{state}, version {found.version} of {component}, {said}")
     version = "no version" if host.served_version is None else f"version {host.served_version}"
     engines = [f"engine {one.name} {one.state}" for one in host.engines if one.state not in ("", "serving")]
     why = printable(host.last_error[:_MOST_ERROR]) or ", ".join(engines)
@@ -68,9 +78,11 @@ def wait_for_version(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
     poll_seconds: float = 0.25,
+    component: str = MAIN,
 ) -> list[str]:
     """Names of the hosts that are ready and serve `version` or a later one, as soon as they are that many.
-    `look` gives the fleet as of now. `fraction`: of the hosts of the run that take part: not those that
+    `look` gives the fleet as of now. `component`: `main`, or an adapter that engines are to have loaded.
+    `fraction`: of the hosts of the run that take part: not those that
     stopped, are lost, or fell silent before they held a version. Both: both must hold; neither: one host.
 
     Raises NotInTime that names the hosts which are behind, Refused for what makes no sense."""
@@ -85,7 +97,7 @@ def wait_for_version(
     while True:
         # what cannot be read now may be read in a moment; what is permanently wrong is raised
         try:
-            found = _turnout(version, look())
+            found = _turnout(version, look(), component)
             if found.satisfies(min_hosts, fraction):
                 return found.arrived
             trouble = _late(version, found, timeout)
@@ -110,11 +122,13 @@ def wait_for_hosts(
     min_hosts: int | None = None,
     fraction: float | None = None,
     timeout: float = 600.0,
+    component: str = MAIN,
 ) -> list[str]:
-    """Waits until that many hosts are ready and serve `version` or a later one; their names: see
-    `wait_for_version`. Hosts report this themselves; reports are not authenticated."""
+    """Waits until that many hosts are ready and serve `version` or a later one, of an adapter where its
+    `component` is given; their names: see `wait_for_version`. Hosts report this themselves; reports are not
+    authenticated."""
     look = FleetReader(open_store(channel), updates=0).read
-    return wait_for_version(look, version, min_hosts, fraction, timeout)
+    return wait_for_version(look, version, min_hosts, fraction, timeout, component=component)
 
 
 def _late(version: int, found: WaitResult, timeout: float) -> NotInTime:

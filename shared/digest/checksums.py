@@ -17,7 +17,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from weightcast.shared.base.elements import ByteArray, Chunk, TensorTable, Words
+from weightcast.shared.base.elements import MAIN, ByteArray, Chunk, TensorTable, Words
 from weightcast.shared.kernels.constants import MIX_A, MIX_B
 from weightcast.shared.kernels.load import kernels
 
@@ -154,7 +154,6 @@ class StepSums:
 
 
 CONTEXT = "weightcast root 1"
-_NO_COMPONENT = bytes(4)
 
 Array64 = NDArray[np.uint64]
 
@@ -175,11 +174,13 @@ def root(table: TensorTable, lanes: Sequence[Lanes] | LanesArray) -> str:
 @lru_cache(maxsize=2)
 def _heads(table: TensorTable) -> tuple[bytes, ...]:
     """Of each tensor what comes before its lanes: the same in every version."""
-    names = ((spec, spec.name.encode()) for spec in table)
-    return tuple(
-        _NO_COMPONENT + len(name).to_bytes(4, "little") + name + _form(spec.dtype, spec.shape)
-        for spec, name in names
-    )
+    component = _text("" if table.component == MAIN else table.component)
+    return tuple(component + _text(spec.name) + _form(spec.dtype, spec.shape) for spec in table)
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return len(data).to_bytes(4, "little") + data
 
 
 @lru_cache(4096)

@@ -34,7 +34,11 @@ _OTHER_WEIGHTS = re.compile(r"\.(bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz|safete
 
 _ADAPTER = re.compile(r"[._](lora_|hada_w|lokr_w|oft_r|ia3_l|vera_lambda)")
 _IS_ADAPTER = "{} is a LoRA adapter, not full weights: it holds {}"
-MERGE_ADAPTER = "merge it into its base (peft: `merge_and_unload`) and export the full weights"
+MERGE_ADAPTER = (
+    "publish it as a component (`--component adapter/NAME`), or merge it (peft: `merge_and_unload`)"
+)
+ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""as peft saves an adapter"""
 _SAVE_AGAIN = "safetensors refuses it too: compare it with its source, or save the checkpoint again"
 _Spot = tuple[int, int, int]
 """of a tensor: number of its shard, offset, bytes"""
@@ -109,28 +113,47 @@ def file_identity(path: Path) -> FileIdentity:
     return FileIdentity(path.name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns)
 
 
-def open_checkpoint(directory: Path, *, follow_links: bool, need_index: bool = True) -> Checkpoint:
+def open_checkpoint(
+    directory: Path, *, follow_links: bool, need_index: bool = True, adapter: bool = False
+) -> Checkpoint:
     """Reads the index and all headers, no weights. Without `need_index` a complete set of numbered shards is
-    enough, as for engines; a save that may be under way writes its index last. Raises FileNotFoundError for a
-    missing directory, Refused when it is not a checkpoint, DamagedFile with the file's name when something in
-    it is wrong."""
+    enough, as for engines; a save that may be under way writes its index last. `adapter`: the adapter in it,
+    whatever full weights are next to it. Raises FileNotFoundError for a missing directory, Refused when it is
+    not a checkpoint, DamagedFile with the file's name when something in it is wrong."""
     try:
         names = _regular_files(directory, follow_links)
     except NotADirectoryError as error:
         raise Refused(f"{directory} is not a directory", remedy="give a checkpoint directory") from error
+    # some bases hold an adapter of peft next to their own weights
+    adapters = [name for name in names if name.startswith("adapter_model.") or name == ADAPTER_CONFIG]
+    if adapters and not adapter and _SINGLE not in names and WEIGHT_INDEX not in names:
+        raise Refused(_IS_ADAPTER.format(directory, adapters[0]), remedy=MERGE_ADAPTER)
     try:
-        return _opened(directory, names, follow_links, need_index)
+        if adapter:
+            return _opened(directory, _of_adapter(directory, names), follow_links, need_index)
+        opened = _opened(directory, names, follow_links, need_index)
     except DamagedFile as error:
         if error.remedy:
             raise
         raise DamagedFile(error.message, remedy=_SAVE_AGAIN) from error
+    if len(opened.table) and all(is_adapter_tensor(spec.name) for spec in opened.table):
+        raise Refused(_IS_ADAPTER.format(directory, opened.table[0].name), remedy=MERGE_ADAPTER)
+    return opened
+
+
+def _of_adapter(directory: Path, names: Sequence[str]) -> Sequence[str]:
+    """All names where none is an adapter as peft saves it: a local checkpoint may come from an anchor."""
+    if ADAPTER_MODEL in names:
+        return [name for name in names if name == ADAPTER_MODEL or not _OTHER_WEIGHTS.search(name)]
+    if "adapter_model.bin" in names:
+        raise Refused(
+            f"{directory} has adapter_model.bin, not {ADAPTER_MODEL}",
+            remedy="save it with safe_serialization=True",
+        )
+    return names
 
 
 def _opened(directory: Path, names: Sequence[str], follow_links: bool, need_index: bool) -> Checkpoint:
-    # some bases hold an adapter of peft next to their own weights
-    adapters = [name for name in names if name.startswith("adapter_model.") or name == "adapter_config.json"]
-    if adapters and _SINGLE not in names and WEIGHT_INDEX not in names:
-        raise Refused(_IS_ADAPTER.format(directory, adapters[0]), remedy=MERGE_ADAPTER)
     index = _weight_index(directory, names, follow_links)
     unindexed = [] if index is not None or need_index else _numbered(names)
     named = [] if index is None else sorted(set(index.weight_map.values()))
@@ -147,8 +170,6 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool, need_inde
         notes += [f"{WEIGHT_INDEX}: {note}" for note in found]
     notes += [f"{name}: {note}" for name, header in headers.items() for note in header.notes]
     table, spots = laid_out(tuple(headers.values()))
-    if len(table) and all(is_adapter_tensor(spec.name) for spec in table):
-        raise Refused(_IS_ADAPTER.format(directory, table[0].name), remedy=MERGE_ADAPTER)
     files = [directory / name for name in headers]
     return Checkpoint(
         directory,

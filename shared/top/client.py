@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
@@ -71,14 +72,27 @@ class Answer:
 
 class Client:
     """`seconds`: that a request, with all its pieces, is tried again after 409, 429, 503 and broken
-    connections. A cancelled one ends on its engine too."""
+    connections. A cancelled one ends on its engine too. `ca`: PEM file of authorities for https, unset: the
+    system's; `cert`: PEM file with a client certificate and its key."""
 
-    def __init__(self, url: str, *, token: str | None = None, seconds: float = 600.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        seconds: float = 600.0,
+        ca: str | None = None,
+        cert: str | None = None,
+    ) -> None:
+        trust = ssl.create_default_context(cafile=ca)
+        if cert is not None:
+            trust.load_cert_chain(cert)
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._http = httpx.AsyncClient(
             base_url=url,
             headers=headers,
             trust_env=False,
+            verify=trust,
             timeout=httpx.Timeout(None, connect=10.0),
             limits=httpx.Limits(max_connections=None),
         )

@@ -245,7 +245,8 @@ class Subscriber:
         channel, gate = self.settings.channel, self.settings.gate
         with ExitStack() as stack:
             if self.gate is not None and gate is not None:
-                self.gate.start(self.settings.host, gate, self.settings.gate_url)
+                tls = self.settings.server_tls()
+                self.gate.start(self.settings.host, gate, self.settings.gate_url, tls)
                 stack.callback(self.gate.stop)
             if isinstance(channel, Path):
                 stack.enter_context(Watcher(channel, self.wakeup))

@@ -115,6 +115,14 @@ class SubscriberMetrics:
         self._faults = registry.count(
             "engine_verify_faults", "Times that an engine's memory was found wrong.", engine
         )
+        adapter = {"adapter": "its name"}
+        self._adapter = registry.number(
+            "adapter_version", "Newest version that every engine has; -1: none.", adapter
+        )
+        self._adapter_target = registry.number(
+            "adapter_target_version", "Newest version in the channel; -1: not known.", adapter
+        )
+        self._adapters: set[str] = set()
         self._verify = VerifyMetrics(registry)
         self._totals: dict[Counter, int] = {}
         """of counters that show totals of a status"""
@@ -133,6 +141,15 @@ class SubscriberMetrics:
             self._failures.labels(engine.name).set(engine.failures)
             if engine.live is not None:
                 self._show_live(engine.name, engine.live)
+
+        names = {one.name for one in status.adapters}
+        for name in self._adapters - names:
+            self._adapter.remove(name)
+            self._adapter_target.remove(name)
+        self._adapters = names
+        for one in status.adapters:
+            self._adapter.labels(one.name).set(one.loaded[0] if one.loaded else NONE)
+            self._adapter_target.labels(one.name).set(_number(one.target))
 
     def _show_live(self, name: str, live: LiveStatus) -> None:
         self._follow(self._ways, live.patches, name, "live")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from weightcast.shared.base.errors import FIX_ENGINE
-from weightcast.shared.channel.reports import UPDATES_LIMIT, Report, Update
+from weightcast.shared.channel.components import ADAPTER
+from weightcast.shared.channel.reports import UPDATES_LIMIT, AdapterReport, Report, Update
 from weightcast.shared.daemon.reporter import report_of
-from weightcast.subscriber.status import HostStatus, UpdateStatus
+from weightcast.subscriber.status import AdapterStatus, GateStatus, HostStatus, UpdateStatus
 
 _ENGINE = ("name", "kind", "state", "mark", "version", "confirmed_by", "aligned")
 """what is reported of an engine's status"""
+_ERROR = 256
 VERIFY_CHANNEL = "check the mount; run `weightcast channel verify` on the publisher's machine"
 
 
@@ -20,8 +22,16 @@ def describe(status: HostStatus) -> Report:
         engines=tuple({name: getattr(one, name) for name in _ENGINE} for one in status.engines),
         bytes={str(cause): nbytes for cause, nbytes in status.bytes_by_cause.items()},
         updates=tuple(map(_update, reversed(status.updates[-UPDATES_LIMIT:]))),
+        adapters=tuple(map(_adapter, status.adapters)),
         gate="" if status.gate is None else status.gate.url,
+        requests={} if status.gate is None else _requests(status.gate),
+        tokens={} if status.gate is None else status.gate.tokens,
     )
+
+
+def _requests(gate: GateStatus) -> dict[str, int]:
+    now = {"under_way": sum(gate.requests.values()), "waiting": gate.waiting}
+    return {**now, "closed": int(gate.version is None), **gate.outcomes}
 
 
 def _trouble(status: HostStatus) -> tuple[str, str]:
@@ -33,7 +43,22 @@ def _trouble(status: HostStatus) -> tuple[str, str]:
     if waiting is not None:
         return str(waiting), VERIFY_CHANNEL
     failed = [f"engine {one.name} failed: {one.reason}" for one in status.engines if one.state == "failed"]
-    return "; ".join(failed), FIX_ENGINE if failed else ""
+    if failed:
+        return "; ".join(failed), FIX_ENGINE
+    adapters = [one for one in status.adapters if one.state == "failed"]
+    texts = "; ".join(f"adapter {one.name}: {one.error}" for one in adapters)
+    return texts, adapters[0].remedy if adapters else ""
+
+
+def _adapter(one: AdapterStatus) -> AdapterReport:
+    return AdapterReport(
+        name=ADAPTER + one.name,
+        version=one.loaded[0] if one.loaded else None,
+        target=one.target,
+        main_version=one.main_version,
+        state="ready" if one.state == "loaded" else one.state,
+        error=one.error[:_ERROR],
+    )
 
 
 def _update(update: UpdateStatus) -> Update:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import (
-    BeforeValidator,
     ByteSize,
     Field,
     NonNegativeInt,
@@ -21,6 +20,7 @@ from weightcast.shared.checkpoint.local_checkpoint import Readers
 from weightcast.shared.daemon.environment import is_server_url
 from weightcast.shared.daemon.settings import (
     SUBSCRIBER_PORT,
+    ChannelPlace,
     ReportSettings,
     ServiceSettings,
     Size,
@@ -28,7 +28,7 @@ from weightcast.shared.daemon.settings import (
     problem_of,
     require_reachable,
 )
-from weightcast.shared.files.paths import ChannelAddress, channel_address, require_places
+from weightcast.shared.files.paths import require_places
 from weightcast.subscriber.engines.base import (
     SYNTAX,
     BadEngineOption,
@@ -50,33 +50,39 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     """A text below a setting is its description."""
 
     port: int = Field(SUBSCRIBER_PORT, ge=0, le=65535)
-    """Its port; 0 takes a free one."""
-    channel: Annotated[ChannelAddress, BeforeValidator(channel_address)]
+    """Port of the HTTP side; 0 takes a free one."""
+    channel: ChannelPlace
     """The channel: a directory, or a URL (s3://, gs://, az://, http[s]://)."""
     local: Path
     """Local checkpoint: the directory that engines load from."""
     base: Path | None = None
     """HF checkpoint directory that the run starts from."""
     base_version: NonNegativeInt = 0
-    """Version whose weights --base has: of a foreign run that was resumed (Stitch)."""
+    """Version whose weights --base has, of a foreign run that was resumed (Stitch)."""
     engine: tuple[str, ...] = ()
-    """Inference engine kind=URL[,key=value...]; may be repeated. Kinds: docs/engines.md."""
+    """Inference engine KIND=URL[,KEY=VALUE...]; repeatable. KIND: sglang, vllm, webhook (docs/engines.md)."""
     target: str = Field("latest", min_length=1, max_length=255)
-    """latest, a version or a tag."""
+    """What to follow: latest, a version or a tag."""
+    adapters: tuple[str, ...] = ("*",)
+    """LoRA adapters to follow: names or patterns; may be repeated; none: no adapters."""
+    adapters_kept: int = Field(2, ge=1, le=64)
+    """Versions of each adapter that engines keep loaded."""
+    allow_base_drift: bool = False
+    """Load adapters over other main weights than they were trained on."""
     pre_read: _Command | None = None
     """Command run before a version of the channel is read."""
     fetch_rate: Size = Field(ByteSize(0), ge=0)
     """Bytes per second that are read from the channel, e.g. 50MB; 0: no limit."""
     visible_deadline: _UpToADay = 120.0
-    """Seconds until what the pointer names must be visible here."""
+    """Seconds to wait for a new version's files to become visible on this host."""
     engine_deadline: _UpToADay = 300.0
     """Seconds that an engine may take to reload."""
     reload: ReloadOrder = "together"
-    """Engines at the same time, or the next once the one before is confirmed."""
+    """Reload engines at the same time (together), or one after the other (rolling)."""
     engine_check_seconds: float = Field(2.0, gt=0, le=3600)
-    """Pause between two looks at engines that serve, to notice restarts."""
+    """Seconds between two looks at engines that serve, to notice restarts."""
     engine_attempts: int = Field(5, ge=1, le=1000)
-    """Rounds of failed reloads until an engine counts as failed."""
+    """Failed reload rounds before an engine is marked failed."""
     on_engine_failed: _Command | None = None
     """Command run when an engine has failed; the word exit: end with code 5."""
     verify_engine_every: int = Field(0, ge=0, le=1_000_000)
@@ -86,7 +92,7 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     """Before engines reload, weights last hashed more than this many seconds ago are hashed again. 0, or up
     to 1 GiB of weights: all of them, before every reload."""
     readable_by: Readers | None = None
-    """Who may read the local checkpoint; unset: whom the umask lets."""
+    """Who may read the local checkpoint; unset: as the umask says."""
     gate: int | None = Field(None, ge=0, le=65535)
     """Port of the gate: requests to the engines, each answered by a version that it allows; 0 takes a free
     one, unset: none."""
@@ -105,7 +111,7 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     gate_requests: int = Field(256, ge=1, le=4096)
     """Requests under way per engine; as many again may wait."""
     group_member: tuple[str, ...] = Field((), max_length=MOST_MEMBERS)
-    """Leads an engine group: URL of another host's subscriber; repeatable."""
+    """URL of another host's subscriber in the engine group that this one leads; repeatable."""
     group_follower: bool = False
     """The local checkpoint moves only when the leader of its engine group asks."""
     group_patch: bool = False
@@ -113,24 +119,26 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     group_token: Token | None = None
     """Bearer token of the group's members; unset: this subscriber's own."""
     group_lease: float = Field(30.0, ge=0.3, le=LEASE_LIMIT)
-    """Seconds that members stand still without word of their leader."""
+    """Seconds that group members keep their version without word of their leader."""
     group_deadline: _UpToADay = 300.0
-    """Seconds that members may take to come to a version."""
+    """Seconds that group members may take to reach a version."""
 
     @field_validator("engine", mode="after")
     @classmethod
     def _check_engines(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         # What is wrong with `local` itself is said elsewhere, and it is then absent here.
-        local, problems = info.data.get("local", Path("/")), dict[str, None]()
+        local, problems, needs_syntax = info.data.get("local", Path("/")), dict[str, None](), False
         each = (partial(parse_engine, text) for text in value)
         parts: list[Callable[[Path], object]] = [*each, partial(parse_engines, value)]
         for parse in parts:
             try:
                 parse(local)
             except BadEngineOption as error:
-                problems[error.message] = None
+                known = error.remedy == SYNTAX
+                problems[error.message if known else f"{error.message}; {error.remedy}"] = None
+                needs_syntax |= known
         if problems:
-            raise ValueError("; ".join((*problems, f"give {SYNTAX}")))
+            raise ValueError("; ".join((*problems, *([f"give {SYNTAX}"] if needs_syntax else ()))))
         return value
 
     @field_validator("target", mode="after")

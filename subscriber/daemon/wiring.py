@@ -49,6 +49,9 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         verified_within=settings.verified_within,
         group_follower=settings.group_follower,
         group_patch=settings.group_patch,
+        adapters=() if settings.adapters == ("none",) else settings.adapters,
+        adapters_kept=settings.adapters_kept,
+        allow_base_drift=settings.allow_base_drift,
     )
 
 
@@ -67,9 +70,8 @@ def open_lead(settings: SubscriberSettings) -> Lead:
         # an HTTP client takes long to import, and most commands ask nobody
         from weightcast.subscriber.groups.client import MemberClient
 
-        members = [
-            MemberClient(url, settings.secret(settings.group_token), lease) for url in settings.group_member
-        ]
+        token = settings.secret(settings.group_token)
+        members = [MemberClient(url, token, lease, settings.client_tls(url)) for url in settings.group_member]
     return Lead(
         members,
         name=f"{socket.gethostname()}:{settings.local.absolute()}"[:NAME_LIMIT],
@@ -138,6 +140,7 @@ def open_gate(
         hold_seconds=settings.gate_hold,
         most=settings.gate_requests,
     )
+    traffic.drifts = settings.allow_base_drift
     tokens = {"token": text_of(settings.token), "caller_token": text_of(settings.gate_token)}
     return Gate(upstreams, traffic, **tokens, run_id=run_id, wake=wake)
 

@@ -52,6 +52,10 @@ T = TypeVar("T")
 log = logging.getLogger("engines")
 
 
+class NoAdapters(EngineFailed):
+    """The engine, as it was started, loads no LoRA adapters."""
+
+
 @contextmanager
 def guarded(spec: EngineSpec) -> Iterator[None]:
     """The block raises EngineFailed and nothing else."""
@@ -99,6 +103,18 @@ class Adapter(ABC):
     def relabel(self, label: str) -> Confirmation:
         """New name for the same weights; `status-only` where the engine has no labels."""
 
+    def adapters(self) -> Mapping[str, str]:
+        """Directory of each LoRA adapter that it has loaded, by name. NoAdapters where it takes none."""
+        raise NoAdapters(f"{self.spec.shown_url} takes no adapters", remedy="give --adapters none")
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Under a name that it does not have. May be repeated only after `adapters`."""
+        raise NotImplementedError
+
+    def unload_adapter(self, name: str) -> None:
+        """No request that comes later gets it; those under way may go on."""
+        raise NotImplementedError
+
     def close(self) -> None:
         self._wire.close()
 
@@ -118,6 +134,36 @@ class Adapter(ABC):
                 remedy="see the engine's log; restart it if this stays",
             )
         return "label"
+
+
+class TakesAdapters(Adapter):
+    """An inference server with LoRA: it lists adapters among its models, with the model that they are for."""
+
+    _lora_routes: ClassVar[str] = "/v1"
+    _lora_start: ClassVar[str]
+    """how it is started so that it takes adapters"""
+
+    def adapters(self) -> Mapping[str, str]:
+        reply = self._wire.get("/v1/models", self._timeouts.probe).require_ok(LOG)
+        models = reply.fields().get("data")
+        cards = [each for each in models if isinstance(each, dict)] if isinstance(models, list) else []
+        return {str(card["id"]): str(card.get("root")) for card in cards if card.get("parent")}
+
+    def load_adapter(self, name: str, path: str) -> None:
+        self._lora("load", {"lora_name": name, "lora_path": path}, self._timeouts.reload)
+
+    def unload_adapter(self, name: str) -> None:
+        self._lora("unload", {"lora_name": name}, self._timeouts.control)
+
+    def _lora(self, verb: str, body: Mapping[str, object], seconds: float) -> None:
+        """Raises NoAdapters where it has no such route, or says that it was started without LoRA."""
+        reply = self._wire.post(f"{self._lora_routes}/{verb}_lora_adapter", body, seconds, again=False)
+        reply.require_key()
+        if reply.status != 200 or reply.fields().get("success", True) is not True:
+            said = reply.body.lower()
+            lacks = b"lora is not enabled" in said or (reply.status in NO_ROUTE and b"lora" not in said)
+            error = NoAdapters if lacks else EngineFailed
+            raise error(reply.describe(), remedy=self._lora_start if lacks else LOG)
 
 
 @dataclass(frozen=True)

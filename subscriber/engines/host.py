@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -80,6 +80,18 @@ class Traffic(Protocol):
     def open(self, name: str, version: int | None, process: str | None, looked_at: float) -> None:
         """`version`: what the engine serves as of the look that began at `looked_at`; None: nobody knows."""
 
+    adapters: Mapping[str, int]
+    """the version that each adapter is to reach here"""
+
+    def offer(self, name: str, adapter: str, versions: Collection[int]) -> None:
+        """Those that the engine has loaded, in the process of the last `open`."""
+
+    def withdraw(self, name: str) -> None:
+        """No request for an adapter is admitted to the engine until adapters are offered again."""
+
+    def uses(self, name: str, adapter: str, version: int) -> bool:
+        """Whether a request under way was admitted to this version of an adapter."""
+
 
 @dataclass(frozen=True)
 class RetryPace:
@@ -133,6 +145,8 @@ class HostEngine:
         self._group = group
         self._grants: Mapping[str, str] = {}
         self._clock, self._jitter = self.pace.clock, self.pace.jitter
+        self.before_pause: Callable[[], None] = lambda: None
+        """raises EngineFailed where it may not be paused"""
         self.facts = _UNSEEN
         """as of the last look"""
         self.last: EngineResult | None = None
@@ -157,8 +171,26 @@ class HostEngine:
             return EngineFacts(reachable=False, hindrance=failure.message)
 
     def pause(self) -> None:
+        self.before_pause()
         with guarded(self.spec):
             self._loader.pause()
+
+    def adapters(self) -> Mapping[str, str]:
+        with guarded(self.spec):
+            return self.adapter.adapters()
+
+    def load_adapter(self, name: str, path: str) -> None:
+        with guarded(self.spec):
+            self.adapter.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Also where it has none of that name, whatever it answers."""
+        try:
+            with guarded(self.spec):
+                self.adapter.unload_adapter(name)
+        except EngineFailed:
+            if name in self.adapters():
+                raise
 
     def reload(self, label: str) -> ReloadOutcome:
         if self._group is not None:

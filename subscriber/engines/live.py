@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import EngineFailed, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
-from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers, grant_read_patches
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers, grant_read_within
 from weightcast.shared.checkpoint.state.state import EngineState, Mark, Phase, Position, Step, lanes_list
 from weightcast.shared.checkpoint.update.engine_patch import (
     EnginePatch,
@@ -192,7 +192,7 @@ def write_patch(
         drop_engine_patches(local.paths)
         made = write_engine_patch(local, steps, base_version)
         if readers is not None:
-            grant_read_patches(local, readers)
+            grant_read_within(local.paths.engine, readers)
     except WeightcastError as error:
         return Offer(None, "patch", error.message)
     except OSError as error:

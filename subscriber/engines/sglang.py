@@ -31,6 +31,7 @@ from weightcast.subscriber.engines.adapter import (
     LiveAdapter,
     PluginAnswer,
     Server,
+    TakesAdapters,
     drafter_named,
 )
 from weightcast.subscriber.engines.base import (
@@ -75,7 +76,9 @@ RELOADS_DRAFTERS = (0, 5, 11)
 STARTUP, WHOLE = b"sglang:startup_time_seconds{", b'phase="tokenizer_e2e"'
 
 
-class SGLang(Server):
+class SGLang(TakesAdapters, Server):
+    _lora_routes = ""
+    _lora_start = "start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules"
     _with_label: ClassVar = {"abort_all_requests": False}
     """which defaults to true there"""
 

@@ -27,6 +27,7 @@ from weightcast.subscriber.engines.adapter import (
     LiveAdapter,
     PluginAnswer,
     Server,
+    TakesAdapters,
     drafter_named,
 )
 from weightcast.subscriber.engines.base import (
@@ -64,7 +65,11 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 """in the configurations of mixtures of experts"""
 
 
-class VLLM(Server):
+class _LoRA(TakesAdapters):
+    _lora_start = "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+
+
+class VLLM(_LoRA, Server):
     def _look(self) -> EngineFacts:
         control = self._ask("/is_paused").require_key()
         metrics = self._processes.read(lambda: self._ask("/metrics"), start_time)
@@ -221,7 +226,7 @@ _BUSY_SECONDS = 0.05
 Sent = TypeVar("Sent")
 
 
-class VLLMLive(LiveAdapter):
+class VLLMLive(_LoRA, LiveAdapter):
     """A vLLM that has the plugin, through the plugin's routes under /v1/weightcast."""
 
     def __init__(self, spec: EngineSpec, wire: Wire) -> None:

@@ -26,6 +26,7 @@ import httpx
 from weightcast.shared.base.errors import DamagedFile, EngineFailed
 from weightcast.shared.daemon.environment import port_of
 from weightcast.shared.daemon.timing import Deadline
+from weightcast.shared.daemon.tls import BadTls, client_context
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.subscriber.engines.base import (
     NO_ROUTE,
@@ -280,14 +281,11 @@ _LOOK = "see the engine's log; restart it if it hangs"
 
 
 def trusted(url: str, ca: Path | None = None, *, verify: bool = True) -> ssl.SSLContext:
-    """The system's certificates take a tenth of a second to load, so plain http trusts nobody. Raises
-    BadEngineOption for certificates that cannot be read."""
-    if not url.startswith("https:"):
-        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    """Raises BadEngineOption for certificates that cannot be read."""
     try:
-        context = ssl.create_default_context(cafile=ca)
-    except OSError as error:
-        raise BadEngineOption(f"--engine {url}: ca={ca} cannot be read: {error}") from error
+        context = client_context(url, ca)
+    except BadTls as error:
+        raise BadEngineOption(f"--engine {url}: ca={ca} cannot be read: {error.message}") from error
     if not verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

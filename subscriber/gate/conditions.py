@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -144,17 +144,21 @@ def _check(key: str, value: object) -> None:
 @dataclass(frozen=True)
 class Asked:
     """What a body asks: its `weightcast` member, and the body without it. `rids`: the caller's own names of
-    the request. `is_stitch`: asked in Stitch's dialect, which wants its answer in it."""
+    the request. `is_stitch`: asked in Stitch's dialect, which wants its answer in it. `adapter`: that it
+    names in place of the model, with or without a version."""
 
     member: Mapping[str, Any]
     body: bytes
     rids: tuple[str, ...] = ()
     is_stitch: bool = False
+    adapter: str = ""
+    adapter_version: int | None = None
 
     @classmethod
-    def of(cls, body: bytes) -> Asked:
-        """A body that is not an object stays as it is. Raises BadCondition."""
-        value = _members(body, (MEMBER, stitch.MEMBER, "rid"))
+    def of(cls, body: bytes, adapters: Collection[str] = ()) -> Asked:
+        """A body that is not an object stays as it is. `adapters`: names of those that are known. Raises
+        BadCondition."""
+        value = _members(body, (MEMBER, stitch.MEMBER, "rid", *(_MODEL.values() if adapters else ())))
         given = len(value)
         member = value.pop(MEMBER, None)
         if not isinstance(member, dict | None):
@@ -165,12 +169,31 @@ class Asked:
         if is_stitch:
             member = stitch.conditions(value.pop(stitch.MEMBER)) | (member or {})
         left = body if len(value) == given else json.dumps(value).encode()
-        return cls(member or {}, left, rids, is_stitch)
+        named = [_adapter(value.get(key), adapters) for key in _MODEL.values()]
+        adapter, version = next(filter(None, named), ("", None))
+        return cls(member or {}, left, rids, is_stitch, adapter, version)
+
+    def body_for(self, kind: str, label: str) -> bytes:
+        """For an engine of this kind, which knows the adapter as `label`."""
+        value = json.loads(self.body)
+        return json.dumps({**value, _MODEL[kind]: label}).encode()
+
+
+_MODEL = {"sglang": "lora_path", "vllm": "model"}
+"""the member of a request that names an adapter, by the kind of engine"""
+
+
+def _adapter(text: object, adapters: Collection[str]) -> tuple[str, int | None] | None:
+    """None for what is not an adapter's name."""
+    name, at, version = text.partition("@") if isinstance(text, str) else ("", "", "")
+    if name not in adapters or (at and not (version.isdecimal() and version.isascii() and len(version) < 16)):
+        return None
+    return name, int(version) if at else None
 
 
 def with_members(body: bytes, added: Mapping[str, str]) -> bytes:
     """An object with the members `added`: before the text of a member that is there (of a list: of each),
-    with a slash between them. A body that is not an object stays as it is."""
+    with a dot between them. A body that is not an object stays as it is."""
     start = len(body) - len(body.lstrip())
     if not added or body[start : start + 1] != b"{":
         return body
@@ -208,4 +231,4 @@ def _members(body: bytes, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _joined(text: str, own: object) -> str:
-    return f"{text}/{own}" if own else text
+    return f"{text}.{own}" if own else text

@@ -9,7 +9,7 @@ import json
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,8 +67,10 @@ class Request:
     """while it waited"""
 
 
-async def read_request(scope: Scope, receive: Receive, send: Send) -> Request | None:
-    """None: it was refused."""
+async def read_request(
+    scope: Scope, receive: Receive, send: Send, adapters: Collection[str] = ()
+) -> Request | None:
+    """None: it was refused. `adapters`: names of those that are known."""
     body = await _read_body(receive)
     if body is None:
         await say(
@@ -77,7 +79,7 @@ async def read_request(scope: Scope, receive: Receive, send: Send) -> Request | 
         return None
     headers = headers_of(scope)
     try:
-        asked = Asked.of(body)
+        asked = Asked.of(body, adapters)
         return Request(scope, headers, body, asked, Conditions.of(headers, asked.member))
     except BadCondition as error:
         await say(send, 400, {"error": str(error)})

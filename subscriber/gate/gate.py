@@ -29,9 +29,9 @@ from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from weightcast.shared.daemon.environment import port_of
-from weightcast.shared.daemon.http import Guard
+from weightcast.shared.daemon.http import CLOSE_SECONDS, Guard
 from weightcast.shared.daemon.logs import get_log
-from weightcast.shared.daemon.loop import CLOSE_SECONDS, listen, server_config
+from weightcast.shared.daemon.loop import listen, server_config
 from weightcast.shared.daemon.metrics import counted
 from weightcast.subscriber.gate import stitch
 from weightcast.subscriber.gate.conditions import answers_of, with_members
@@ -66,6 +66,8 @@ _BLOCKED = (
 MOST_CONNECTIONS = 4096
 _CONNECT_AGAIN = 0.2
 """seconds"""
+_VERSIONS = 8
+"""whose tokens are counted"""
 _ABORT_SECONDS = 4.0
 """for an engine to answer a request after it was asked to end it"""
 log = get_log("gate")
@@ -108,6 +110,8 @@ class Gate(Collector):
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self.outcomes = dict.fromkeys(OUTCOMES, 0)
+        self._tokens: dict[int, int] = {}
+        """of answers, by the version that they were admitted at"""
         self._mislabeled = 0
         self._reported: dict[str, str] = {}
         """by engine, the last wrong label that was logged: every answer may have it"""
@@ -115,13 +119,14 @@ class Gate(Collector):
         self._thread: threading.Thread | None = None
         self.port, self.url = 0, ""
 
-    def start(self, host: str, port: int, url: str | None = None) -> None:
+    def start(self, host: str, port: int, url: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         """`url`: at which other machines reach it. Raises Refused if the address cannot be bound."""
         put_requests_first()
         listener = listen(host, port)
         self.port = listener.getsockname()[1]
-        self.url = f"http://{_reachable(host)}:{self.port}" if url is None else url.rstrip("/")
-        self._server = uvicorn.Server(server_config(self._guard, MOST_CONNECTIONS))
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://{_reachable(host)}:{self.port}" if url is None else url.rstrip("/")
+        self._server = uvicorn.Server(server_config(self._guard, MOST_CONNECTIONS, tls))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="gate", daemon=True
         )
@@ -199,7 +204,7 @@ class Gate(Collector):
         elif path.startswith(_BLOCKED):
             error = f"/{path} changes an engine; its subscriber alone does that"
             await say(send, 403, {"error": error})
-        elif (request := await read_request(scope, receive, send)) is None:
+        elif (request := await read_request(scope, receive, send, self.traffic.adapters)) is None:
             pass
         elif is_abort(scope):
             if abort := await read_abort(request, self._token, send):
@@ -217,11 +222,16 @@ class Gate(Collector):
             version=traffic.served,
             requests=requests,
             waiting=traffic.waiting,
+            outcomes=dict(self.outcomes),
+            tokens={str(version): count for version, count in self._tokens.copy().items()},
         )
 
     async def _answer(self, request: Request, receive: Receive, send: Send) -> None:
         scope, asked = request.scope, request.asked
-        call = Call(request.conditions, rids=asked.rids or (f"weightcast-{secrets.token_hex(8)}",))
+        rids = asked.rids or (f"weightcast-{secrets.token_hex(8)}",)
+        call = Call(
+            request.conditions, rids=rids, adapter=asked.adapter, adapter_version=asked.adapter_version
+        )
         answer, outcome = _Answer(call, request, send, partial(self.traffic.leave, call)), "left"
         if scope["path"] == "/server_info":
             answer.edit = lambda value: value.update(stitch.server_info(self.traffic, self._run_id()))
@@ -239,6 +249,7 @@ class Gate(Collector):
                     task.uncancel()
                     await answer.end_cut(of_sglang=scope["path"] == "/generate")
             outcome = "partial" if answer.ended_by else "answered"
+            self._count(call.low, answer.tokens or 0)
         except NotAdmitted as error:
             outcome = error.outcome
             await self._refuse(error, call, asked.is_stitch, send)
@@ -280,6 +291,11 @@ class Gate(Collector):
                     engine=call.engine, label=label, version=call.low, last_version=call.high,
                 )  # fmt: skip
 
+    def _count(self, version: int, tokens: int) -> None:
+        self._tokens[version] = self._tokens.get(version, 0) + tokens
+        if len(self._tokens) > _VERSIONS:
+            del self._tokens[min(self._tokens)]
+
     def _end(self, call: Call, answer: _Answer, task: asyncio.Task[Any]) -> None:
         """SGLang answers with what it has; any other engine stops when nobody listens any more. What is
         complete there has time to come."""
@@ -315,10 +331,15 @@ class Gate(Collector):
         added = {}
         if request.scope["method"] == "POST":
             salt = "extra_key" if engine.kind == "sglang" else "cache_salt"
-            added = {salt: f"{self._run_id()}.{call.low}"}
+            # vLLM refuses some characters in it
+            of_adapter = f".{call.adapter}.{call.adapter_version}" if call.adapter else ""
+            added = {salt: f"{self._run_id()}.{call.low}{of_adapter}"}
             if engine.kind == "sglang" and not request.asked.rids:
                 added["rid"] = call.rids[0]
-        body, session = with_members(request.asked.body, added), self._sessions[call.engine]
+        given = (
+            request.asked.body_for(engine.kind, call.adapter_label) if call.adapter else request.asked.body
+        )
+        body, session = with_members(given, added), self._sessions[call.engine]
         ask = partial(send_on, session, engine.url, request, body, bearer(engine.key))
         try:
             return await ask()
@@ -364,6 +385,13 @@ class _Answer:
         """By which its engine named its weights last."""
         found: list[bytes] = [b"", *_LABEL.findall(self._last)]
         return found[-1].decode("latin-1")
+
+    @property
+    def tokens(self) -> int | None:
+        """As its engine counts them: the events of a stream all that came before, the parts of a list their
+        own. None where it does not."""
+        counts = [int(count) for count in _COUNT.findall(self._last)]
+        return sum(counts[-1:] if self._is_stream else counts) if counts else None
 
     async def pass_back(self, response: aiohttp.ClientResponse) -> None:
         kind = response.headers.get("content-type", "")
@@ -433,18 +461,21 @@ class _Answer:
     def _label(self) -> dict[str, object]:
         partial = {"partial": True, "ended_by": self.ended_by} if self.ended_by else {}
         versions = {"version": self._call.low, "last_version": self._call.high} if self._call.engine else {}
-        return {**versions, **partial}
+        adapter = {"adapter": self._call.adapter_label} if versions and self._call.adapter else {}
+        return {**versions, **adapter, **partial}
 
     def _comment(self) -> bytes:
         label = self._label()
         if self.ended_by:
-            label["tokens"] = _tokens(bytes(self._last))
+            label["tokens"] = self.tokens
         return b": weightcast " + json.dumps(label).encode() + b"\n\n"
 
     async def _begin(self, response: aiohttp.ClientResponse, more: Iterable[tuple[bytes, bytes]]) -> None:
         self._begun = True
-        version = (b"weightcast-version", str(self._call.low).encode())
-        headers = [*passed_back(response), version, *more]
+        labels = [(b"weightcast-version", str(self._call.low).encode())]
+        if self._call.adapter:
+            labels.append((b"weightcast-adapter", self._call.adapter_label.encode()))
+        headers = [*passed_back(response), *labels, *more]
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
 
     async def _piece(self, piece: bytes, *, more: bool = True) -> None:
@@ -456,6 +487,7 @@ _TAIL = 64 << 10
 _DONE = b"data: [DONE]\n\n"
 _FINISHED = re.compile(rb'"finish_reason" ?: ?(?:\{"type" ?: ?)?"(\w+)"')
 """as /generate has it, and as OpenAI's routes do"""
+_COUNT = re.compile(rb'"completion_tokens" ?: ?(\d+)')
 _LABEL = re.compile(rb'"weight_version" ?: ?"([^"\\]{1,64})"')
 
 
@@ -463,16 +495,3 @@ def _reachable(host: str) -> str:
     """A name of this machine, where it listens on all its addresses."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     return f"[{name}]" if ":" in name else name
-
-
-def _tokens(tail: bytes) -> int | None:
-    """As the last event that says so has it; None where none does."""
-    for line in reversed(tail.splitlines()):
-        if line.startswith(b"data: {"):
-            with contextlib.suppress(ValueError, AttributeError, RecursionError):
-                event = json.loads(line[6:])
-                for member in ("meta_info", "usage"):
-                    count = (event.get(member) or {}).get("completion_tokens")
-                    if isinstance(count, int):
-                        return count
-    return None

@@ -12,7 +12,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,6 +51,19 @@ class Call:
     process: str | None = None
     began: float = 0.0
     ended_by: Literal["", "update", "abort"] = ""
+    adapter: str = ""
+    """that it asks for; empty: for the model itself"""
+    adapter_version: int | None = None
+    """that it asks for; once it is admitted, the version that answers"""
+
+    def allows(self, version: int, target: int) -> bool:
+        """Of its adapter, or of the model."""
+        return self.adapter_version in (None, version) and self.conditions.allow(version, target)
+
+    @property
+    def adapter_label(self) -> str:
+        """What its engine calls the adapter, once it is admitted; empty for the model itself."""
+        return f"{self.adapter}@{self.adapter_version}" if self.adapter else ""
 
 
 @dataclass(eq=False)
@@ -62,6 +75,8 @@ class Door:
     process: str | None = None
     was_open: bool = False
     looked_at: float = 0.0
+    adapters: dict[str, frozenset[int]] = field(default_factory=dict)
+    """versions of each that its process has loaded"""
     unsure_since: float = math.inf
     """its process may have ended then: only a later look says which one is there, and what it serves"""
 
@@ -86,6 +101,10 @@ class Traffic:
         self.doors = {name: Door() for name in names}
         self.target = 0
         """the version that the host is to reach"""
+        self.adapters: Mapping[str, int] = {}
+        """the version that each adapter is to reach"""
+        self.drifts = False
+        """adapters go on over other main weights"""
         self.policy, self._drain_seconds = policy, drain_seconds
         self._hold_seconds, self._most = hold_seconds, most
         self._held: set[Call] = set()
@@ -115,13 +134,19 @@ class Traffic:
     def _must_end(self, door: Door, toward: int) -> list[Call]:
         if self.policy != "pass":
             return list(door.calls)
-        return [call for call in door.calls if not call.conditions.allow(toward, toward)]
+        return [call for call in door.calls if not self._may_see(call, toward)]
+
+    def _may_see(self, call: Call, version: int) -> bool:
+        """Conditions of a request for an adapter are about that."""
+        return self.drifts if call.adapter else call.conditions.allow(version, version)
 
     def open(self, name: str, version: int | None, process: str | None, looked_at: float) -> None:
         """What the engine's record says that it serves, and its process, as of a look at this moment of a
         monotonic clock."""
         with self._changed:
             door = self.doors[name]
+            if process != door.process:
+                door.adapters = {}
             door.process, door.looked_at = process, looked_at
             if not door.is_sure:
                 version = None
@@ -131,13 +156,31 @@ class Traffic:
             door.version, door.was_open = version, door.was_open or version is not None
             self._tell()
 
+    def offer(self, name: str, adapter: str, versions: Collection[int]) -> None:
+        """What the engine has loaded of an adapter: requests may be admitted to these."""
+        with self._changed:
+            door, found = self.doors[name], frozenset(versions)
+            if door.adapters.get(adapter, frozenset()) != found:
+                door.adapters = {**door.adapters, adapter: found}
+                self._tell()
+
+    def withdraw(self, name: str) -> None:
+        """All adapters of the engine."""
+        with self._changed:
+            self.doors[name].adapters = {}
+
+    def uses(self, name: str, adapter: str, version: int) -> bool:
+        with self._changed:
+            calls = self.doors[name].calls
+            return any((call.adapter, call.adapter_version) == (adapter, version) for call in calls)
+
     # of the gate
 
     def doubt(self, name: str, since: float) -> None:
         """Another process may answer since that moment; infinity: nobody can tell it from its predecessor."""
         with self._changed:
             door = self.doors[name]
-            door.version, door.unsure_since = None, since
+            door.version, door.unsure_since, door.adapters = None, since, {}
 
     async def is_same(self, call: Call) -> bool:
         """Whether the process that a request was admitted to is there still, as of a look after its answer
@@ -194,13 +237,19 @@ class Traffic:
     def _refusal(self, call: Call) -> NotAdmitted | None:
         conditions = call.conditions
         open_doors = {name: door for name, door in self.doors.items() if door.version is not None}
-        fit = {n: d for n, d in open_doors.items() if conditions.allow(d.version or 0, self.target)}
+        fit = {name: door for name, door in open_doors.items() if self._fitting(call, door) is not None}
         free = {name: door for name, door in fit.items() if len(door.calls) < self._most}
         if not free:
             if fit:
                 return NotAdmitted(429, f"{self._most} requests per engine are under way")
             if len(open_doors) < len(self.doors):
                 return NotAdmitted(503, "no engine serves here now")
+            if call.adapter:
+                has = frozenset[int]().union(*(d.adapters.get(call.adapter, ()) for d in open_doors.values()))
+                found = ", ".join(f"{call.adapter}@{version}" for version in sorted(has))
+                return NotAdmitted(
+                    409 if has else 503, f"of {call.adapter} this host serves {found or 'none now'}"
+                )
             served = max((door.version or 0 for door in open_doors.values()), default=None)
             return NotAdmitted(409, f"this host serves version {served}")
         name = (
@@ -211,8 +260,17 @@ class Traffic:
         door, version = free[name], free[name].version or 0
         call.engine, call.low, call.high = name, version, version
         call.process, call.began = door.process, time.monotonic()
+        if call.adapter:
+            call.adapter_version = self._fitting(call, door)
         door.calls.add(call)
         return None
+
+    def _fitting(self, call: Call, door: Door) -> int | None:
+        """The version that the call would get there: of its adapter the newest that it allows."""
+        target, found = self.target, [door.version or 0]
+        if call.adapter:
+            target, found = self.adapters.get(call.adapter, 0), [*door.adapters.get(call.adapter, ())]
+        return max((version for version in found if call.allows(version, target)), default=None)
 
     @property
     def waiting(self) -> int:

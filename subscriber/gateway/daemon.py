@@ -48,7 +48,10 @@ def find_gates(settings: GatewaySettings) -> FindGates:
     of_fleet = partial(_gates_of, settings.gate_pattern)
     if settings.publisher is not None:
         publisher = Daemon(
-            settings.publisher, text_of(settings.publisher_token), token_from="WEIGHTCAST_PUBLISHER_TOKEN"
+            settings.publisher,
+            text_of(settings.publisher_token),
+            token_from="WEIGHTCAST_PUBLISHER_TOKEN",
+            trust_for=settings.client_tls,
         )
         return lambda: of_fleet(parse_fleet(publisher.get(FLEET_PATH), publisher.url))
     assert settings.channel is not None
@@ -77,6 +80,7 @@ class GatewayDaemon:
         self.gateway = Gateway(
             text_of(settings.gate_token),
             GatewayMetrics(self._registry),
+            settings.client_tls("https:"),
             token=text_of(settings.token),
             hold_seconds=settings.hold,
             most=settings.requests,

@@ -84,6 +84,7 @@ class Gateway:
         self,
         gate_token: str | None,
         metrics: GatewayMetrics,
+        trust: ssl.SSLContext,
         *,
         token: str | None,
         hold_seconds: float,
@@ -93,7 +94,7 @@ class Gateway:
         self.hosts = Hosts()
         self._key, self._token = bearer(gate_token), token
         self._metrics, self._hold_seconds, self._most = metrics, hold_seconds, most
-        self._look_every = look_every
+        self._look_every, self._trust = look_every, trust
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._requests: set[Request] = set()
         self.waiting = 0
@@ -106,7 +107,7 @@ class Gateway:
         """As a lifespan."""
         put_requests_first()
         self._loop = asyncio.get_running_loop()
-        async with open_session(ssl.create_default_context()) as self._session:
+        async with open_session(self._trust) as self._session:
             yield
             for watcher in self._watchers.values():
                 watcher.cancel()

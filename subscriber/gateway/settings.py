@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from weightcast.shared.daemon.environment import is_server_url
-from weightcast.shared.daemon.settings import GATEWAY_PORT, DaemonSettings, Token
-from weightcast.shared.files.paths import ChannelAddress, channel_address
+from weightcast.shared.daemon.settings import GATEWAY_PORT, ChannelPlace, DaemonSettings, Token
 
 
 class GatewaySettings(DaemonSettings):
     """A text below a setting is its description."""
 
     port: int = Field(GATEWAY_PORT, ge=0, le=65535)
-    """Its port; 0 takes a free one."""
-    channel: Annotated[ChannelAddress | None, BeforeValidator(channel_address)] = None
+    """Port of the HTTP side; 0 takes a free one."""
+    channel: ChannelPlace | None = None
     """The channel in whose reports the gates are found; or --publisher, or --gates."""
     publisher: str | None = None
     """URL of the publisher, which is asked for the reports instead."""

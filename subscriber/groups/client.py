@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import asdict
 
 from pydantic import TypeAdapter, ValidationError
@@ -20,12 +21,14 @@ _TOKEN = "WEIGHTCAST_GROUP_TOKEN"
 class MemberClient:
     """Another host's subscriber. Raises EngineFailed when it does not answer, or not as a follower does."""
 
-    def __init__(self, url: str, token: str | None, lease: float) -> None:
+    def __init__(
+        self, url: str, token: str | None, lease: float, trust: ssl.SSLContext | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         # an answer that comes when the lease is over is of no use
         self._seconds = min(MOST_SECONDS, lease / 3)
         key = Key(token or "", _TOKEN, f"set {_TOKEN} to the token of that daemon")
-        self._wire = Wire(self.url, Timeouts(connect=self._seconds), Keys(key, key))
+        self._wire = Wire(self.url, Timeouts(connect=self._seconds), Keys(key, key), trust)
 
     def order(self, order: Order) -> Hold:
         return self._hold(self._wire.post(HOLD_PATH, asdict(order), self._seconds, again=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -26,6 +26,7 @@ from weightcast.subscriber.engines.rules import EngineResult, noted
 from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.status import (
     KEPT_UPDATES,
+    AdapterStatus,
     Cause,
     HostStatus,
     LastError,
@@ -152,6 +153,7 @@ class StepHost:
             bytes_by_cause=dict.fromkeys(get_args(Cause), 0),
         )
         """what the pass knows, and what it last showed"""
+        self.adapters: Callable[[], Iterable[AdapterStatus]] = tuple
         self.usable = False
         """the local checkpoint is a version of this run, although it may be closed after an error"""
         self.error: WeightcastError | None = None
@@ -223,8 +225,12 @@ class StepHost:
         self.note(
             progress_bytes=self._progress_bytes,
             bytes_read=self.bytes_read,
+            adapters=tuple(self.adapters()),
             signed="not checked" if trust is None else f"verified by {signer}" if signer else "not verified",
         )
+        if self.status.ready and not all(one.ready for one in self.status.adapters):
+            # taken from an engine just now
+            self.judge_ready()
         self.engines.admit(state)
         self.shown = self.status = with_local(self.status, state, self.engines.status(state))
         self._callbacks.show(self.shown)
@@ -246,14 +252,18 @@ class StepHost:
             reason = "the local checkpoint is not seeded" if self.error is None else self.error.message
             self.not_ready(*((reason,) if waiting is None else (reason, str(waiting))))
             return
-        serving = self.engines.serving(state)
+        serving, adapters = self.engines.serving(state), tuple(self.adapters())
         self.not_ready(
             *(
                 f"engine {one.name}{' failed' if one.failed else ''}: {one.reason or 'not reloaded yet'}"
                 for one in self.engines.engines
                 if one.name not in serving
-            )
+            ),
+            *(f"adapter {one.name}: {one.error or 'not loaded yet'}" for one in adapters if not one.ready),
         )
+        for one in adapters:
+            if one.ready and one.error:
+                self.degrade(f"adapter {one.name}: {one.error}")
 
     def degrade(self, reason: str) -> None:
         if reason and reason not in self.status.degraded:

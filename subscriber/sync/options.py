@@ -94,3 +94,9 @@ class SyncOptions:
     """the local checkpoint moves only by the orders given to `Sync.sync_once`"""
     base_version: int = 0
     """whose full weights `base` has; above 0 only in foreign channels, whose runs may begin at any version"""
+    adapters: tuple[str, ...] = ("*",)
+    """patterns of the names of adapters that are followed"""
+    adapters_kept: int = 2
+    """versions of each that engines keep loaded"""
+    allow_base_drift: bool = False
+    """load adapters over other main weights than they were trained on"""

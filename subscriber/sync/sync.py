@@ -23,6 +23,7 @@ from weightcast.subscriber.engines.rules import in_doubt, without_served
 from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.groups.messages import Order
 from weightcast.subscriber.status import HostStatus
+from weightcast.subscriber.sync.adapters import Adapters
 from weightcast.subscriber.sync.apply import Apply
 from weightcast.subscriber.sync.host import Callbacks, EnginesFirst, StepHost
 from weightcast.subscriber.sync.options import SyncOptions, Target
@@ -51,6 +52,7 @@ class Sync:
         )
         self.updater = self.host.updater
         self._apply = Apply(self.host)
+        self.adapters = Adapters(self.host)
         self._order: Order | None = None
         self._reads_all = False
         """the next load re-hashes every byte, and what is not the version's is repaired"""
@@ -69,6 +71,7 @@ class Sync:
         return self.host.shown
 
     def close(self) -> None:
+        self.adapters.close()
         self.updater.close()
         self.engines.close()
         self.lead.close()
@@ -153,7 +156,16 @@ class Sync:
         if self.updater.local is None and not self.lead.members:
             # an engine of a group is known again only by a reload: nobody saw what the other hosts did
             self.engines.resume_noted(read_state(self.updater.paths.state))
-        self._bring_all()
+        self.adapters.recover()
+        try:
+            self._bring_all()
+        except Stopped:
+            raise
+        except (WeightcastError, OSError):
+            # the channel's troubles are not the engines'
+            self.adapters.step(self.host.state if self.host.usable else None, follow=False)
+            raise
+        self.adapters.step(self.host.state)
 
     def _bring_all(self) -> None:
         """Again after engines were reloaded in the middle of a wait, and once after damage was found here."""

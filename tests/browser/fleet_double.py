@@ -78,6 +78,8 @@ def host(number: int, latest: int, **others: Any) -> JSON:
         "last_error": "",
         "remedy": "",
         "gate": "",
+        "requests": {},
+        "tokens": {},
         "retries": 0,
         "bytes": {"step": 84_000_000, "skip": 0, "anchor": 0, "repair": 0},
         "engines": [engine],

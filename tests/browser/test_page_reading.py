@@ -162,6 +162,28 @@ def test_an_error_and_what_to_do_stand_below_their_host(double: Double, open_tab
     assert SILENT in trouble.inner_text() and RESTART[1:] in trouble.inner_text()
 
 
+def test_requests_at_all_gates_by_version(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    page.wait_for_selector("tr.host")
+    assert page.locator("#requests").count() == 0
+    hosts = [host(number, LATEST) for number in range(1, 5)]
+    for each, served in zip(hosts, (128, 128, 127, None), strict=True):
+        each |= {"gate": f"http://{each['host']}:8350", "served_version": served, "local_version": served}
+        now = {"under_way": 3, "waiting": 1, "closed": int(served is None)}
+        each["requests"] = {**now, "answered": 1000, "unmet": 2, "partial": 0}
+        each["tokens"] = {"127": 500, "128": 1500}
+    hosts[3] |= {"standing": "lost", "presence": "lost"}
+    hosts[2]["requests"]["closed"] = 1
+    double.show(hosts, LATEST)
+    page.wait_for_selector("#requests")
+    strip = [" ".join(each.split()) for each in page.locator("#requests dl > div").all_inner_texts()]
+    assert strip[:5] == [
+        "Gates 3", "Closed for updates 1", "Answered 3,000", "Ended partial 0", "Version missing (409) 6",
+    ]  # fmt: skip
+    rows = [each.split() for each in page.locator("#requests tbody tr").all_inner_texts()]
+    assert rows == [["128", "2", "6", "2", "4,500", "75.0%"], ["127", "1", "3", "1", "1,500", "25.0%"]]
+
+
 def test_the_verdict_comes_first(double: Double, open_tab: OpenTab) -> None:
     page = open_tab(double.url).page
     verdict = page.locator(".verdict")

@@ -9,6 +9,7 @@ from numpy_kernels import finalise
 
 import weightcast.shared
 from weightcast.shared.base.elements import DTYPES, TensorSpec, TensorTable, grid
+from weightcast.shared.channel.components import Component, write_registry
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import encode_chunk
 from weightcast.shared.digest.checksums import hash_bytes, root
@@ -23,6 +24,11 @@ def test_the_example_of_lanes_and_root() -> None:
     for text, spec, found in zip(data, table, lanes, strict=True):
         assert f"| `{text}` | `{found.hex()}` | `{finalise(found, spec.nbytes).hex()}` |" in DOCUMENT
     assert f"Root: `{root(table, lanes)}`." in DOCUMENT
+
+
+def test_the_example_of_a_registry() -> None:
+    listed = (Component("adapter/math", "active", 1700000000.5),)
+    assert f"```\n{write_registry('run-1', listed).decode()}\n```" in DOCUMENT
 
 
 def test_the_example_of_a_blob() -> None:

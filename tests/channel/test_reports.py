@@ -11,6 +11,7 @@ from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import (
     REPORT_LIMIT,
+    AdapterReport,
     Report,
     ReportReader,
     Update,
@@ -33,16 +34,19 @@ REPORT = Report(
     engines=({"name": "sglang", "served": 7, "paused": None},),
     counter=3,
     software="weightcast 0.1.0",
+    adapters=(AdapterReport("adapter/math", 17, 18, 3, "loading"),),
 )
 
 
 def test_reports_come_back(tmp_path: Path) -> None:
     without_version = replace(REPORT, local="/local/b", lag=None, local_version=None)
-    others = [without_version, replace(REPORT, host="node-0", engines=())]
+    with_gate = {"gate": "http://node-0:8350", "requests": {"answered": 3}, "tokens": {"7": 40}}
+    others = [without_version, replace(REPORT, host="node-0", engines=(), **with_gate)]
     for report in (REPORT, *others, replace(REPORT, counter=4)):
         write_report(open_store(tmp_path), report)
     found = read_reports(open_store(tmp_path))
     assert found[0].host == "node-0"
+    assert {name: getattr(found[0], name) for name in with_gate} == with_gate
     assert sorted(report.counter for report in found) == [3, 3, 4]
     assert replace(REPORT, counter=4) in found
 
@@ -87,9 +91,16 @@ def test_of_too_many_reports_the_youngest_count(tmp_path: Path) -> None:
         {"engines": {}},
         {"engines": [1]},
         {"engines": [{}] * 65},
+        {"adapters": {}},
+        {"adapters": [{"name": "adapter/math"}]},
+        {"adapters": [{}] * 129},
         {"counter": None},
         {"lag": 1.5},
         {"last_error": "x" * 4097},
+        {"requests": {"answered": 1.5}},
+        {"requests": {"a\nb": 1}},
+        {"tokens": {str(version): 1 for version in range(17)}},
+        {"tokens": []},
     ],
 )
 def test_damaged_reports(change: dict[str, object]) -> None:

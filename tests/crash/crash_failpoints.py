@@ -1,5 +1,5 @@
 """The register of failpoints: the table in their document. tests/publisher/test_mirror.py kills at those of
-mirrors."""
+mirrors, tests/subscriber/test_adapters.py at those of adapters on a host."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FAILPOINTS = tuple(re.findall(r"^\| `([a-z-]+\.[a-z-]+)` \| .+ \|$", _PAGE.read_
 
 _OF_OBJECT_STORES = ("object.", "index.deleted")
 _OF_DIRECTORIES = ("version.", "trash.", "prune.moved", "prune.emptying", "prune.deleted", "file.linked")
-_OF_MIRRORS = ("mirror.",)
+_APART = ("mirror.", "adapter.")
 
 
 def failpoints_of(channel: str) -> tuple[str, ...]:
     """Those that are passed with a channel in an object store, or in a directory where `channel` is empty."""
-    others = (*_OF_MIRRORS, *(_OF_DIRECTORIES if channel else _OF_OBJECT_STORES))
+    others = (*_APART, *(_OF_DIRECTORIES if channel else _OF_OBJECT_STORES))
     return tuple(name for name in FAILPOINTS if not name.startswith(others))

@@ -100,13 +100,13 @@ def _mounts(name: str, pod: Facts, container: Facts) -> Iterator[tuple[str, str]
             yield mount["mountPath"], str(Path(volume, mount.get("subPath", "")))
 
 
-def trainer(stage: Stage, verb: str, *arguments: str, after: dict[str, str]) -> Service:
-    """The demo's, with the volumes of the publisher's pod."""
+def trainer(stage: Stage, verb: str, *arguments: str, after: dict[str, str], token: str = "") -> Service:
+    """The demo's, with the volumes of the publisher's pod. `token`: of the gates."""
     place = "/srv/weightcast"
     mounts = {
         f"{place}/trainer": "trainer",
         f"{place}/exports": "trainer/exports",
-        f"{place}/channel": "channel",
     }
     command = ("python", "-m", "examples.trainer", verb, f"--dir={place}/trainer", *arguments)
-    return Service(f"trainer-{verb}", stage, command, stage.environment, (), 0.0, after, mounts, {})
+    environment = stage.environment | {"WEIGHTCAST_TOKEN": token}
+    return Service(f"trainer-{verb}", stage, command, environment, (), 0.0, after, mounts, {})

@@ -16,7 +16,7 @@ TOKEN = "a-token-of-this-test"
 VARIABLES = {"WEIGHTCAST_TOKEN": TOKEN, "WARM_STEPS": "2", "STEPS": "2"}
 SUBSCRIBERS = ("subscriber-a", "subscriber-b")
 ENGINES = ("engine-a", "engine-b")
-DAEMONS = ("publisher", *SUBSCRIBERS)
+DAEMONS = ("publisher", *SUBSCRIBERS, "gateway")
 
 
 @pytest.fixture(scope="module")

@@ -156,9 +156,9 @@ def stack(all_pods: dict[str, dict[str, Any]], tmp_path: Path) -> Iterator[Stack
         trainer(
             demo,
             "run",
-            *("--watch=/srv/weightcast/exports", "--channel=/srv/weightcast/channel"),
-            *("--engine=http://rollout:30000", "--steps=2"),
+            *("--watch=/srv/weightcast/exports", "--url=http://rollout:8350", "--steps=2"),
             after={"rollout-engine": "service_healthy"},
+            token=SECRETS["host-token"],
         ),
     ]
     running = Stack(by_name(services), tmp_path, free_port)

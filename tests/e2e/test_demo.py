@@ -57,6 +57,8 @@ def test_trains_serves_and_proves_it_bit_for_bit(tmp_path: Path) -> None:
     assert len(summary["bit_exact"]) == 4 and all(summary["bit_exact"].values())
     assert 0.01 < summary["density"] < 0.15
     assert summary["delta_bytes"] < 0.1 * summary["full_bytes"]
+    assert summary["lag_max"] <= summary["lag_allowed"] == 4
+    assert sum(summary["versions_per_answer"].values()) == pytest.approx(1)
     assert "publish to served" in output
     assert processes_of(tmp_path) == []
     assert not (tmp_path / "run").exists()

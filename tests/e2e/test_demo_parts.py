@@ -1,4 +1,4 @@
-"""The example engine, model, trainer and summary on their own; weightcast takes no part."""
+"""The example engine, model, trainer and summary on their own: no daemon of weightcast takes part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from examples.checkpoint import Config
 from examples.demo import RefusedDirectory, claim_directory
 from examples.engine import Engine, EventLog, create_app
 from examples.model import CausalLM
-from examples.observe import open_channel
 from examples.processes import Children, ProcessDied
 from examples.summary import EngineEvent, Facts, TrainerStep, Version
 
@@ -51,7 +50,17 @@ def save_model(directory: Path, seed: int, shards: int = 2) -> CausalLM:
 
 @contextmanager
 def serving(engine: Engine) -> Iterator[httpx.Client]:
-    server = uvicorn.Server(uvicorn.Config(create_app(engine), log_level="warning"))
+    """Its answers are labelled as a gate does it."""
+    app = create_app(engine)
+
+    @app.middleware("http")
+    async def _label(request: Any, answer: Any) -> Any:
+        response = await answer(request)
+        version = engine.label.replace("default", "0")
+        response.headers.update({"weightcast-version": version, "weightcast-last-version": version})
+        return response
+
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -467,14 +476,23 @@ def some_rollouts(model: CausalLM, questions: int = 8, group: int = 8) -> traine
     answers_given = trainer.random_questions(questions * group, random)
     with torch.no_grad():
         logprobs = trainer.answer_logprobs(model, asked, answers_given)
-    return trainer.Rollouts(asked, answers_given, logprobs, [0] * len(asked), group)
+    return trainer.Rollouts(asked, answers_given, logprobs, [(0, 0)] * len(asked), group)
+
+
+def trained(
+    client: httpx.Client, outbox: Path | None, metrics: Path, max_lag: int, seconds: float = 20.0
+) -> dict[str, torch.Tensor]:
+    """The last export of three steps."""
+    fleet = trainer.Fleet(str(client.base_url), requests=2, seconds=seconds)
+    plan = trainer.Plan(steps=3, seed=0, questions=4, group=2, rate=1e-3, max_lag=max_lag)
+    return trainer.train(plan, trainer.Trainer(tiny_model(1), 1e-3), fleet, outbox, metrics)
 
 
 class TestTrainer:
     def test_rewards_count_the_digits_in_their_place(self) -> None:
         questions = torch.tensor([[5, 3, 1, 2, 0, 9], [5, 3, 1, 2, 0, 9]])
         answers_given = torch.tensor([[0, 1, 2, 3, 5, 9], [0, 1, 2, 9, 9, 8]])
-        rollouts = trainer.Rollouts(questions, answers_given, torch.zeros(2, 6), [0, 0], group=2)
+        rollouts = trainer.Rollouts(questions, answers_given, torch.zeros(2, 6), [(0, 0)] * 2, group=2)
         assert torch.allclose(rollouts.rewards, torch.tensor([[1.0, 0.5]]))
 
     def test_a_step_makes_better_answers_likelier(self) -> None:
@@ -502,15 +520,7 @@ class TestTrainer:
     def test_trains_on_what_the_engines_say_and_exports_every_step(
         self, client: httpx.Client, tmp_path: Path
     ) -> None:
-        fleet = trainer.Fleet([str(client.base_url), str(client.base_url)])
-        outbox = trainer.Outbox(tmp_path / "watch", open_channel(str(tmp_path)))
-        plan = trainer.Plan(steps=3, seed=0, questions=4, group=2, rate=1e-3, max_lead=3)
-        try:
-            last = trainer.train(
-                plan, trainer.Trainer(tiny_model(1), 1e-3), fleet, outbox, tmp_path / "metrics"
-            )
-        finally:
-            fleet.close()
+        last = trained(client, tmp_path / "watch", tmp_path / "metrics", max_lag=4)
         assert sorted(path.name for path in (tmp_path / "watch").iterdir()) == [
             "step_000001",
             "step_000002",
@@ -521,37 +531,30 @@ class TestTrainer:
         steps = observe.read_steps(tmp_path / "metrics")
         assert [len(step.rewards) for step in steps] == [4, 4, 4]
         assert [step.lags for step in steps] == [{0: 8}, {1: 8}, {2: 8}]
+        assert [step.versions_per_answer for step in steps] == [{1: 8}] * 3
 
     def test_does_not_run_ahead_of_the_engines(self, client: httpx.Client, tmp_path: Path) -> None:
-        fleet = trainer.Fleet([str(client.base_url)])
-        outbox = trainer.Outbox(tmp_path / "watch", open_channel(str(tmp_path)))
-        plan = trainer.Plan(3, seed=0, questions=2, group=2, rate=1e-3, max_lead=1, lead_seconds=0.1)
-        learner = trainer.Trainer(tiny_model(1), 1e-3)
-        with pytest.raises(TimeoutError, match="engines within 1 versions"):
-            trainer.train(plan, learner, fleet, outbox, tmp_path / "metrics")
-        fleet.close()
+        with pytest.raises(TimeoutError, match="all hosts at version 1"):
+            trained(client, tmp_path / "watch", tmp_path / "metrics", max_lag=1, seconds=0.1)
         assert len(list((tmp_path / "watch").iterdir())) == 2
 
     def test_goes_on_when_the_engines_follow(
         self, client: httpx.Client, tmp_path: Path, background: ThreadPoolExecutor
     ) -> None:
-        fleet = trainer.Fleet([str(client.base_url)])
-        outbox = trainer.Outbox(tmp_path / "watch", open_channel(str(tmp_path)))
-        plan = trainer.Plan(3, seed=0, questions=2, group=2, rate=1e-3, max_lead=1)
-        learner = trainer.Trainer(tiny_model(1), 1e-3)
-        training = background.submit(trainer.train, plan, learner, fleet, outbox, tmp_path / "metrics")
-        wait_until((tmp_path / "watch" / "step_000002").exists)
-        request = {"new_version": "2", "abort_all_requests": False}
-        client.post("/update_weight_version", json=request).raise_for_status()
+        training = background.submit(
+            trained, client, tmp_path / "watch", tmp_path / "metrics", max_lag=0, seconds=60.0
+        )
+        for step in (1, 2):
+            wait_until((tmp_path / "watch" / f"step_{step:06}").exists)
+            request = {"new_version": str(step), "abort_all_requests": False}
+            client.post("/update_weight_version", json=request).raise_for_status()
         training.result(20)
-        fleet.close()
-        assert observe.read_steps(tmp_path / "metrics")[-1].step == 3
+        assert [step.lags for step in observe.read_steps(tmp_path / "metrics")] == [{0: 8}] * 3
 
-    def test_frozen_exports_nothing(self, tmp_path: Path) -> None:
-        outbox = trainer.Outbox(None, open_channel(str(tmp_path)))
-        outbox.put(1, TINY, tiny_model(1).state_dict())
-        assert outbox.newest_version() == 0
-        assert list(tmp_path.iterdir()) == []
+    def test_frozen_exports_nothing(self, client: httpx.Client, tmp_path: Path) -> None:
+        trained(client, None, tmp_path / "metrics", max_lag=0)
+        assert [step.lags for step in observe.read_steps(tmp_path / "metrics")] == [{0: 8}] * 3
+        assert [path.name for path in tmp_path.iterdir() if path.name != "local"] == ["metrics"]
 
     def test_prepare_writes_base_and_masters(self, tmp_path: Path) -> None:
         trainer.prepare(tmp_path, seed=0, steps=2, config=TINY)
@@ -576,6 +579,7 @@ def facts_of(rewards: list[float], versions: int = 24, found: str = "same") -> F
         steps=[TrainerStep(at, (reward, reward + 0.1), {1: 3, 2: 1}) for at, reward in enumerate(rewards)],
         full_bytes=2000,
         kills=1,
+        max_lag=2,
         seconds=60.0,
         wanted={"weight": "same"},
         found={"engine a": {"weight": found}},
@@ -591,7 +595,12 @@ class TestSummary:
         assert good.bits_per_change == 4.0
         assert good.latency_seconds_p50 == pytest.approx(2.25)
         assert good.pause_ms_max == pytest.approx(250)
-        assert (good.lag_mean, good.lag_max) == (1.25, 2)
+        assert (good.lags, good.lag_mean, good.lag_max) == ({1: 0.75, 2: 0.25}, 1.25, 2)
+
+    def test_one_rollout_that_is_too_old_fails(self) -> None:
+        facts = replace(facts_of([0.1, 0.1, 0.9, 0.9]), max_lag=1)
+        assert set(summary.summarise(facts).failures) == {"lag"}
+        assert summary.compare([summary.summarise(facts)]).row_count == 1
 
     def test_a_flat_reward_fails(self) -> None:
         assert set(summary.summarise(facts_of([0.5, 0.51] * 8)).failures) == {"reward"}
@@ -605,7 +614,7 @@ class TestSummary:
         assert different.bit_exact == {"engine a": False}
 
     def test_nothing_at_all_fails_everything(self) -> None:
-        nothing = summary.summarise(Facts([], {}, [], 0, 0, 0.0, {}, {}))
+        nothing = summary.summarise(Facts([], {}, [], 0, 0, 0, 0.0, {}, {}))
         assert set(nothing.failures) == {"versions", "reward", "bits"}
         assert summary.render(nothing).row_count > 0
 

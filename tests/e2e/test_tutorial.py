@@ -56,9 +56,14 @@ def script(parts: list[Block]) -> str:
 
 @pytest.mark.timeout(600)
 def test_each_command_works_and_prints_what_is_shown(tmp_path: Path) -> None:
+    follow(tmp_path, Path(sys.executable).parent)
+
+
+def follow(tmp_path: Path, programs: Path) -> None:
+    """Runs the tutorial in a directory; `programs` has `weightcast`, and a `python` with torch."""
     parts = blocks()
     environment = {name: text for name, text in os.environ.items() if not name.startswith("WEIGHTCAST_")}
-    environment |= {"PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "COLUMNS": "110"}
+    environment |= {"PATH": f"{programs}:{environment['PATH']}", "COLUMNS": "110"}
     output = tmp_path / "printed"
     with output.open("wb") as stream:
         shell = subprocess.Popen(

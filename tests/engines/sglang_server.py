@@ -8,7 +8,8 @@ The facts (docs/engines.md, SGLang): an update without a pause waits for the req
 finds one just then: 400 although the weights changed. A pause in place keeps their blocks: the same. A
 missing directory is 400 with the old weights kept; a truncated file ends the process; a missing tensor is a
 silent mix. The label moves with a successful update that names one, and in no other case. `old`: a release
-before labels.
+before labels. An adapter that is unloaded is gone from the list at once; the answer waits for the requests
+that use it.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ class Server:
         """patches"""
         self.held: dict[str, Any] = {}
         """version, root and label, as the hook was told"""
+        self.lora = True
+        self.adapters: dict[str, str] = {}
+        """their directories, by name"""
+        self.using: dict[str, int] = {}
+        """requests under way, by the name of their adapter"""
         self.calls: list[dict[str, Any]] = []
 
     def load(self, directory: Path) -> None:
@@ -124,7 +130,10 @@ MODELS = {
     "/end_weight_update": models.EndWeightUpdateReqInput,
     "/update_weights_from_tensor": models.UpdateWeightsFromTensorReqInput,
     "/weights_checker": models.CheckWeightsReqInput,
+    "/load_lora_adapter": models.LoadLoRAAdapterReqInput,
+    "/unload_lora_adapter": models.UnloadLoRAAdapterReqInput,
 }
+NO_LORA = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
 
 
 @app.post("/update_weights_from_disk")
@@ -266,6 +275,44 @@ async def relabel(obj: Annotated[models.UpdateWeightVersionReqInput, Body()]) ->
     server.label = obj.new_version
     told = f"Weight version updated to {obj.new_version}"
     return JSONResponse({"success": True, "message": told, "new_version": obj.new_version})
+
+
+@app.post("/load_lora_adapter")
+async def load_adapter(obj: Annotated[models.LoadLoRAAdapterReqInput, Body()]) -> JSONResponse:
+    if not server.lora:
+        return adapter_answer(NO_LORA)
+    if obj.lora_name in server.adapters:
+        return adapter_answer(f"Failed to load LoRA adapter {obj.lora_name} because it is already loaded")
+    tensors(Path(obj.lora_path) / "adapter_model.safetensors")
+    server.adapters[obj.lora_name] = obj.lora_path
+    return adapter_answer("")
+
+
+@app.post("/unload_lora_adapter")
+async def unload_adapter(obj: Annotated[models.UnloadLoRAAdapterReqInput, Body()]) -> JSONResponse:
+    if not server.lora:
+        return adapter_answer(NO_LORA)
+    if server.adapters.pop(obj.lora_name, None) is None:
+        return adapter_answer(f"LoRA with name {obj.lora_name} does not exist. Loaded LoRAs: dict_keys([])")
+    while server.using.get(obj.lora_name):
+        await asyncio.sleep(0.01)
+    return adapter_answer("")
+
+
+def adapter_answer(error: str) -> JSONResponse:
+    reply = models.LoRAUpdateOutput(success=not error, error_message=error or None)
+    told = {
+        "success": reply.success,
+        "error_message": reply.error_message,
+        "loaded_adapters": server.adapters,
+    }
+    return JSONResponse(told, status_code=400 if error else 200)
+
+
+@app.get("/v1/models")
+async def list_models() -> JSONResponse:
+    cards = [{"id": name, "root": path, "parent": "m"} for name, path in server.adapters.items()]
+    return JSONResponse({"object": "list", "data": [{"id": "m", "root": "m", "parent": None}, *cards]})
 
 
 @app.get("/get_model_info")

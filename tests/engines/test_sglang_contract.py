@@ -24,6 +24,7 @@ from waiting import wait_until  # noqa: E402
 
 from weightcast.shared.base.errors import NeedsReseed, WeightcastError  # noqa: E402
 from weightcast.subscriber.engines.base import Done, Intact, Suspect  # noqa: E402
+from weightcast.subscriber.sync.adapters import GRACE_SECONDS  # noqa: E402
 
 pytestmark = pytest.mark.engines
 VENV = Path(os.environ.get("WEIGHTCAST_SGLANG_VENV", HERE.parents[1] / ".venv-sglang"))
@@ -108,6 +109,7 @@ def engine(shared: Engine) -> Engine:
     shared.wish(
         old=False, weights=held(Weights.make()), model_path=str(shared.directory), label="default",
         draft=None, paused=None, running=0, aborted=0, stale_blocks=0, next_update="", calls=[],
+        lora=True, adapters={}, using={},
     )  # fmt: skip
     return shared
 
@@ -320,3 +322,43 @@ def test_patches_of_its_memory_are_orders_that_it_takes(site: Site, run: Run) ->
     assert host.at(run, 2) and engine.weights == held(run.versions[2])
     assert "w is transposed" in host.status.engines[0].live.reason
     assert TO_UPDATE in engine.posts() and engine.double()["applied"] == 1
+
+
+def test_adapters_are_loaded_with_fields_the_release_knows(site: Site, run: Run, engine: Engine) -> None:
+    host = host_of(site, run, engine)
+    for number in range(1, 4):
+        run.publish_adapter()
+        assert host.step().ready
+        assert host.status.adapters[0].loaded[0] == number
+    host.clock.at += GRACE_SECONDS + 1
+    host.step()
+    told = engine.double()
+    assert told["adapters"] == {f"math@{n}": str(host.local / f"adapters/math-v{n:06d}") for n in (2, 3)}
+    assert {(call["path"], *call["unknown"]) for call in told["calls"] if call["unknown"]} == set()
+
+
+def test_main_weights_wait_for_the_requests_of_an_adapter(site: Site, run: Run, engine: Engine) -> None:
+    """SGLang answers an unload once nobody uses the adapter; the pause comes after it."""
+    host = host_of(site, run, engine)
+    run.publish_adapter()
+    host.step()
+    engine.wish(using={"math@1": 1}, calls=[])
+    run.publish()
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(host.step)
+        wait_until(lambda: "/unload_lora_adapter" in engine.posts(), PATIENCE)
+        assert engine.double()["adapters"] == {} and engine.double()["paused"] is None
+        engine.wish(using={})
+        assert not step.result(PATIENCE).ready
+    posts = engine.posts()
+    assert posts.index("/unload_lora_adapter") < posts.index("/pause_generation") < posts.index(TO_UPDATE)
+    run.publish_adapter()
+    assert host.step().ready and set(engine.double()["adapters"]) == {"math@2"}
+
+
+def test_a_release_without_lora_is_named(site: Site, run: Run, engine: Engine) -> None:
+    engine.wish(lora=False)
+    host = host_of(site, run, engine)
+    run.publish_adapter()
+    assert not host.step().ready
+    assert "--enable-lora" in host.status.adapters[0].remedy

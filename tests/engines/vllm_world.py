@@ -146,11 +146,14 @@ class FreshLoad:
         self._log = log
         self._one_at_a_time = threading.Lock()
 
-    def judge(self, directory: Path, sequences: Sequence[tuple[list[int], list[int]]]) -> list[Judged]:
+    def judge(
+        self, directory: Path, sequences: Sequence[tuple[list[int], list[int]]], adapter: Path | None = None
+    ) -> list[Judged]:
         assert self._child.stdin is not None and self._child.stdout is not None
+        asked = {"directory": str(directory), "adapter": adapter and str(adapter), "sequences": sequences}
         with self._one_at_a_time:
             print(
-                json.dumps({"directory": str(directory), "sequences": sequences}),
+                json.dumps(asked),
                 file=self._child.stdin,
                 flush=True,
             )
@@ -208,8 +211,15 @@ class Server:
     """vLLM's OpenAI server on a port of its own."""
 
     def __init__(
-        self, model: Path, log: Path, *, arguments: Sequence[str] = (), api_key: str | None = None
+        self,
+        model: Path,
+        log: Path,
+        *,
+        arguments: Sequence[str] = (),
+        api_key: str | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        self._more = environment or {}
         self._reserved = reserved_port()
         self.port = self._reserved.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -238,6 +248,7 @@ class Server:
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": "127.0.0.1",
+            **self._more,
         }
 
     def _start(self) -> Process:
@@ -296,11 +307,12 @@ class Server:
         *,
         first: threading.Event | None = None,
         headers: Mapping[str, str] | None = None,
+        model: str = "tiny",
     ) -> Answer:
         """A greedy completion. `first` is set when its first token came. Raises for no failure: the status
         tells; 0 is a broken connection."""
         request = {
-            "model": "tiny",
+            "model": model,
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0,

@@ -25,6 +25,7 @@ from weightcast.shared.checkpoint.state.state import (
     unpack_lanes,
     write_state,
 )
+from weightcast.shared.checkpoint.update.patch import repairable
 from weightcast.shared.digest.checksums import Lanes
 
 TEXT = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=12)
@@ -66,6 +67,16 @@ def test_a_state_comes_back(tmp_path_factory: pytest.TempPathFactory, state: Loc
     write_state(path, state)
     assert read_state(path) == state
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_repair_leads_to_no_version_that_engines_refused() -> None:
+    old, new = Position(2, "old", "r2", 1), Position(3, "new", "r3", 1)
+    state = PLAIN.but(active=Step("journal", old, new))
+    assert repairable(state) == (new, old)
+    refused = state.but(blocked=(Blocked(3, "new", "it said no", 1),))
+    assert repairable(refused) == (old,)
+    both = refused.but(blocked=(*refused.blocked, Blocked(2, "old", "it said no", 1)))
+    assert repairable(both) == (new, old)
 
 
 def test_no_state_is_none(tmp_path: Path) -> None:

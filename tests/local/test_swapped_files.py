@@ -11,7 +11,8 @@ import pytest
 from core_cases import bytes_of, flip, read_checkpoint
 from local_cases import Run, catch_up, following, make_run, state_of, step_to
 
-from weightcast.shared.base.errors import Refused, RetryLater, WrongRun
+from weightcast.shared.base import failpoints
+from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WrongRun
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,38 @@ def test_untouched_files_are_not_read_again(run: Run, local: Path) -> None:
 @pytest.mark.parametrize("name", ["epoch", "files"])
 def test_a_state_says_which_files_and_epoch(local: Path, name: str) -> None:
     assert state_of(local)[name]
+
+
+def test_a_file_swapped_while_it_is_patched_is_not_recorded(run: Run, local: Path) -> None:
+    """The words went into the mapped file, which nobody finds by its name any more."""
+
+    def swap(name: str, where: Path | None) -> None:
+        if name == "patch.written":
+            swap_old(run, local)
+
+    with following(run, local) as updater:
+        updater.load(None)
+        try:
+            failpoints.watch(swap)
+            with pytest.raises(NeedsReseed, match="was replaced"):
+                step_to(updater, 2)
+        finally:
+            failpoints.watch(None)
+        assert state_of(local)["phase"] == "dirty"
+        catch_up(updater)
+    assert read_checkpoint(local) == bytes_of(run.latest)
+
+
+def test_weights_that_engines_would_load_too_stop_a_patch(run: Run, local: Path) -> None:
+    before, other = read_checkpoint(local), local / "other.safetensors"
+    shutil.copy(shard(local), other)
+    with following(run, local) as updater:
+        with pytest.raises(RetryLater, match=r"other\.safetensors is not part of the checkpoint"):
+            catch_up(updater)
+        other.unlink()
+        assert read_checkpoint(local) == before
+        catch_up(updater)
+    assert read_checkpoint(local) == bytes_of(run.latest)
 
 
 def test_a_removed_directory_is_made_anew_and_owned(run: Run, local: Path) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -74,9 +75,11 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         token: str | None = None,
         poll_seconds: float = 0.01,
         prepare: Callable[[FastAPI], None] = lambda app: None,
+        **more: Any,
     ) -> Served:
         port_file = tmp_path / f"port{len(running)}"
-        settings = ServiceSettings(port=0, port_file=port_file, poll_seconds=poll_seconds, stop_seconds=10)
+        known = {"port": 0, "port_file": port_file, "poll_seconds": poll_seconds, "stop_seconds": 10}
+        settings = ServiceSettings(**known | more)
         loop = Snapshot(LoopStatus())
         wakeup, readiness = Wakeup(), [Readiness(ready=True)]
         app = make_app(
@@ -101,7 +104,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         served.thread.start()
         running.append(served)
         wait_until(port_file.exists)
-        served.url = f"http://127.0.0.1:{int(port_file.read_text())}"
+        served.url = f"http{'s' if settings.tls_cert else ''}://127.0.0.1:{int(port_file.read_text())}"
         return served
 
     yield start

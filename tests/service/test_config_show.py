@@ -139,3 +139,9 @@ def test_files_that_a_daemon_cannot_start_with_are_all_listed(tmp_path: Path) ->
         require_files(
             SubscriberSettings(channel=Path("/c"), local=Path("/l"), trusted_key=(str(tmp_path / "gone"),))
         )
+
+
+def test_changed_settings_alone(show: Callable[..., Shown], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTCAST_LOG_FORMAT", "json")
+    shown = show("subscriber", "--changed", "--channel", "/c", "--local", "/l", "--log-level", "info")
+    assert list(shown) == ["log_format", "log_level", "channel", "local"]

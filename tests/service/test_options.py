@@ -91,7 +91,7 @@ def test_mistakes_are_refused(mistake: str) -> None:
 def test_help_names_variable_default_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["publish", "--help"]) == 0
     shown = capsys.readouterr().out
-    words = ("CHECKPOINT", "--take-over", "[fast|small|", "default: fast", "WEIGHTCAST_CHANNEL", "required")
+    words = ("CHECKPOINT", "--take-over", "fast|small|", "default: fast", "WEIGHTCAST_CHANNEL", "required")
     assert [word for word in words if word not in shown] == []
 
 

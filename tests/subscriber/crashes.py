@@ -6,16 +6,35 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from itertools import count
+from pathlib import Path
 
 from hosts import Host
+
+from weightcast.shared.base.failpoints import watch
 
 
 def killed(step: Callable[[], object], event: str, number: int, part: str = "") -> bool:
     """Runs `step` in a fork that dies by SIGKILL right before the `number`-th (from 1) audit event `event`
     whose first argument ends with `part`. False when the step ended before it came to that."""
+    return _killed(step, lambda: _die_at(event, number, part))
+
+
+def killed_at(step: Callable[[], object], failpoint: str, number: int = 1) -> bool:
+    """As `killed`, at the `number`-th passage of a failpoint."""
+    passed = count(1)
+
+    def watcher(name: str, where: Path | None) -> None:
+        if name == failpoint and next(passed) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return _killed(step, lambda: watch(watcher))
+
+
+def _killed(step: Callable[[], object], arm: Callable[[], None]) -> bool:
     child = os.fork()
     if child == 0:
-        _die_at(event, number, part)
+        arm()
         try:
             step()
         except BaseException as error:

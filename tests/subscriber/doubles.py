@@ -6,6 +6,7 @@ engines do when things go wrong: `double.script(path, act, ...)` gives the next 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import ssl
 import threading
@@ -88,6 +89,11 @@ class Double:
         """weights half loaded: a resume now would serve nonsense or kill the process"""
         self.resumed_broken = False
         self.started = f"{1700000000.25 + 1000 * next(_STARTS)}"
+        self.adapters: dict[str, tuple[str, str]] = {}
+        """by name: the directory, and the digest of the tensors that were in it"""
+        self.lora = True
+        """started with LoRA"""
+        self.most_adapters = 100
         self.missing: set[str] = set()
         """routes that this release does not have"""
         self.in_front: Callable[[Call], Answer | None] = lambda call: None
@@ -159,6 +165,25 @@ class Double:
     def restart(self) -> None:
         self.started = str(float(self.started) + 60)
         self.label, self.paused, self.broken = "default", False, False
+        self.adapters.clear()
+
+    def load_adapter(self, name: str, path: str) -> str:
+        """As an error message; empty: it is loaded."""
+        if name in self.adapters:
+            return f"The lora adapter '{name}' has already been loaded."
+        if not (Path(path) / "adapter_config.json").exists():
+            return f"Loading lora {name} failed: No adapter found for {path}"
+        self.adapters[name] = path, self.digest_of(Path(path) / "adapter_model.safetensors")
+        if len(self.adapters) > self.most_adapters:
+            del self.adapters[next(iter(self.adapters))]
+        return ""
+
+    def digest_of(self, weights: Path) -> str:
+        return hashlib.sha256(weights.read_bytes()).hexdigest()
+
+    def models(self) -> Answer:
+        cards = [{"id": name, "root": path, "parent": "m"} for name, (path, _) in self.adapters.items()]
+        return Answer(200, {"object": "list", "data": [{"id": "m", "root": "m"}, *cards]})
 
     def metrics(self) -> Answer:
         page = f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.started}\n"
@@ -188,6 +213,10 @@ class SGLangDouble(Double):
             case "POST", "/update_weight_version":
                 self.label = call.body["new_version"]
                 return Answer(200, {"success": True, "message": "", "new_version": self.label})
+            case "POST", "/load_lora_adapter" | "/unload_lora_adapter":
+                return self.change_adapter(call)
+            case "GET", "/v1/models":
+                return self.models()
             case "GET", "/model_info" | "/get_model_info" | "/get_weight_version":
                 return Answer(200, {"model_path": self.source, "weight_version": self.label})
             case "GET", "/metrics":
@@ -195,6 +224,18 @@ class SGLangDouble(Double):
             case _:
                 return Answer(404, {"detail": "Not Found"})
         return Answer(200, {"status": "ok"})
+
+    def change_adapter(self, call: Call) -> Answer:
+        name, said = call.body["lora_name"], ""
+        if not self.lora:
+            said = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+        elif call.path == "/load_lora_adapter":
+            said = self.load_adapter(name, call.body["lora_path"])
+        elif self.adapters.pop(name, None) is None:
+            said = f"LoRA with name {name} does not exist. Loaded LoRAs: {self.adapters.keys()}"
+        loaded = {name: path for name, (path, _) in self.adapters.items()}
+        body = {"success": not said, "error_message": said or None, "loaded_adapters": loaded}
+        return Answer(400 if said else 200, body)
 
     def update(self, call: Call) -> Answer:
         if not self.load(call.body["model_path"]):
@@ -244,6 +285,10 @@ class VLLMDouble(Double):
                 return Answer(200, {"status": "resumed"})
             case "POST", "/collective_rpc":
                 return self.reload(call)
+            case "POST", "/v1/load_lora_adapter" | "/v1/unload_lora_adapter" if self.lora:
+                return self.change_adapter(call)
+            case "GET", "/v1/models":
+                return self.models()
             case "POST", "/update_weight_version":
                 self.label = call.body["new_version"]
                 return Answer(200, {"success": True, "new_version": self.label})
@@ -259,6 +304,17 @@ class VLLMDouble(Double):
             case "GET", "/metrics":
                 return self.metrics()
         return Answer(404, {"detail": "Not Found"})
+
+    def change_adapter(self, call: Call) -> Answer:
+        name = call.body["lora_name"]
+        if call.path == "/v1/load_lora_adapter":
+            said, status = self.load_adapter(name, call.body["lora_path"]), 400
+        else:
+            said = "" if self.adapters.pop(name, None) else f"The lora adapter '{name}' cannot be found."
+            status = 404
+        if said:
+            return Answer(status, {"error": {"message": said, "code": status}})
+        return Answer(200, f"Success: LoRA adapter '{name}' was changed.".encode())
 
     def reload(self, call: Call) -> Answer:
         if not self.load(call.body["kwargs"]["weights_path"]):

@@ -61,6 +61,7 @@ class Host:
     ) -> None:
         """`of_engines`: options of each."""
         self.run, self.engines, self._port_file = run, engines, site.root / f"{name}.port"
+        self._digests: dict[str, int] = {}
         gate_port = free_port()
         self._arguments = [
             *("subscriber", "run", "--channel", run.channel, "--base", run.base_dir, "--threads", "1"),
@@ -115,8 +116,9 @@ class Host:
 
     def version_of(self, text: str) -> list[int]:
         """The versions whose tokens a text has."""
-        known = {self.run.digest(version): version for version in range(len(self.run.versions))}
-        return [known[token] for token in text.split()]
+        for version in range(len(self._digests), len(self.run.versions)):
+            self._digests[self.run.digest(version)] = version
+        return [self._digests[token] for token in text.split()]
 
     def generate(
         self, tokens: int = 3, *, headers: dict[str, str] | None = None, **body: Any

@@ -93,6 +93,13 @@ class Weights:
         return digest(self.data)
 
 
+def adapter_tensors(label: str) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    random = np.random.default_rng(list(label.encode()))
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    shapes = {f"{prefix}.lora_A.weight": (2, 33), f"{prefix}.lora_B.weight": (31, 2)}
+    return {each: ("F32", shape, random.bytes(4 * shape[0] * shape[1])) for each, shape in shapes.items()}
+
+
 def digest(tensors: Mapping[str, bytes]) -> str:
     text = "".join(f"{name} {hashlib.sha256(tensors[name]).hexdigest()}\n" for name in sorted(tensors))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -108,6 +115,14 @@ def on_disk(directory: Path) -> str:
 
 class _Loads(Double):
     """Holds the digest of the tensors that it loaded, as an engine that copies them."""
+
+    def digest_of(self, weights: Path) -> str:
+        return digest(unpack(weights.read_bytes()))
+
+    @property
+    def loaded(self) -> dict[str, str]:
+        """Digests of its adapters."""
+        return {name: held for name, (_, held) in self.adapters.items()}
 
     def load(self, directory: str) -> bool:
         if not Path(directory).is_dir():
@@ -170,6 +185,8 @@ class Run:
         self.base_dir = self.base.write(root / "base")
         self.channel = root / "channel"
         self.versions = [self.base]
+        self.adapters: dict[str, str] = {}
+        """digests of what was published as adapters, by name and version"""
         init_channel(self.channel, self.base_dir, sign_key=sign_key)
         self._publisher = stack.enter_context(
             Publisher.open(
@@ -196,6 +213,25 @@ class Run:
         if anchor:
             self._publisher.write_anchor()
         return number
+
+    def publish_adapter(self, name: str = "math", main_version: int | None = None) -> str:
+        """A version in which every byte is another one; returns its name in engines."""
+        number = 1 + sum(label.startswith(f"{name}@") for label in self.adapters)
+        label = f"{name}@{number}"
+        made = adapter_tensors(label)
+        directory = self.root / label
+        directory.mkdir()
+        (directory / "adapter_model.safetensors").write_bytes(pack(made))
+        (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
+        report = self._publisher.publish(
+            directory, step=number, component=f"adapter/{name}", main_version=main_version
+        )
+        assert report.version == number
+        self.adapters[label] = digest({each: data for each, (_, _, data) in made.items()})
+        return label
+
+    def retire(self, name: str) -> None:
+        self._publisher.retire(f"adapter/{name}")
 
     def make_due(self) -> list[str]:
         """What its upkeep makes beside the versions."""

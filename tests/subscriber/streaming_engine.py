@@ -21,7 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import uvicorn
-from hosts import on_disk
+from core_cases import unpack
+from hosts import digest, on_disk
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -49,11 +50,15 @@ class Engine:
         self.streamed = 0
         self.lingering, self.released = 0, asyncio.Event()
         """answers that are finished, but for their last bytes"""
+        self.adapters: dict[str, tuple[str, str]] = {}
+        """what each holds, and the directory that it is from"""
 
-    salt, prompt = "cache_salt", "prompt"
+    salt, prompt, adapter = "cache_salt", "prompt", "model"
 
     async def tokens(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         aborted = asyncio.Event()
+        # unloading leaves it to the requests under way
+        adapter, _ = self.adapters.get(request.get(self.adapter, ""), (None, ""))
         self.under_way[aborted] = request.get("rid", "")
         try:
             await self.running.wait()
@@ -69,7 +74,8 @@ class Engine:
                     return
                 reason = "length" if number == count - 1 else None
                 self.streamed += 1
-                yield {"text": f"{self.held} ", "finish_reason": reason, **cached}
+                weights = self.held if adapter is None else f"{self.held}+{adapter}"
+                yield {"text": f"{weights} ", "finish_reason": reason, **cached}
                 cached = {}
         finally:
             del self.under_way[aborted]
@@ -78,6 +84,12 @@ class Engine:
         asked = await request.json()
         self.requests.append({"headers": dict(request.headers), **asked})
         is_chat = "chat" in request.url.path
+        if set(asked.get(self.salt) or "") & set("@/\\\0"):
+            return JSONResponse(
+                {"error": {"message": "Parameter 'cache_salt' must not contain '@', '/'"}}, 400
+            )
+        if "@" in asked.get("model", "") and asked["model"] not in self.adapters:
+            return JSONResponse({"error": {"message": "no such model"}}, 404)
         if asked.get("stream"):
             return StreamingResponse(self.events(asked, is_chat), media_type="text/event-stream")
         choices = [choice async for choice in self.tokens(asked)]
@@ -138,6 +150,22 @@ class Engine:
         self.held = on_disk(Path(asked["kwargs"]["weights_path"]))
         return JSONResponse({"results": [None]})
 
+    async def load_adapter(self, request: Request) -> Response:
+        asked = await request.json()
+        name, path = asked["lora_name"], asked["lora_path"]
+        if name in self.adapters:
+            return JSONResponse({"error": {"message": "has already been loaded"}}, 400)
+        self.adapters[name] = digest(unpack(Path(path, "adapter_model.safetensors").read_bytes())), path
+        return JSONResponse({"success": True})
+
+    async def unload_adapter(self, request: Request) -> Response:
+        found = self.adapters.pop((await request.json())["lora_name"], None)
+        return JSONResponse({"success": found is not None}, 200 if found else 400)
+
+    def models(self) -> dict[str, Any]:
+        cards = [{"id": name, "root": path, "parent": "m"} for name, (_, path) in self.adapters.items()]
+        return {"data": [{"id": "m", "root": "m", "parent": None}, *cards]}
+
     async def relabel(self, request: Request) -> Response:
         self.label = (await request.json())["new_version"]
         return JSONResponse({"success": True, "new_version": self.label})
@@ -149,7 +177,6 @@ class Engine:
             _say("/headers", lambda: self.headers),
             _say("/streamed", lambda: self.streamed),
             _say("/lingering", lambda: self.lingering),
-            _say("/v1/models", lambda: {"object": "list", "data": [{"id": "policy"}]}),
             Route("/release", self.release, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
@@ -167,6 +194,9 @@ class Engine:
     def dialect(self) -> list[Route]:
         config = {"device_config": {"device": "cuda"}, "speculative_config": None}
         return [
+            Route("/v1/load_lora_adapter", self.load_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self.unload_adapter, methods=["POST"]),
+            _say("/v1/models", self.models),
             Route("/pause", self.pause, methods=["POST"]),
             Route("/resume", self.resume, methods=["POST"]),
             Route("/collective_rpc", self.reload, methods=["POST"]),
@@ -183,7 +213,7 @@ class SGLang(Engine):
     """`/generate` as slime asks it: token ids and their log probabilities, where it was aborted what came so
     far. `POST /double` sets what its answers call the weights."""
 
-    salt, prompt = "extra_key", "text"
+    salt, prompt, adapter = "extra_key", "text", "lora_path"
     said: str | None = None
 
     async def generate(self, request: Request) -> Response:
@@ -257,6 +287,9 @@ class SGLang(Engine):
         return [
             Route("/generate", self.generate, methods=["POST"]),
             Route("/abort_request", self.abort, methods=["POST"]),
+            Route("/load_lora_adapter", self.load_adapter, methods=["POST"]),
+            Route("/unload_lora_adapter", self.unload_adapter, methods=["POST"]),
+            _say("/v1/models", self.models),
             Route("/pause_generation", self.pause_generation, methods=["POST"]),
             Route("/continue_generation", self.resume, methods=["POST"]),
             Route("/update_weights_from_disk", self.load, methods=["POST"]),

@@ -55,6 +55,24 @@ def test_unmet_conditions_are_refused_with_what_is_there(site: Site, run: Run) -
         assert host.complete(headers=headers, **body).status_code == 400
 
 
+def test_requests_are_counted_by_outcome_and_their_tokens_by_version(site: Site, run: Run) -> None:
+    host = Host(site, run, Engine(site, kind="sglang"))
+    host.publish()
+    assert host.generate(4).status_code == 200
+    with host.client.stream("POST", "/generate", json={"text": "p", "stream": True}) as response:
+        assert events(response.iter_lines())[0]
+    assert host.generate(headers={"Weightcast-Min-Version": "2"}).status_code == 409
+    host.publish()
+    assert host.generate(5).status_code == 200
+
+    def counts() -> tuple[dict[str, int], dict[str, int]]:
+        gate = host.status()["gate"]
+        return {name: count for name, count in gate["outcomes"].items() if count}, gate["tokens"]
+
+    # counted after the last byte was sent
+    wait_until(lambda: counts() == ({"answered": 3, "unmet": 1}, {"1": 7, "2": 5}))
+
+
 def test_conditions_that_are_met_do_not_reach_the_engine(site: Site, run: Run) -> None:
     engine = Engine(site)
     host = Host(site, run, engine)

@@ -1,15 +1,18 @@
 """Requests with random conditions, updates all the while, engines and subscribers killed: whatever an answer
 holds is from versions that its conditions allow and its label names. Directly at gates, and through gateways,
-which are killed too."""
+which are killed too. `make soak-gate` makes it longer. The first host and the last gateway are never killed:
+their memory and descriptors are compared."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import random
+import re
 import time
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +22,9 @@ from hosts import Run, Site
 from waiting import wait_until
 
 REQUESTS = int(os.environ.get("GATE_REQUESTS", "1000"))
-CALLERS = 24
+HOSTS = int(os.environ.get("GATE_HOSTS", "3"))
+CALLERS = int(os.environ.get("GATE_CALLERS", "24"))
+SLACK_FDS = 16
 PATIENCE = 60.0
 
 
@@ -99,19 +104,23 @@ async def update(host: Host, done: asyncio.Event) -> None:
             await asyncio.wait_for(done.wait(), 1)
 
 
-async def kill(victims: list[Host | Engine | Gateway], done: asyncio.Event, draw: random.Random) -> int:
-    kills = 0
+async def kill(
+    victims: list[Host | Engine | Gateway], done: asyncio.Event, draw: random.Random
+) -> Counter[str]:
+    kills = Counter[str]()
     while not done.is_set():
         with suppress(TimeoutError):
             await asyncio.wait_for(done.wait(), 3)
-        await asyncio.to_thread(draw.choice(victims).restart)
-        kills += 1
+        victim = draw.choice(victims)
+        await asyncio.to_thread(victim.restart)
+        kills[type(victim).__name__] += 1
     return kills
 
 
 async def everything(
     host: Host, urls: list[str], victims: list[Host | Engine | Gateway], seed: int
-) -> tuple[Counter[str], int]:
+) -> tuple[Counter[str], Counter[str]]:
+    """What became of the requests, and what was killed how often."""
     done, seen = asyncio.Event(), Counter[str]()
     updates = asyncio.create_task(update(host, done))
     kills = asyncio.create_task(kill(victims, done, random.Random(seed)))
@@ -126,14 +135,21 @@ async def everything(
     return seen, await kills
 
 
-@pytest.mark.parametrize("gateways", [0, 2])
+def resources(process: Host | Gateway) -> tuple[int, int]:
+    """Resident memory in KiB, and descriptors."""
+    of = Path(f"/proc/{process.process.pid}")
+    [resident] = re.findall(r"VmRSS:\s+(\d+) kB", (of / "status").read_text())
+    return int(resident), len(list((of / "fd").iterdir()))
+
+
+@pytest.mark.parametrize("gateways", [0, 3])
 def test_no_answer_is_from_a_version_that_was_not_allowed(site: Site, run: Run, gateways: int) -> None:
-    kinds = ("vllm",) * 3 if gateways else ("vllm", "sglang")
+    kinds = ("vllm",) * HOSTS if gateways else ("vllm", "sglang")
     engines = [Engine(site, f"engine{number}", kind) for number, kind in enumerate(kinds)]
     hosts = [Host(site, run, engine, name=f"host{number}") for number, engine in enumerate(engines)]
     hosts[0].publish()
-    # one finds the gates in reports
-    sources = [gates_of(*hosts), ("--channel", run.channel)][:gateways]
+    # the others find the gates in reports
+    sources = [gates_of(*hosts), *[("--channel", run.channel)] * 2][:gateways]
     before = [Gateway(site, *source, name=f"gateway{number}") for number, source in enumerate(sources)]
     for gateway in before:
         wait_until(lambda: len(gateway.hosts()) == len(hosts))  # noqa: B023
@@ -141,9 +157,10 @@ def test_no_answer_is_from_a_version_that_was_not_allowed(site: Site, run: Run, 
     urls = [gateway.url + routes["vllm"] for gateway in before]
     urls = urls or [host.gate + routes[host.engines[0].kind] for host in hosts]
     seed = int(os.environ.get("GATE_SEED", "1"))
-    began = time.monotonic()
-    seen, kills = asyncio.run(everything(hosts[0], urls, [*hosts, *engines, *before], seed))
-    print(f"{dict(seen)}, {kills} kills, {len(run.versions)} versions, {time.monotonic() - began:.0f} s")
+    spared = [hosts[0], *before[-1:]]
+    began, at_first = time.monotonic(), [resources(one) for one in spared]
+    seen, kills = asyncio.run(everything(hosts[0], urls, [*hosts[1:], *engines, *before[:-1]], seed))
+    seconds = time.monotonic() - began
     assert seen["answered"] > REQUESTS // 4
     for gateway in before:
         wait_until(lambda: gateway.client.get("/v1/status").json()["waiting"] == 0)  # noqa: B023
@@ -151,3 +168,8 @@ def test_no_answer_is_from_a_version_that_was_not_allowed(site: Site, run: Run, 
         wait_until(lambda: host.status()["gate"]["waiting"] == 0)  # noqa: B023
         wait_until(lambda: set(host.status()["gate"]["requests"].values()) == {0})  # noqa: B023
         assert host.mislabeled() == 0
+    # idle connections are closed after some seconds
+    for one, (_, descriptors) in zip(spared, at_first, strict=True):
+        wait_until(lambda: resources(one)[1] < descriptors + SLACK_FDS)  # noqa: B023
+    print(f"{dict(seen)}, kills {dict(kills)}, {len(run.versions) - 1} versions, {seconds:.0f} s")
+    print(f"KiB and descriptors, first {at_first}, at the end {[resources(one) for one in spared]}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
+import forked
 import httpx
 import pytest
 from gate_kit import LONG, Engine, Gateway, Host, events, gates_of
@@ -97,6 +99,81 @@ def test_hosts_are_found_in_their_reports_and_chosen_by_version(site: Site, run:
     first.process.terminate()
     first.process.wait()
     wait_until(lambda: gateway.hosts().keys() == {second.gate})
+
+
+def test_hosts_that_a_publisher_knows_join_and_stop_under_requests(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.close()
+    port_file, watch = site.root / "publisher.port", site.root / "watch"
+    watch.mkdir()
+    monkeypatch.setenv("WEIGHTCAST_PUBLISHER_TOKEN", "publishers-token")
+    publisher = forked.weightcast(
+        *("publisher", "run", "--channel", run.channel, "--local", run.root / "publisher"),
+        *("--base", run.base_dir, "--watch", watch, "--poll-seconds", "0.1", "--threads", "1"),
+        *("--port", "0", "--port-file", port_file),
+        env={**os.environ, "WEIGHTCAST_TOKEN": "publishers-token"},
+    )
+    site.stack.callback(publisher.wait)
+    site.stack.callback(publisher.kill)
+    wait_until(port_file.exists)
+    url, token = (
+        f"http://127.0.0.1:{port_file.read_text().strip()}",
+        {"Authorization": "Bearer publishers-token"},
+    )
+    gateway = Gateway(site, "--publisher", url)
+
+    def save() -> None:
+        number = len(run.versions)
+        run.versions.append(run.versions[-1].changed(number))
+        run.versions[-1].write(site.root / "unfinished").rename(watch / f"step_{number}")
+
+    def join(number: int, *options: str) -> Host:
+        return Host(site, run, Engine(site, f"e{number}", "sglang"), name=f"host{number}", options=options)
+
+    done = Event()
+
+    def ask() -> list[httpx.Response]:
+        body = {"text": "p", "weightcast": {"min_version": 1}}
+        answers = [gateway.client.post("/generate", json=body)]
+        while not done.is_set():
+            answers.append(gateway.client.post("/generate", json=body))
+        return answers
+
+    save()
+    first = join(0, "--target", "1")
+    gateway.wait_for(1)
+    with ThreadPoolExecutor(4) as pool:
+        callers = [pool.submit(ask) for _ in range(4)]
+        try:
+            save()
+            second = join(1)
+            gateway.wait_for(1, 2)
+            # of the host that is behind, as others serve its version or a later one
+            oldest = gateway.client.get("/model_info")
+            first.process.terminate()
+            assert first.process.wait(LONG) == 0
+            wait_until(lambda: gateway.hosts().keys() == {second.gate})
+            newest = gateway.client.get("/model_info")
+            # its last words, for the fleet page
+            fleet = httpx.get(f"{url}/v1/fleet", headers=token, trust_env=False).json()
+            [stopped] = [each for each in fleet["hosts"] if each["standing"] == "stopped"]
+            # hosts that are known are kept
+            publisher.kill()
+            publisher.wait()
+            third = join(2)
+            third.wait_open(2)
+        finally:
+            done.set()
+        answers = [answer for caller in callers for answer in caller.result()]
+    assert [one.json()["weight_version"] for one in (oldest, newest)] == ["1", "2"]
+    assert {answer.status_code for answer in answers} == {200}
+    assert stopped["requests"]["answered"] > 0 < stopped["tokens"]["1"]
+    served = {answer.headers["weightcast-host"]: answer.json()["weightcast"] for answer in answers}
+    assert {label["version"] for label in served.values()} == {1, 2}
+    for answer in answers:
+        assert set(first.version_of(answer.json()["text"])) == {answer.json()["weightcast"]["version"]}
+    assert gateway.hosts().keys() == {second.gate}
 
 
 def test_a_session_keeps_its_host_while_that_is_ready(site: Site, run: Run) -> None:
@@ -295,7 +372,7 @@ def test_routes_that_speak_for_all_hosts(site: Site, run: Run, kind: str) -> Non
     assert gateway.client.get("/readyz").status_code == 200
     for _ in range(4):
         # of any host that answers
-        assert gateway.client.get("/v1/models").json()["data"] == [{"id": "policy"}]
+        assert [card["id"] for card in gateway.client.get("/v1/models").json()["data"]] == ["m"]
         for path in ("/model_info", "/get_model_info") if kind == "sglang" else ("/weight_info",):
             answer = gateway.client.get(path)
             assert answer.json()["weight_version"] == answer.headers["weightcast-version"] == "1"

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.reports import Update, pack_report, parse_report, read_reports
+from weightcast.shared.channel.reports import Report, Update, pack_report, parse_report, read_reports
 from weightcast.shared.checkpoint.state.state import Blocked, EngineState, Mark
 from weightcast.shared.daemon.fleet import REPORTS_PATH
 from weightcast.shared.daemon.reporter import (
@@ -47,6 +47,7 @@ from weightcast.subscriber.engines.rules import (
 from weightcast.subscriber.engines.rules import ResultState as Came
 from weightcast.subscriber.status import (
     EngineStatus,
+    GateStatus,
     HostStatus,
     LastError,
     UpdateStatus,
@@ -226,6 +227,29 @@ def test_reports_are_written_on_change_and_when_time_is_up(tmp_path: Path) -> No
     assert fifth == replace(fourth, counter=fourth.counter + 1)
     reporter.last(describe(fetching))
     assert read_reports(open_store(tmp_path))[0].counter == fifth.counter + 1
+
+
+def test_requests_at_the_gate_are_reported_but_no_reason_to_report(tmp_path: Path) -> None:
+    now = [0.0]
+    reporter = in_channel(channel(tmp_path), lambda: now[0])
+
+    def with_gate(answered: int, version: int | None) -> Report:
+        gate = GateStatus(
+            port=1, version=version, requests={"a": 2, "b": 1}, waiting=4,
+            outcomes={"answered": answered}, tokens={"3": 10 * answered},
+        )  # fmt: skip
+        return describe(STATUS.but(gate=gate))
+
+    reporter.report(with_gate(1, None))
+    [first] = read_reports(open_store(tmp_path))
+    assert first.requests == {"under_way": 3, "waiting": 4, "closed": 1, "answered": 1}
+    now[0] += PHASE_SECONDS + CHANGE_SECONDS
+    reporter.report(with_gate(2, 3))
+    assert read_reports(open_store(tmp_path)) == [first]
+    now[0] += 2 * EVERY_SECONDS
+    reporter.report(with_gate(3, 3))
+    [second] = read_reports(open_store(tmp_path))
+    assert (second.requests["answered"], second.requests["closed"], second.tokens) == (3, 0, {"3": 30})
 
 
 def test_a_report_that_cannot_be_written_is_told_and_tried_again_less_and_less_often(tmp_path: Path) -> None:

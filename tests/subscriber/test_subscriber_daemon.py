@@ -340,6 +340,7 @@ def test_targets_that_are_not_there_say_what_to_give(site: Site, run: Run, weigh
         (("--local", "L"), "channel"),
         (("--channel", "C"), "local"),
         (("--channel", "C", "--local", "L", "--engine", "ollama=http://x"), "unknown engine kind"),
+        (("--channel", "C", "--local", "L", "--engine", "sglan=http://x"), "did you mean sglang?"),
         (("--channel", "C", "--local", "L", "--target", "../x"), "target"),
         (("--channel", "C", "--local", "L", "--host", "0.0.0.0"), "token"),
     ],

@@ -25,7 +25,12 @@ from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
 from weightcast.shared.daemon.loop import failure_of
 from weightcast.shared.files import durable
-from weightcast.shared.files.hf_checkpoint import is_other_format, open_checkpoint
+from weightcast.shared.files.hf_checkpoint import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    is_other_format,
+    open_checkpoint,
+)
 from weightcast.shared.files.paths import exists, is_plain, printable
 
 OURS = ".weightcast-"
@@ -73,7 +78,12 @@ class _Directory:
 
     @property
     def has_weights(self) -> bool:
-        return any(map(holds_weights, self.files))
+        """Full ones."""
+        return any(name != ADAPTER_MODEL and holds_weights(name) for name in self.files)
+
+    @property
+    def has_adapter(self) -> bool:
+        return ADAPTER_MODEL in self.files
 
     @property
     def rank(self) -> int:
@@ -93,13 +103,20 @@ def look(
     has_arrived: Callable[[str, Marks], bool],
     is_left: Callable[[str], bool] = lambda name: False,
     own: Collection[str] = (),
+    is_adapter: Callable[[str], bool] | None = None,
 ) -> Observation:
     """Reads the headers of unknown directories only. `has_arrived`: whether that was seen to be renamed into
-    place; `is_left`: whether that is never published; `own`: real paths of our own directories.
+    place; `is_left`: whether that is never published; `own`: real paths of our own directories; `is_adapter`:
+    which directories with an adapter are looked at, and nothing else; None: full weights are.
     Raises RetryLater when `watch` is not there."""
     tree, problems = _walk(watch, own)
+    if is_adapter is None:
+        tree = {name: each for name, each in tree.items() if not each.has_adapter or each.has_weights}
+    else:
+        tree = {name: each for name, each in tree.items() if each.has_adapter and is_adapter(name)}
+        problems = {}
     unknown = []
-    for name in _worth_a_look(tree):
+    for name in _worth_a_look(tree) if is_adapter is None else sorted(tree):
         is_checkpoint = any(map(is_of_a_checkpoint, tree[name].files))
         if is_checkpoint and not tree[name].temporary and is_left(name):
             continue
@@ -110,7 +127,8 @@ def look(
                 if tree[name].temporary:
                     unknown.append(Candidate(name, files, temporary=True))
                 else:
-                    unknown.append(observe_candidate(watch, name, files, marker, has_arrived(name, files)))
+                    arrived, adapter = has_arrived(name, files), is_adapter is not None
+                    unknown.append(observe_candidate(watch, name, files, marker, arrived, adapter))
         except FileNotFoundError:
             continue  # removed meanwhile
         except OSError as error:
@@ -118,6 +136,11 @@ def look(
             problems[name] = Unpublished(name, failure_of(error).message, _READABLE)
     nothing = frozenset() if ROOT in tree and tree[ROOT].has_weights else frozenset({ROOT})
     return Observation(tuple(unknown), frozenset({*tree, *problems}) - nothing, tuple(problems.values()))
+
+
+def adapters_in(watch: Path, own: Collection[str]) -> list[str]:
+    """Names of the directories with an adapter. Raises as `look`."""
+    return sorted(name for name, each in _walk(watch, own)[0].items() if each.has_adapter)
 
 
 def _walk(watch: Path, own: Collection[str]) -> tuple[dict[str, _Directory], _Problems]:
@@ -230,17 +253,24 @@ def all_files(directory: Path) -> Marks:
     return frozenset(found)
 
 
-def observe_candidate(watch: Path, name: str, files: Marks, marker: str | None, arrived: bool) -> Candidate:
-    """`files`: the marks taken before. Raises OSError where it cannot be read."""
+def observe_candidate(
+    watch: Path, name: str, files: Marks, marker: str | None, arrived: bool, adapter: bool = False
+) -> Candidate:
+    """`files`: the marks taken before; `adapter`: of the adapter in it. Raises OSError where it cannot be
+    read."""
     directory = watch / name
     found = None if marker is None else _marker_after(watch, name, files, marker)
     finished = found is not None if marker is not None else arrived or was_moved_in(watch, name)
     try:
-        checkpoint = open_checkpoint(directory, follow_links=True)
+        checkpoint = open_checkpoint(directory, follow_links=True, adapter=adapter)
+        if adapter and all(mark.name != ADAPTER_CONFIG for mark in files):
+            raise RetryLater(f"{directory} has no {ADAPTER_CONFIG}", remedy="save it with peft")
     except WeightcastError as error:
         return Candidate(name, files, finished=finished, problem=failure_of(error))
     index = () if checkpoint.index_file is None else (checkpoint.index_file,)
     names = {path.name for path in (*checkpoint.weight_files, *index)}
+    if adapter:
+        names.add(ADAPTER_CONFIG)
     weights = frozenset(mark for mark in files if mark.name in names)
     if len(weights) != len(names):
         raise FileNotFoundError(f"{directory} grew while it was looked at")
@@ -283,10 +313,10 @@ def was_moved_in(watch: Path, name: str) -> bool:
     return False
 
 
-def sample(directory: Path) -> str:
+def sample(directory: Path, adapter: bool = False) -> str:
     """Digest of a checkpoint's tensors in whatever files: of all their bytes, or of blocks spread evenly over
     them where they are many. Raises WeightcastError and OSError where it cannot be read."""
-    checkpoint = open_checkpoint(directory, follow_links=True)
+    checkpoint = open_checkpoint(directory, follow_links=True, adapter=adapter)
     table, digest, at = checkpoint.table, blake3(), 0
     with ReadCheckpoint(checkpoint) as read:
         for number in sorted(range(len(table)), key=lambda number: table[number].name):

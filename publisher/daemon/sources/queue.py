@@ -15,6 +15,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from weightcast.publisher.api import Publisher
+from weightcast.publisher.daemon.sources.adapters import WatchedAdapters
 from weightcast.publisher.daemon.sources.source import (
     NO_CONTENT,
     LastContent,
@@ -27,7 +28,9 @@ from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater
+from weightcast.shared.channel.components import check_name
 from weightcast.shared.daemon.http import Answer
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import failure_of
@@ -52,6 +55,7 @@ class Job(BaseModel, frozen=True):
     """as it was asked for"""
     step: int | None = None
     key: str | None = None
+    component: str = MAIN
     state: Literal["queued", "running", "done", "failed"] = "queued"
     before: int | None = None
     """the channel's version when it was started"""
@@ -86,20 +90,28 @@ class Queue:
         rules: ExportRules = NO_RULES,
         watched: WatchedDirectory | None = None,
         remembered: int = REMEMBERED,
+        adapters: WatchedAdapters | None = None,
     ) -> None:
-        """`roots`: see `check_checkpoint`; `watched`: its checkpoints may be requested, too. Raises
-        DamagedFile when the file at `path` is not one of ours."""
-        self.rules, self.watched = rules, watched
+        """`roots`: see `check_checkpoint`; `watched`, `adapters`: their checkpoints may be requested, too.
+        Raises DamagedFile when the file at `path` is not one of ours."""
+        self.rules, self._watched, self._adapters = rules, watched, adapters
         self._memory = Memory(path, _Stored(), _FILE_LIMIT, _REMEDY)
         self._roots, self._remembered = roots, remembered
         self._lock = threading.RLock()
         self._poison = ""
         """id of the job whose publication crashed: not tried again"""
 
-    def request(self, checkpoint: str, step: int | None, key: str | None) -> Job:
+    def watched(self, component: str) -> WatchedDirectory | None:
+        if component == MAIN:
+            return self._watched
+        return None if self._adapters is None else self._adapters.of(component)
+
+    def request(self, checkpoint: str, step: int | None, key: str | None, component: str = MAIN) -> Job:
         """As `ask`. Raises Refused for what is not a checkpoint that may be published."""
+        if component != MAIN:
+            check_name(component)
         with self._lock:
-            known = self._of_key(checkpoint, step, key)
+            known = self._of_key(checkpoint, step, key, component)
         if known is None or known.has_ended:
             try:
                 check_checkpoint(checkpoint, self._roots)
@@ -108,13 +120,13 @@ class Queue:
                     raise
                 # consumed, or pruned by the trainer
                 return known if known.report is None else self.change(known, note=_unread(known.report))
-        return self.ask(checkpoint, step, key)
+        return self.ask(checkpoint, step, key, component)
 
-    def ask(self, checkpoint: str, step: int | None, key: str | None) -> Job:
+    def ask(self, checkpoint: str, step: int | None, key: str | None, component: str = MAIN) -> Job:
         """The job, or the earlier job of this key: queued once more if it has ended, since its
         checkpoint has to be compared. Raises Answer when the queue is full, and for a key reused."""
         with self._lock:
-            known = self._of_key(checkpoint, step, key)
+            known = self._of_key(checkpoint, step, key, component)
             if known is not None and not known.has_ended:
                 return self._put(known.model_copy(update={"repeat": known.state == "running"}))
             if len(self.open()) >= QUEUE_LIMIT:
@@ -124,7 +136,7 @@ class Queue:
                     "try again when one has finished",
                     {"Retry-After": "5"},
                 )
-            job = Job(id=new_request(), checkpoint=checkpoint, step=step, key=key)
+            job = Job(id=new_request(), checkpoint=checkpoint, step=step, key=key, component=component)
             return self._put(job if known is None else _again(known))
 
     def get(self, id: str) -> Job | None:
@@ -147,9 +159,10 @@ class Queue:
         for job in self.open():
             if job.state != "running":
                 continue
-            index = None if job.before is None else publisher.made_for(job.id, job.before)
+            asked = job.before is not None
+            index = publisher.made_for(job.id, job.before or 0, job.component) if asked else None
             if index is not None:
-                self.succeed(job, read_back(publisher, index, job.checkpoint))
+                self.succeed(job, read_back(publisher, index, job.checkpoint, job.component))
             else:
                 self.change(job, state="failed" if job.id == self._poison else "queued")
 
@@ -163,7 +176,9 @@ class Queue:
                 else:
                     self.change(job, state="done", report=job.earlier, note=_unread(job.earlier))
                 continue
-            running = self.change(job, state="running", before=publisher.version, repeat=False)
+            # versions of an adapter are few, and requests are not repeated: all are asked for it
+            before = publisher.version if job.component == MAIN else 0
+            running = self.change(job, state="running", before=before, repeat=False)
             return QueueJob(self, publisher, running, directory)
         return None
 
@@ -171,10 +186,11 @@ class Queue:
         self.change(job, error=failure_of(error))
         self._poison = "" if isinstance(error, RetryLater | NotInTime) else job.id
 
-    def _of_key(self, checkpoint: str, step: int | None, key: str | None) -> Job | None:
+    def _of_key(self, checkpoint: str, step: int | None, key: str | None, component: str) -> Job | None:
         jobs = self._memory.value.jobs
         known = next((job for job in jobs if key is not None and job.key == key), None)
-        if known is not None and (known.checkpoint, known.step) != (checkpoint, step):
+        asked = checkpoint, step, component
+        if known is not None and (known.checkpoint, known.step, known.component) != asked:
             raise Answer(
                 409, "this key was used for another checkpoint or step", "use a new key for each publication"
             )
@@ -196,7 +212,8 @@ class Queue:
 def _again(job: Job) -> Job:
     """To be compared with its earlier answer, if it has one."""
     earlier = job.earlier if job.report is None else job.report
-    return Job(id=job.id, checkpoint=job.checkpoint, step=job.step, key=job.key, earlier=earlier)
+    asked = {name: getattr(job, name) for name in ("id", "checkpoint", "step", "key", "component")}
+    return Job(**asked, earlier=earlier)
 
 
 def _compared(job: Job, report: Publication) -> str:
@@ -215,18 +232,19 @@ def _unread(answer: Publication) -> str:
 
 class QueueJob(SourceJob):
     def __init__(self, queue: Queue, publisher: Publisher, job: Job, directory: Path) -> None:
-        self.name, self.step = job.checkpoint, job.step
-        self._queue, self._publisher, self._job, self._directory = queue, publisher, job, directory
-        self._seen = None if queue.watched is None else queue.watched.see(directory)
+        self.name, self.step, self.component = job.checkpoint, job.step, job.component
+        self._queue, self._publisher, self._job, self.directory = queue, publisher, job, directory
+        self._watched = queue.watched(job.component)
+        self._seen = None if self._watched is None else self._watched.see(directory)
 
     def open(self) -> NewWeights:
         try:
-            return self._publisher.open_checkpoint(self._directory, self._queue.rules)
+            return self.open_in(self._publisher, self._queue.rules)
         except OSError as error:
             if error.errno not in _CLOSED:
                 raise
             raise Refused(
-                disk_text(error, self._directory),
+                disk_text(error, self.directory),
                 remedy="let the publisher's user read the checkpoint and its files, and ask again",
             ) from error
 
@@ -247,8 +265,8 @@ class QueueJob(SourceJob):
             log.warning("not published", checkpoint=self.name, **outcome.by_name())
             self._queue.change(self._job, state="failed", error=outcome)
             return
-        if self._queue.watched is not None and self._seen is not None:
-            self._queue.watched.adopt(self._seen, outcome.version, outcome.root)
+        if self._watched is not None and self._seen is not None:
+            self._watched.adopt(self._seen, outcome.version, outcome.root)
         self._queue.succeed(self._job, outcome)
 
     def interrupted(self, error: Exception) -> None:

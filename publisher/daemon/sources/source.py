@@ -6,14 +6,18 @@ A source remembers on disk what became of its checkpoints; the loop asks it what
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
 from weightcast.publisher.api import Publisher
+from weightcast.publisher.components import tensors_in
 from weightcast.publisher.publish.publish_job import Publication, report_of
+from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import index_key
@@ -75,6 +79,18 @@ class SourceJob:
 
     name: str
     step: int | None = None
+    component: str = MAIN
+    directory = Path()
+    """where the weights are, except of a hand-over"""
+
+    def target(self, publisher: Publisher) -> Publisher:
+        """The publisher of its component, which it begins where there is none. Raises Refused."""
+        return publisher.component(self.component, partial(tensors_in, self.directory))
+
+    def open_in(self, publisher: Publisher, rules: ExportRules) -> NewWeights:
+        """The weights in its directory. `rules`: for main."""
+        own = self.target(publisher)
+        return own.open_checkpoint(self.directory, rules if own is publisher else NO_RULES)
 
     def open(self) -> NewWeights:
         """Raises Refused for weights that changed since they were chosen, or cannot be read."""
@@ -112,8 +128,9 @@ class Source(Protocol):
         ...
 
 
-def read_back(publisher: Publisher, index: Index, source: str) -> Publication:
+def read_back(publisher: Publisher, index: Index, source: str, component: str = MAIN) -> Publication:
     """The report of a version whose publication did not live to report."""
-    found = publisher.store.stat(index_key(index.version))
+    channel = publisher.opened(component)
+    found = channel.store.stat(index_key(index.version))
     size = 0 if found is None else found.size
-    return report_of(index, publisher.run[1].table, size).shown(source)
+    return report_of(index, channel.require_ours()[1].table, size).shown(source)

@@ -3,13 +3,16 @@ Published checkpoints are deleted (`Consumer`) exactly as they were when they we
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import secrets
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from errno import EEXIST, ENOTEMPTY
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -31,14 +34,17 @@ from weightcast.publisher.daemon.sources.observation import OURS, all_files
 from weightcast.publisher.daemon.sources.source import LastContent, Memory, SourceJob, new_request
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import Refused, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.components import ADAPTER, check_name
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.status import Failure
 from weightcast.shared.daemon.timing import Backoff
 from weightcast.shared.files.disk_errors import disk_text
-from weightcast.shared.files.paths import is_directory, is_link, is_own_directory, matching
+from weightcast.shared.files.hf_checkpoint import ADAPTER_MODEL
+from weightcast.shared.files.paths import exists, is_directory, is_link, is_own_directory, matching
 
 _MEMORY = "inbox.json"
 _EXISTING = "before the first version, restart with --existing to publish them; later, `POST /v1/publish`"
@@ -54,6 +60,16 @@ _CONSUMED = f"{OURS}consumed-"
 _PAUSE = Backoff(0.5, 300.0)
 
 log = get_log("inbox")
+
+
+_SAVE = re.compile(r"((checkpoint|global_?step|step|iter|epoch)[-_]?)?\d+", re.ASCII | re.IGNORECASE)
+
+
+def component_of(name: str) -> str:
+    """Of a directory with an adapter, relative to the watched one: in peft's own layout a save has its
+    default adapter in itself, and others in directories of their names. Raises Refused."""
+    *above, last = name.split("/")
+    return check_name(ADAPTER + (last if above and not _SAVE.fullmatch(last) else "default"))
 
 
 class Consumer:
@@ -169,6 +185,8 @@ def _require_known(at: Path, directory: Path, known: Marks) -> None:
     """`directory`: what it was called when it was published."""
     if is_link(at):
         problem = "it is a link"
+    elif exists(at / ADAPTER_MODEL):
+        problem = "it holds an adapter"
     elif not _only_files(at):
         problem = "it holds links or directories"
     elif known != all_files(at):
@@ -228,17 +246,23 @@ class InboxStatus(BaseModel, frozen=True):
 class WatchedDirectory:
     """Used by one thread."""
 
-    def __init__(self, directory: Path, settings: PublisherSettings, renamed: deque[str]) -> None:
-        """`renamed`: names that were seen to be renamed into place."""
-        self.directory = directory
+    def __init__(
+        self,
+        directory: Path,
+        settings: PublisherSettings,
+        renamed: deque[str] | None = None,
+        component: str = MAIN,
+    ) -> None:
+        """`renamed`: names that were seen to be renamed into place; `component`: whose checkpoints it has."""
+        self.directory, self.component = directory, component
         self._waiting: tuple[Unpublished, ...] = ()
         self._skipped: list[SkippedStatus] = []
         self._skips = 0
         # A trainer may save over the base, as over any checkpoint.
         own = [path for name, path in settings.own_places.items() if name != "base"]
-        self._own = frozenset(map(os.path.realpath, own))
+        self.own = frozenset(map(os.path.realpath, own))
         self.settings = settings
-        self._renamed = renamed
+        self._renamed = deque[str]() if renamed is None else renamed
         self._arriving: set[str] = set()
         self._arrived: dict[str, Marks] = {}
         """checkpoints that were renamed into place, as they were then"""
@@ -247,11 +271,16 @@ class WatchedDirectory:
         self._present: frozenset[str] | None = None
         """what the last look saw"""
         self._place = os.path.realpath(directory)
-        self._memory = Memory(LocalPaths(settings.local).room / _MEMORY, InboxMemory(), _LIMIT, _REMEDY)
+        memory = _MEMORY if self.is_main else f"inbox-{component.replace('/', '-')}.json"
+        self._memory = Memory(LocalPaths(settings.local).room / memory, InboxMemory(), _LIMIT, _REMEDY)
         known = self._memory.value
-        self._is_first = known.watch != self._place
+        self.is_first = known.watch != self._place
         self.inbox = Inbox(settings, known.by_name(self._place))
         self._consumer = Consumer(directory, self.inbox)
+
+    @property
+    def is_main(self) -> bool:
+        return self.component == MAIN
 
     def ignore_existing(self, began: float, version: int) -> None:
         """Before anything else, if this directory was never watched from here: what is complete now was
@@ -259,7 +288,7 @@ class WatchedDirectory:
         completed after this process `began` (unix time)."""
         if self.settings.existing:
             self.inbox.forget_existing()
-        if self.settings.existing or not self._is_first or not is_directory(self.directory):
+        if self.settings.existing or not self.is_first or not is_directory(self.directory):
             return
         began_ns = None if version else int((began + observation.clock_offset(self.directory)) * 1e9)
         names = self.inbox.ignore_existing(self._look().unknown, began_ns)
@@ -270,8 +299,8 @@ class WatchedDirectory:
 
     def resume(self, publisher: Publisher) -> None:
         # names of an export that is renamed are not the base's
-        self.inbox.base = None if self.settings.rename else publisher.run[1].table
-        for name in self.inbox.resume(publisher.made_for):
+        self.inbox.base = publisher.run[1].table if self.is_main and not self.settings.rename else None
+        for name in self.inbox.resume(partial(publisher.made_for, component=self.component)):
             self.consume(name)
         self.store()
         self.sample_unread()
@@ -298,12 +327,18 @@ class WatchedDirectory:
             self.inbox.is_known,
             self._has_arrived,
             self.inbox.layouts.is_left,
-            self._own,
+            self.own,
+            None if self.is_main else self._is_ours,
         )
         self._arrived = {name: files for name, files in self._arrived.items() if name in found.names}
         self._consumer.changed.intersection_update(found.names)
         self._present = found.names
         return found
+
+    def _is_ours(self, name: str) -> bool:
+        with contextlib.suppress(Refused):
+            return component_of(name) == self.component
+        return False
 
     def _has_arrived(self, name: str, files: Marks) -> bool:
         """Until something in it changes: it may be written again in its place. Nothing in it when it arrived:
@@ -338,7 +373,7 @@ class WatchedDirectory:
             before = observation.marks_of(self.directory, name)
             if not files <= before:
                 return ""
-            found = observation.sample(self.directory / name)
+            found = observation.sample(self.directory / name, not self.is_main)
             return found if observation.marks_of(self.directory, name) == before else ""
         except (OSError, WeightcastError):
             return ""
@@ -349,9 +384,8 @@ class WatchedDirectory:
             name = str(directory.relative_to(self.directory.resolve()))
             if name != ROOT and not all(map(may_be_checkpoint, name.split("/"))):
                 return None
-            return observation.observe_candidate(
-                self.directory, name, observation.marks_of(self.directory, name), None, arrived=False
-            )
+            marks = observation.marks_of(self.directory, name)
+            return observation.observe_candidate(self.directory, name, marks, None, False, not self.is_main)
         except (OSError, ValueError):
             return None
 
@@ -417,7 +451,7 @@ class WatchedDirectory:
         self._told |= {(each.name, each.reason) for each in new}
 
     def consume(self, name: str) -> None:
-        if self.settings.consume:
+        if self.settings.consume and self.is_main:
             self._consumer.consume(name)
 
     def store(self) -> None:
@@ -429,18 +463,20 @@ class WatchedJob(SourceJob):
     def __init__(
         self, watched: WatchedDirectory, publisher: Publisher, choice: Choice, chosen: Candidate
     ) -> None:
-        self.name, self.step = chosen.name, step_of(chosen.name)
+        self.name, self.component = chosen.name, watched.component
+        self.directory = watched.directory / chosen.name
+        of_adapter = not watched.is_main and self.component == ADAPTER + chosen.name.rpartition("/")[2]
+        self.step = step_of(chosen.name.rpartition("/")[0] if of_adapter else chosen.name)
         self._watched, self._publisher, self._choice, self._chosen = watched, publisher, choice, chosen
         self._sampled = False
 
     def open(self) -> NewWeights:
         """From here on the checkpoint itself tells when it changes."""
-        directory = self._watched.directory / self.name
-        weights = self._publisher.open_checkpoint(directory, self._watched.settings.rules)
-        if not self._chosen.weights <= observation.marks(directory):
+        weights = self.open_in(self._publisher, self._watched.settings.rules)
+        if not self._chosen.weights <= observation.marks(self.directory):
             weights.close()
             raise Refused(
-                f"{directory} changed after it was examined",
+                f"{self.directory} changed after it was examined",
                 remedy="nothing to do: it is examined again; rename complete checkpoints in",
             )
         return weights

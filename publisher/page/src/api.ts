@@ -54,6 +54,12 @@ export interface Host {
   engines: Engine[];
   software: string;
   clock_offset_seconds: number | null;
+  /** URL of its gate, or empty. */
+  gate: string;
+  /** At its gate: under_way, waiting, closed (1: it admits none), and outcomes since its start. */
+  requests: Record<string, number>;
+  /** Of its gate's answers by version, the newest ones. */
+  tokens: Record<string, number>;
   /** Newest first; none in large fleets, where they are asked for host by host. */
   updates: Update[];
 }

@@ -5,6 +5,7 @@ import { Head } from "./head.tsx";
 import { LagPart } from "./lag.tsx";
 import { Token, useLive } from "./live.ts";
 import { PlanPart } from "./plan.tsx";
+import { RequestsPart } from "./requests.tsx";
 import { TokenForm } from "./token_form.tsx";
 import { VersionsPart } from "./versions.tsx";
 
@@ -33,6 +34,7 @@ function Page({ token, refused }: { token: string | null; refused: () => void })
       <Head shown={shown} />
       <main>
         <FleetPart fleet={shown.fleet} came={shown.came} live={shown.link.state === "live"} />
+        <RequestsPart fleet={shown.fleet} />
         <VersionsPart part={shown.versions} />
         <div class="pair">
           <LagPart fleet={shown.fleet} />

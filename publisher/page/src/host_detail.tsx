@@ -53,9 +53,15 @@ function facts(host: Host): [string, string][] {
     ["Run", host.run_id],
     ["Read from the channel", read(host.bytes)],
     ["Retries", count(host.retries)],
+    ...(host.gate === "" ? [] : [["Gate", gate(host)] satisfies [string, string]]),
     ["Clock", offset(host.clock_offset_seconds)],
     ["Software", host.software],
   ];
+}
+
+function gate({ gate, requests }: Host): string {
+  const now = requests.closed === 1 ? "closed" : `${count(requests.under_way)} under way`;
+  return `${gate}: ${now}, ${count(requests.waiting)} waiting, ${count(requests.answered)} answered`;
 }
 
 const CAUSES: [string, string][] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.elements import MAIN, TensorTable
 from weightcast.shared.base.errors import (
     MEND_CHANNEL,
     DamagedFile,
@@ -54,8 +55,9 @@ from weightcast.shared.checkpoint.verify.seed import (
 from weightcast.shared.codec.slime import digest_stream
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import error_text
-from weightcast.shared.files.hf_checkpoint import Checkpoint, check_pointers, open_checkpoint
+from weightcast.shared.files.hf_checkpoint import ADAPTER_MODEL, Checkpoint, check_pointers, open_checkpoint
 from weightcast.shared.files.paths import is_directory
+from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.files.strict_json import parse_object, write_object
 from weightcast.shared.kernels.loader import private_directory
 
@@ -273,8 +275,9 @@ def repair_sources(
 
 
 def base_digest(channel: Channel, base: Path | None) -> str | None:
-    """None without a base; empty where its digest is unknown, in the slime format."""
-    if base is None:
+    """None without a base; empty where its digest is unknown, in the slime format. The base of an adapter,
+    zeros, is everywhere."""
+    if base is None and (channel.base is None or not channel.base.is_adapter):
         return None
     return "" if channel.base is None else channel.base.digest
 
@@ -282,6 +285,9 @@ def base_digest(channel: Channel, base: Path | None) -> str | None:
 def full_weights(route: Route, version: int, base: Path | None, spool: Path) -> Path:
     """The directory with the full weights of a version that the plan of `route` seeds from: its files are
     mapped. From a channel that is not in a directory they are streamed into `spool`."""
+    described = route.channel.base
+    if version == 0 and described is not None and described.is_adapter:
+        return _zeros(described.table, spool / "zeros")
     files, index = _full_weights(route, version, base)
     if isinstance(files, Path):
         return files
@@ -295,6 +301,20 @@ def full_weights(route: Route, version: int, base: Path | None, spool: Path) -> 
     for key in names:
         durable.replace(durable.make_within(target, key), pieces_of(files, key), sync=False)
     return target
+
+
+def _zeros(table: TensorTable, directory: Path) -> Path:
+    """A checkpoint of `table` whose bytes are all zero, in a sparse file."""
+    ends = list(itertools.accumulate(spec.nbytes for spec in table))
+    entries = [
+        Entry(spec.name, spec.dtype, spec.shape, end - spec.nbytes, end)
+        for spec, end in zip(table, ends, strict=True)
+    ]
+    header, path = pack_header(entries, {"format": "pt"}), directory / ADAPTER_MODEL
+    directory.mkdir(exist_ok=True)
+    path.write_bytes(header)
+    os.truncate(path, len(header) + table.nbytes)
+    return directory
 
 
 def _full_weights(route: Route, version: int, base: Path | None) -> tuple[Path | Store, AnyIndex | None]:
@@ -330,7 +350,7 @@ def seed_source(route: Route, plan: Seed, directory: Path, *, threads: int) -> S
     if base is None:
         return _foreign_source(route, plan, directory, threads)
     if plan.version == 0:
-        return SeedSource(open_base(directory), start_of(base), base)
+        return SeedSource(open_base(directory, adapter=base.is_adapter), start_of(base), base)
     main = _main_index(route, plan.version)
     if not isinstance(main, Index):
         raise RetryLater(f"the index of version {plan.version} is gone", remedy="retry: another plan is made")
@@ -342,7 +362,8 @@ def seed_source(route: Route, plan: Seed, directory: Path, *, threads: int) -> S
         )
     lanes = anchor.tensors.put(base.table, np.zeros((len(base.table), 2), np.uint64))
     position = Position(main.version, main.digest, main.root, main.epoch, pack_lanes(lanes))
-    return SeedSource(open_checkpoint(directory, follow_links=False), position, base, anchor=anchor)
+    checkpoint = open_checkpoint(directory, follow_links=False, adapter=base.is_adapter)
+    return SeedSource(checkpoint, position, base, anchor=anchor)
 
 
 def _foreign_source(route: Route, plan: Seed, directory: Path, threads: int) -> SeedSource:
@@ -378,10 +399,10 @@ def _check_base_version(route: Route, checkpoint: Checkpoint) -> None:
                     )
 
 
-def open_base(directory: Path) -> Checkpoint:
+def open_base(directory: Path, *, adapter: bool = False) -> Checkpoint:
     """Raises Refused or DamagedFile when it is not a complete checkpoint."""
     try:
-        checkpoint = open_checkpoint(directory, follow_links=True, need_index=False)
+        checkpoint = open_checkpoint(directory, follow_links=True, need_index=False, adapter=adapter)
         check_pointers(checkpoint)
         return checkpoint
     except FileNotFoundError as error:
@@ -413,8 +434,8 @@ def remember_base(run_id: str, base: Path) -> None:
 
 def recorded_base(channel: Channel) -> Path | None:
     """The base from which this user made `channel` on this machine, not looked at. None: no record, or it is
-    gone."""
-    path = _base_path(channel)
+    gone; an adapter has none."""
+    path = _base_path(channel) if channel.store.component == MAIN else None
     return path if path is not None and is_directory(path) else None
 
 

@@ -139,7 +139,7 @@ def _base(found: Inspection) -> Base | None:
 
 def _checkpoint(found: Inspection, base: Base) -> None:
     try:
-        checkpoint = open_checkpoint(found.paths.directory, follow_links=False)
+        checkpoint = open_checkpoint(found.paths.directory, follow_links=False, adapter=base.is_adapter)
     except (WeightcastError, OSError) as error:
         return found.add("weights", error, _SEEDED)
     for problem in table_problems(checkpoint.table, base.table)[:50]:
@@ -210,7 +210,7 @@ def require_loadable(directory: Path) -> LocalState:
         raise RetryLater(f"{directory} is unfinished: {state.phase.value}", remedy=_SYNC)
     try:
         base = read_base(paths)
-        found = open_checkpoint(directory, follow_links=False)
+        found = open_checkpoint(directory, follow_links=False, adapter=base.is_adapter)
     except (FileNotFoundError, Refused) as error:
         raise NeedsReseed(f"{directory} cannot be loaded: {error}", remedy=_SYNC) from error
     problems = table_problems(found.table, base.table)
@@ -306,10 +306,10 @@ def _found(
     paths: LocalPaths, channel: Channel, base: Base, threads: int, advance: Advance | None
 ) -> LocalState | None:
     try:
-        checkpoint = open_checkpoint(paths.directory, follow_links=False)
+        checkpoint = open_checkpoint(paths.directory, follow_links=False, adapter=base.is_adapter)
     except (Refused, FileNotFoundError):
         return None
-    if checkpoint.table != base.table:
+    if checkpoint.table.specs != base.table.specs:
         return None
     unknown = LocalState(base.run_id, start_of(base), Phase.DIRTY, host=Boot.here())
     epochs: list[int] = []

@@ -1,0 +1,85 @@
+"""Commands `channel component add`, `retire` and `log`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from weightcast.publisher.components import facts_of, init_component, tensors_in
+from weightcast.publisher.publish.commit import Signer
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.components import (
+    Component,
+    add_component,
+    read_components,
+    retire_component,
+)
+from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.cli.options import channel_option, json_option, option, path, sign_key_option
+from weightcast.shared.cli.output import Output, or_dash, time_text
+from weightcast.shared.files.paths import ChannelAddress
+
+name_argument = click.argument("name", help="adapter/NAME.")
+
+
+@click.command
+@name_argument
+@channel_option
+@option("--like", type=path, required=True, help="peft's directory of an adapter with the same tensors.")
+@sign_key_option
+@json_option
+def add(name: str, channel: ChannelAddress, like: Path, sign_key: Path | None, as_json: bool) -> None:
+    """Add an adapter to a run by the tensors of another one. Its first publication does this too."""
+    opened = Channel.open(open_store(channel))
+    signer = Signer.load(sign_key)
+    signer.check_owner(opened.store)
+    init_component(opened, name, partial(tensors_in, like), signer.key)
+    _say(add_component(opened, name), as_json)
+
+
+@click.command
+@name_argument
+@channel_option
+@json_option
+def retire(name: str, channel: ChannelAddress, as_json: bool) -> None:
+    """End an adapter: hosts unload it, and nothing more is published to it. Its versions stay."""
+    _say(retire_component(Channel.open(open_store(channel)), name), as_json)
+
+
+def _say(component: Component, as_json: bool) -> None:
+    text = f"{component.name} is {component.state}"
+    Output(json=as_json).result(vars(component), lambda console: console.print(text))
+
+
+@click.command
+@channel_option
+@json_option
+def log(channel: ChannelAddress, as_json: bool) -> None:
+    """List the adapters of a run with their newest versions."""
+    opened = Channel.open(open_store(channel))
+    rows = [facts_of(opened, each) for each in read_components(opened)]
+    facts = {"channel": str(channel), "components": rows}
+    Output(json=as_json).result(facts, lambda console: _table(console, rows))
+
+
+def _table(console: Console, rows: list[dict[str, Any]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for title in ("component", "state", "version", "trained on", "step", "bytes", "full", "added"):
+        table.add_column(title, justify="left" if title in ("component", "state") else "right")
+    for row in rows:
+        table.add_row(
+            row["name"],
+            row["state"],
+            str(row["version"]),
+            or_dash(row["main_version"]),
+            or_dash(row["step"]),
+            or_dash(row["bytes"], "{:,}"),
+            f"{row['full_bytes']:,}",
+            time_text(row["added"]),
+        )
+    console.print(table)

@@ -1,0 +1,214 @@
+"""The adapters of a run as its publisher has them: a publisher of each nested channel, opened when first
+needed; what a version of an adapter carries and names besides its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from weightcast.publisher.publish.commit import Signer
+from weightcast.publisher.ranks.rendezvous import Rank, looks
+from weightcast.publisher.weights.config import (
+    carried_bytes,
+    digest_of,
+    is_config,
+    read_bytes,
+    read_config,
+)
+from weightcast.publisher.weights.match import bare_name
+from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
+from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.errors import NotInTime, Refused
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.components import (
+    COMPONENTS,
+    Component,
+    add_component,
+    check_name,
+    component_store,
+    open_component,
+    read_components,
+    require_active,
+    retire_component,
+    zero_base,
+)
+from weightcast.shared.channel.directory_store import mounted
+from weightcast.shared.channel.layout import BASE_JSON, CHANNEL_JSON
+from weightcast.shared.channel.run_files import (
+    Base,
+    ChannelFile,
+    is_carriable,
+    write_base,
+    write_channel_file,
+)
+from weightcast.shared.channel.signing import PrivateKey, signature_key, stated_by_base, write_signature
+from weightcast.shared.channel.store import AlreadyExists, Store
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
+from weightcast.shared.files import durable
+from weightcast.shared.files.hf_checkpoint import ADAPTER_CONFIG, ADAPTER_MODEL
+
+_OF_A_MODEL = re.compile(r"lora_(A|B|embedding_A|embedding_B)\.(?!weight$|bias$)[^.]+(\.|$)")
+"""a model has the adapter's name there"""
+TrainedOn = tuple[int, str]
+"""a version of main, and its root"""
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+P = TypeVar("P", bound=_Closes)
+
+
+def component_local(local: Path, name: str) -> Path:
+    """The publisher's own local checkpoint of a component. `local`: of the run's publisher."""
+    return LocalPaths(local).room / COMPONENTS / name
+
+
+def tensors_of(weights: NewWeights) -> TensorTable:
+    """Of a component that begins with these weights: names as peft saves them. Raises Refused for names of a
+    model with adapters in it."""
+    with contextlib.closing(weights):
+        specs = [spec._replace(name=bare_name(spec.name)) for spec in weights.table]
+    for spec in specs:
+        if _OF_A_MODEL.search(spec.name):
+            raise Refused(
+                f"{spec.name} is not a name in an adapter's file",
+                remedy="give peft.get_peft_model_state_dict(model)",
+            )
+    return TensorTable.of(specs)
+
+
+def tensors_in(adapter: Path) -> TensorTable:
+    """As `tensors_of`, of a directory."""
+    return tensors_of(AdapterWeights(adapter))
+
+
+def init_component(
+    run: Channel, name: str, tensors: Callable[[], TensorTable], key: PrivateKey | None = None
+) -> None:
+    """Makes the channel of an adapter with these tensors, then lists it: the commit point. What a kill left
+    before is made again. Raises Refused for a retired one."""
+    file, _ = run.require_ours()
+    store = component_store(run.store, name)
+    if any(each.name == name for each in read_components(run)):
+        add_component(run, name)
+        return
+    if store.stat(CHANNEL_JSON) is None:
+        root = mounted(run.store)
+        if root is not None:
+            durable.make_within(root, f"{COMPONENTS}/{name}/{BASE_JSON}")
+        base = zero_base(file.run_id, name, tensors())
+        store.replace(BASE_JSON, write_base(base))
+        if key is None:
+            store.delete(signature_key(BASE_JSON))
+        else:
+            store.replace(signature_key(BASE_JSON), write_signature(stated_by_base(base, time.time()), key))
+        failpoint("component.described", store.place())
+        with contextlib.suppress(AlreadyExists):
+            store.create(CHANNEL_JSON, write_channel_file(ChannelFile(file.run_id, time.time())))
+        failpoint("component.made", store.place())
+    add_component(run, name)
+    failpoint("component.listed", store.place())
+
+
+@dataclass
+class Components(Generic[P]):
+    """`store`, `local`: of the run's publisher; `open`: a publisher of a component's store and local
+    checkpoint."""
+
+    store: Store
+    local: Path
+    signer: Signer
+    rank: Rank
+    seconds: float
+    """ranks wait for each other this long"""
+    open: Callable[[Store, Path], P]
+    opened: dict[str, P] = field(default_factory=dict)
+
+    def get(self, name: str, tensors: Callable[[], TensorTable] | None = None) -> P:
+        """`tensors`: of its first publication, where it may be added by rank 0; the other ranks wait for
+        that. Raises Refused for a retired component, and for one that is not there and not added."""
+        if name not in self.opened:
+            self._require_listed(check_name(name), tensors)
+            own = component_local(self.local, name)
+            self.opened[name] = self.open(component_store(self.store, name), own)
+        return self.opened[name]
+
+    def _require_listed(self, name: str, tensors: Callable[[], TensorTable] | None) -> None:
+        for _ in looks(time.monotonic() + self.seconds):
+            run = Channel.open(self.store, self.signer.trust)
+            if tensors is not None and self.rank.number == 0:
+                init_component(run, name, tensors, self.signer.key)
+            if tensors is None or any(each.name == name for each in read_components(run)):
+                return require_active(run, name)
+        raise NotInTime(f"rank 0 did not add {name} in time", remedy="check that rank 0 publishes it too")
+
+    def retire(self, name: str) -> None:
+        retire_component(Channel.open(self.store, self.signer.trust), check_name(name))
+        if name in self.opened:
+            self.opened.pop(name).close()
+
+    def close(self) -> None:
+        while self.opened:
+            self.opened.popitem()[1].close()
+
+
+def trained_on(run: Channel, version: int | None) -> TrainedOn:
+    """`version`: of main; None: the newest. Raises Refused for one that is not in the channel."""
+    at = run.pointed() if version is None else version
+    if at == 0:
+        return 0, run.require_ours()[1].root
+    index = None if not 0 < at <= run.pointed() else run.own_index(at)
+    if index is None:
+        raise Refused(
+            f"version {at} of main is not in {run.place}", remedy="`weightcast channel log` lists versions"
+        )
+    return at, index.root
+
+
+def facts_of(run: Channel, component: Component) -> dict[str, Any]:
+    """With its newest version; None where nothing is published yet."""
+    nested = open_component(run, component.name)
+    version = nested.pointed()
+    index = nested.own_index(version) if version else None
+    return {
+        **vars(component),
+        "version": version,
+        "main_version": None if index is None else index.main_version,
+        "main_root": None if index is None else index.main_root,
+        "step": None if index is None else index.step,
+        "bytes": None if index is None else index.totals.delta_bytes,
+        "full_bytes": nested.require_ours()[1].table.nbytes,
+    }
+
+
+class AdapterWeights(CheckpointWeights):
+    """An adapter's directory, as peft saves it. It carries its configuration, and tokenizer and chat template
+    where they are not the run's."""
+
+    def __init__(self, directory: Path, run: Base | None = None) -> None:
+        """`run`: the base of main."""
+        super().__init__(directory, adapter=True)
+        try:
+            names = [path.name for path in self.checkpoint.other_files]
+            if self.checkpoint.weight_files[0].name != ADAPTER_MODEL or ADAPTER_CONFIG not in names:
+                raise Refused(
+                    f"{directory} has no {ADAPTER_MODEL} or no {ADAPTER_CONFIG}",
+                    remedy="save the adapter with peft's save_pretrained",
+                )
+            read_config(directory / ADAPTER_CONFIG)
+            known = {} if run is None else {record.name: record.blake3 for record in run.all_files}
+            wanted = [name for name in names if is_config(name) and is_carriable(name)]
+            digests = {n: digest_of(read_bytes(directory / n)) for n in (ADAPTER_CONFIG, *wanted)}
+            configs = {name: digest for name, digest in digests.items() if digest != known.get(name)}
+            self.facts = replace(self.facts, configs=configs, carry=carried_bytes(directory, configs))
+        except BaseException:
+            self.close()
+            raise

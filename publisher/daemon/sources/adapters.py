@@ -1,0 +1,57 @@
+"""Adapters in the watched directory: a watched directory of each, which sees that adapter alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weightcast.publisher.api import Publisher
+from weightcast.publisher.daemon.sources import observation
+from weightcast.publisher.daemon.sources.layouts import Unpublished
+from weightcast.publisher.daemon.sources.watched import WatchedDirectory, WatchedJob, component_of
+from weightcast.shared.base.errors import Refused
+from weightcast.shared.files.paths import is_directory
+
+_REMEDY = "rename the adapter to letters, digits and ._-, or publish it with `POST /v1/publish`"
+
+
+class WatchedAdapters:
+    """Used by one thread."""
+
+    def __init__(self, watched: WatchedDirectory) -> None:
+        self._directory, self._settings, self._own = watched.directory, watched.settings, watched.own
+        self._of: dict[str, WatchedDirectory] = {}
+        self.left: tuple[Unpublished, ...] = ()
+        """those with names that no component can have"""
+
+    def ignore_existing(self, began: float, version_of: Callable[[str], int]) -> None:
+        """As of WatchedDirectory. `version_of`: of a component, 0 where there is none."""
+        if is_directory(self._directory):
+            for name in self._found():
+                self._of[name].ignore_existing(began, version_of(name))
+
+    def resume(self, publisher: Publisher) -> None:
+        for each in self._of.values():
+            each.resume(publisher)
+
+    def next(self, publisher: Publisher) -> WatchedJob | None:
+        for name in self._found():
+            job = self._of[name].next(publisher)
+            if job is not None:
+                return job
+        return None
+
+    def of(self, component: str) -> WatchedDirectory | None:
+        return self._of.get(component)
+
+    def _found(self) -> list[str]:
+        """The components that are there."""
+        names, left = set[str](), []
+        for directory in observation.adapters_in(self._directory, self._own):
+            try:
+                names.add(component_of(directory))
+            except Refused as error:
+                left.append(Unpublished(directory, error.message, _REMEDY))
+        self.left = tuple(left)
+        for name in names - self._of.keys():
+            self._of[name] = WatchedDirectory(self._directory, self._settings, component=name)
+        return sorted(names)

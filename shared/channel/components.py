@@ -1,0 +1,221 @@
+"""Components of a run. `main` is the channel itself; each adapter is a channel of its own below it, which
+starts from zeros. `components.json` lists them: it is the commit point of adding and retiring one.
+docs/FORMAT.md, Components."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError, WrongRun
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.chain import Problem, faults
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.run_files import (
+    FORMAT,
+    Base,
+    check_format,
+    is_adapter,
+    parse_base,
+    run_id,
+    write_base,
+)
+from weightcast.shared.channel.signing import Trust
+from weightcast.shared.channel.store import AlreadyExists, Changed, Store, read_if_there
+from weightcast.shared.digest.checksums import hash_bytes, root
+from weightcast.shared.files.strict_json import Members, parse_object, write_object
+
+COMPONENTS, REGISTRY = "components", "components.json"
+ADAPTER = "adapter/"
+REGISTRY_LIMIT = 1 << 20
+ComponentState = Literal["active", "retired"]
+_TRIES = 20
+_NOT_LISTED = "hosts keep the adapters that they have; restore the file from a backup"
+
+
+@dataclass(frozen=True)
+class Component:
+    """`name`: `adapter/NAME`; `added`, `retired`: unix times on the writer's clock."""
+
+    name: str
+    state: ComponentState
+    added: float
+    retired: float | None = None
+
+    @property
+    def active(self) -> bool:
+        return self.state == "active"
+
+
+def check_name(name: str) -> str:
+    """`name`, if a component can have it. Raises Refused."""
+    if name == "draft":
+        raise Refused(
+            "drafts as a component of their own are not supported yet",
+            remedy="publish the draft inside the main checkpoint",
+        )
+    if not is_adapter(name):
+        raise Refused(
+            f"{name[:80]!r} is not the name of a component",
+            remedy="give adapter/NAME, NAME of letters, digits and ._- (at most 64, no dot or dash first)",
+        )
+    return name
+
+
+def component_store(store: Store, name: str) -> Store:
+    """Where the channel of a component is. `store`: of the run's channel. Raises Refused for a bad name."""
+    nested = store.within(f"{COMPONENTS}/{check_name(name)}")
+    nested.component = name
+    return nested
+
+
+def open_component(channel: Channel, name: str, known: Channel | None = None) -> Channel:
+    """The channel of a component, read with the trust of the run's channel. `known`: as of `Channel.open`.
+    Raises what that does, and WrongRun for the channel of another run."""
+    file, _ = channel.require_ours()
+    opened = Channel.open(component_store(channel.store, name), channel.trust, known)
+    found, _ = opened.require_ours()
+    if found.run_id != file.run_id:
+        raise WrongRun(
+            f"{opened.place} is of run {found.run_id}, its channel of run {file.run_id}",
+            remedy="restore the channel from one backup",
+        )
+    return opened
+
+
+def read_components(channel: Channel) -> tuple[Component, ...]:
+    """In the order of their names; none in a foreign channel. Raises DamagedFile and UnknownFormat."""
+    if channel.file is None:
+        return ()
+    data = read_if_there(channel.store, REGISTRY, REGISTRY_LIMIT)
+    return () if data is None else parse_registry(data, channel.file.run_id, channel.store.place(REGISTRY))
+
+
+def parse_registry(data: bytes, run: str, what: str = REGISTRY) -> tuple[Component, ...]:
+    """`run`: id of the channel's run. Raises UnknownFormat and DamagedFile."""
+    members = Members(parse_object(data, what), what)
+    check_format(members, what)
+    if run_id(members) != run:
+        raise DamagedFile(f"{what}: it is of run {run_id(members)!r}, its channel of run {run!r}")
+    found = tuple(_component(row, what) for row in members.array("components"))
+    names = [each.name for each in found]
+    if names != sorted(set(names)):
+        raise DamagedFile(f"{what}: its components are not sorted by name, or one is listed twice")
+    return found
+
+
+def _component(row: object, what: str) -> Component:
+    members = Members(row, f"{what}: components")
+    if not is_adapter(members.text("name", 128)):
+        raise members.bad("name", "adapter/NAME")
+    state = members.text("state", 32)
+    if state not in get_args(ComponentState):
+        raise members.bad("state", "active or retired")
+    found = members.record(Component, absent=("retired",), state=state)
+    if found.active != (found.retired is None):
+        raise members.bad("retired", "a time if the component is retired, else null")
+    return found
+
+
+def write_registry(run: str, components: tuple[Component, ...]) -> bytes:
+    rows = [asdict(each) for each in sorted(components, key=lambda each: each.name)]
+    return write_object({"format": FORMAT, "run_id": run, "components": rows})
+
+
+def add_component(channel: Channel, name: str) -> Component:
+    """Lists an active component; as it is where it is listed already. Raises Refused for a retired one."""
+
+    def added(there: Component | None) -> Component:
+        if there is not None and not there.active:
+            raise _retired(name)
+        return there or Component(check_name(name), "active", time.time())
+
+    return _put(channel, name, added)
+
+
+def retire_component(channel: Channel, name: str) -> Component:
+    """Raises Refused where it is not listed. A retired one stays as it is."""
+
+    def ended(there: Component | None) -> Component:
+        if there is None:
+            raise _unknown(channel, name)
+        return replace(there, state="retired", retired=time.time()) if there.active else there
+
+    return _put(channel, name, ended)
+
+
+def require_active(channel: Channel, name: str) -> None:
+    """Raises Refused for a component that is not listed, or retired."""
+    if not require_listed(channel, name).active:
+        raise _retired(name)
+
+
+def require_listed(channel: Channel, name: str) -> Component:
+    """Raises Refused for a component that is not listed."""
+    there = next((each for each in read_components(channel) if each.name == check_name(name)), None)
+    if there is None:
+        raise _unknown(channel, name)
+    return there
+
+
+def _unknown(channel: Channel, name: str) -> Refused:
+    remedy = "check the name; `weightcast channel component log` lists them"
+    return Refused(f"{channel.place} has no component {name}", remedy=remedy)
+
+
+def _retired(name: str) -> Refused:
+    return Refused(f"{name} is retired", remedy="add the adapter under another name")
+
+
+def _put(channel: Channel, name: str, change: Callable[[Component | None], Component]) -> Component:
+    run = channel.require_ours()[0].run_id
+    for left in reversed(range(_TRIES)):
+        data = read_if_there(channel.store, REGISTRY, REGISTRY_LIMIT)
+        known = {} if data is None else {c.name: c for c in parse_registry(data, run)}
+        found = change(known.get(name))
+        if found == known.get(name):
+            return found
+        written = write_registry(run, (*(known | {name: found}).values(),))
+        try:
+            if data is None:
+                channel.store.create(REGISTRY, written)
+            else:
+                channel.store.replace(REGISTRY, written, expected=data)
+            return found
+        except (AlreadyExists, Changed):
+            if not left:
+                raise
+    raise AssertionError("unreachable")
+
+
+def all_faults(store: Store, advance: Advance | None = None, trust: Trust | None = None) -> list[Problem]:
+    """As `faults`, of a channel and, if it is a run's, of its components, which their problems name."""
+    problems = faults(store, advance, trust)
+    try:
+        run = Channel.open(store)
+    except WeightcastError:
+        return problems
+    try:
+        names = [each.name for each in read_components(run)]
+    except WeightcastError as error:
+        return [*problems, Problem(None, error.message, "channel", meaning=_NOT_LISTED)]
+    for name in names:
+        try:
+            found = faults(component_store(store, name), advance, trust)
+        except WeightcastError as error:
+            found = [Problem(None, error.message, "channel")]
+        problems += [replace(each, message=f"{name}: {each.message}") for each in found]
+    return problems
+
+
+def zero_base(run: str, component: str, tensors: TensorTable) -> Base:
+    """Version 0 of a component: `tensors`, all bytes zero. Nobody needs a file for it."""
+    table = TensorTable(tensors.specs, check_name(component))
+    lanes_of = {size: hash_bytes(np.zeros(size, np.uint8)) for size in set(table.sizes.tolist())}
+    lanes = np.array([lanes_of[spec.nbytes] for spec in table], np.uint64).reshape(-1, 2)
+    return parse_base(write_base(Base(run, table, lanes, root(table, lanes), ())))

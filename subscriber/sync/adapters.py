@@ -1,0 +1,439 @@
+"""Adapters of a run on a host: each follows a channel of its own, within the run's, and engines load its
+finished versions under names of their own. `Adapters._bring` is the order.
+
+An adapter is loaded only into an engine that holds the main weights it was trained on. Before an engine is
+paused for other main weights, all adapters are taken from it. What a process of an engine has loaded is
+recorded durably once it was loaded, and forgotten before it is unloaded: a name that is not in the record is
+not trusted, and unloaded when it is seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import partial
+
+from weightcast.shared.base.errors import (
+    DamagedFile,
+    EngineFailed,
+    NeedsReseed,
+    RetryLater,
+    Stopped,
+    WeightcastError,
+)
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.components import (
+    ADAPTER,
+    REGISTRY,
+    component_store,
+    open_component,
+    read_components,
+)
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.layout import Pointer
+from weightcast.shared.channel.run_files import FORMAT
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
+from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position
+from weightcast.shared.daemon.timing import Backoff, Due
+from weightcast.shared.files import durable
+from weightcast.shared.files.strict_json import Members, parse_object, write_object
+from weightcast.subscriber.engines.adapter import NoAdapters
+from weightcast.subscriber.engines.host import HostEngine
+from weightcast.subscriber.status import AdapterStatus
+from weightcast.subscriber.sync.exported import Exported, ExportedAdapters
+from weightcast.subscriber.sync.host import StepHost, known
+
+GRACE_SECONDS = 60.0
+"""before an old version is unloaded where no gate counts the requests that use it"""
+_REGISTRY_SECONDS = 10.0
+"""between two looks for components where every look is a request"""
+_VISIBLE_SECONDS = 5.0
+"""that what a pointer implies is waited for in a step: main versions wait behind it"""
+_RETRY = Backoff(1.0, 60.0)
+_STATE_LIMIT = 4 << 20
+
+
+@dataclass
+class _Adapter:
+    """`updater`: None once it is retired, or not wanted here."""
+
+    name: str
+    updater: LocalUpdater | None
+    channel: Channel | None = None
+    target: int | None = None
+    here: int | None = None
+    """the version of its local checkpoint, as far as this process brought it there"""
+    versions: dict[int, Exported] = field(default_factory=dict)
+    """exported, by number"""
+    newest: Exported | None = None
+    """that was ever here"""
+    error: WeightcastError | None = None
+    old_since: dict[int, float] = field(default_factory=dict)
+    """when a version that engines may have was first not kept any more"""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What a process of an engine has loaded: the version's digest, by its name."""
+
+    process: str | None = None
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+
+class Adapters:
+    """Used by the work thread; `withdraw` by threads of a reload, while that waits. An error of an adapter is
+    its own: all others, and the main component, go on."""
+
+    def __init__(self, host: StepHost) -> None:
+        self._host, self._options, self._engines = host, host.options, host.engines
+        self._store, self._exported = host.updater.store, ExportedAdapters(host.options.local / "adapters")
+        self._adapters: dict[str, _Adapter] = {}
+        self._main: Position | None = None
+        """of the main component, as it is here"""
+        self._loaded: dict[str, _Loaded] = {}
+        """by engine"""
+        self._begun = self._listed = False
+        """the disk was read; the registry was"""
+        self._new: set[str] = set()
+        """engines that are given all that is kept, since they started"""
+        self._failed: dict[tuple[str, str], tuple[int, float, WeightcastError]] = {}
+        """by engine and name, or by adapter alone: failures in a row, when the next try is due, why"""
+        self._saving = threading.Lock()
+        self._run: Channel | None = None
+        self._visible_seconds = min(host.options.visible_seconds, _VISIBLE_SECONDS)
+        self._looks = Due(0.0 if self._store.renames else _REGISTRY_SECONDS, host.clock)
+        host.adapters = self._status
+        for engine in self._engines.engines:
+            engine.before_pause = partial(self.withdraw, engine)
+
+    def close(self) -> None:
+        for one in self._adapters.values():
+            if one.updater is not None:
+                one.updater.close()
+
+    def recover(self) -> None:
+        """What an earlier process left here. Before any engine is paused."""
+        if self._begun:
+            return
+        for found in sorted(self._exported.scan(), key=lambda each: each.version):
+            one = self._adapter(found.name)
+            one.versions[found.version] = one.newest = found
+        for name in self._exported.left():
+            self._adapter(name)
+        try:
+            what = str(self._exported.state)
+            members = Members(parse_object(durable.read_file(self._exported.state, _STATE_LIMIT), what), what)
+            for name, value in members.object("engines").items():
+                row = Members(value, what)
+                process = None if row.is_null("process") else row.text("process")
+                if name in {engine.name for engine in self._engines.engines}:
+                    self._loaded[name] = _Loaded(process, row.text_map("loaded"))
+        except (FileNotFoundError, DamagedFile):
+            self._loaded = {}  # nothing is trusted: all is loaded anew
+        self._begun = True
+
+    def step(self, main: LocalState | None, *, follow: bool = True) -> None:
+        """`main`: of the main component, as it is here. Without `follow` the channel is left alone: engines
+        get what is here."""
+        known_here = self._adapters or self._loaded
+        if main is None or main.phase is not Phase.CLEAN or not (self._options.adapters or known_here):
+            return
+        self._main = main.position
+        if follow:
+            try:
+                self._read_registry()
+            except (WeightcastError, OSError) as error:
+                self._host.degrade(f"adapters: {known(error).message}")
+        in_sync = self._engines.in_sync(main)
+        engines = [each for each in self._engines.engines if each.name in in_sync]
+        if self._adapters or self._loaded:
+            for engine in engines:
+                self._look_at(engine)
+        if self._engines.traffic is not None:
+            targets = {name: one.target or 0 for name, one in self._adapters.items() if self._wanted(one)}
+            self._engines.traffic.adapters = targets
+        for one in list(self._adapters.values()):
+            self._bring(one, engines, follow)
+        self._new.clear()
+
+    def _bring(self, one: _Adapter, engines: Sequence[HostEngine], follow: bool) -> None:
+        """One adapter to its newest version, as far as it goes."""
+        one.error = None
+        try:
+            if follow:
+                self._require_due("", one.name)
+                self._follow(one)
+                self._export(one)
+                self._failed.pop(("", one.name), None)
+        except Stopped:
+            raise
+        except (WeightcastError, OSError) as error:
+            one.error, one.here = known(error), None
+            self._fail("", one.name, one.error)
+        kept = self._kept(one)  # those that belong to the main weights here
+        for engine in engines:
+            self._load(engine, one, kept)  # and record
+            self._offer(engine, one, kept)
+            self._unload_old(engine, one, kept)
+        self._delete_old(one, kept)
+
+    def withdraw(self, engine: HostEngine) -> None:
+        """Before the engine is paused for other main weights. Raises EngineFailed where it keeps one."""
+        loaded = self._loaded.get(engine.name, _Loaded())
+        if self._options.allow_base_drift or not (self._adapters or loaded.digests):
+            return
+        if self._engines.traffic is not None:
+            self._engines.traffic.withdraw(engine.name)
+        if loaded.digests:
+            self._record(engine, _Loaded(loaded.process))
+        with suppress(NoAdapters):
+            self._unload_strange(engine, engine.adapters(), ())
+        failpoint("adapter.withdrawn")
+
+    def _adapter(self, name: str) -> _Adapter:
+        return self._adapters.setdefault(name, _Adapter(name, None))
+
+    def _wanted(self, one: _Adapter) -> bool:
+        """Until the registry was read nothing is known to be retired."""
+        return one.updater is not None or not self._listed
+
+    # from the channel
+
+    def _read_registry(self) -> None:
+        if not self._looks.take():
+            return
+        names: set[str] = set()
+        if self._options.adapters and self._store.stat(REGISTRY) is not None:
+            self._run = Channel.open(self._store, self._options.trust, self._run)
+            names = {one.name.removeprefix(ADAPTER) for one in read_components(self._run) if one.active}
+        wanted = {n for n in names if any(fnmatchcase(n, pattern) for pattern in self._options.adapters)}
+        for name in wanted:
+            one = self._adapter(name)
+            if one.updater is None:
+                store = component_store(self._store, ADAPTER + name)
+                options = replace(self._host.updater.options, visible_seconds=self._visible_seconds)
+                options = replace(options, on_phase=_pass, on_wait=_pass, before_replay=_pass)
+                one.updater = LocalUpdater(store, self._exported.followed(name), None, options)
+        for one in self._adapters.values():
+            if one.name not in wanted and one.updater is not None:
+                one.updater.close()
+                one.updater = one.channel = one.target = None
+        self._listed = True
+
+    def _follow(self, one: _Adapter) -> None:
+        """Its local checkpoint to its newest version, where that is not exported yet."""
+        if one.updater is None or self._run is None:
+            return
+        if one.channel is None or self._store.renames:
+            one.channel = open_component(self._run, ADAPTER + one.name, one.channel)
+        one.target = (one.channel.pointer() or Pointer(0)).version
+        if one.target and one.target != one.here and one.target not in one.versions:
+            one.updater.update_to(one.channel, advance=self._host.advance)
+            one.here = None if one.updater.state is None else one.updater.state.position.version
+
+    def _export(self, one: _Adapter) -> None:
+        local = None if one.updater is None else one.updater.local
+        if one.updater is None or one.channel is None or local is None:
+            return
+        position = local.state.position
+        if position.version in (0, *one.versions) or local.state.phase is not Phase.CLEAN:
+            return
+        index = one.channel.index(one.channel.pointer() or Pointer(0), position.version, local.table)
+        if not isinstance(index, Index) or index.version_digest != position.digest:
+            raise RetryLater(
+                f"the index of {one.name}@{position.version} is gone", remedy="wait for a newer one"
+            )
+        made = Exported(one.name, index.version, position.digest, index.main_version, index.main_root)
+        one.newest = made
+        if self._is_past(made):
+            return
+        carried = [name for name in one.updater.side_files.names(position) if "/" not in name]
+        try:
+            self._exported.export(made, local, carried, self._options.readable_by)
+        except NeedsReseed:
+            one.updater.rehash()  # the next step repairs it
+            raise
+        one.versions[made.version] = made
+
+    def _is_past(self, of: Exported) -> bool:
+        """Whether it belongs to main weights that this host has left."""
+        return not self._fits(of) and self._main is not None and of.main_version < self._main.version
+
+    def _fits(self, of: Exported) -> bool:
+        return self._options.allow_base_drift or (self._main is not None and of.main_root == self._main.root)
+
+    def _kept(self, one: _Adapter) -> list[Exported]:
+        """Newest first."""
+        fit = [each for each in one.versions.values() if self._wanted(one) and self._fits(each)]
+        return sorted(fit, key=lambda each: -each.version)[: self._options.adapters_kept]
+
+    def _delete_old(self, one: _Adapter, kept: Sequence[Exported]) -> None:
+        loaded = {label for each in self._loaded.values() for label in each.digests}
+        newest = max(one.versions, default=None)
+        for each in list(one.versions.values()):
+            waits = self._wanted(one) and each.version == newest and not self._is_past(each)
+            if not (waits or each in kept or each.label in loaded):
+                self._exported.delete(each)
+                del one.versions[each.version]
+        if not self._wanted(one) and not one.versions:
+            self._exported.forget(one.name)
+            del self._adapters[one.name]
+
+    # engines
+
+    def _look_at(self, engine: HostEngine) -> None:
+        before, process = self._loaded.get(engine.name, _Loaded()), engine.facts.process
+        if before.process != process or not before.digests:
+            self._new.add(engine.name)
+        if before.process != process:
+            before = _Loaded()
+            self._failed = {key: each for key, each in self._failed.items() if key[0] != engine.name}
+        own = {e.label: e for one in self._adapters.values() for e in one.versions.values()}
+        try:
+            there = engine.adapters()
+            trusted = {
+                label: digest
+                for label, digest in before.digests.items()
+                if label in own
+                and (own[label].digest, self._path(engine, own[label])) == (digest, there.get(label))
+            }
+            if self._loaded.get(engine.name) != (now := _Loaded(process, trusted)):
+                self._record(engine, now)
+            self._unload_strange(engine, there, trusted)
+            self._failed.pop((engine.name, ""), None)
+        except EngineFailed as failure:
+            self._fail(engine.name, "", failure)
+
+    def _unload_strange(self, engine: HostEngine, there: Mapping[str, str], trusted: Collection[str]) -> None:
+        """What the engine has of ours beyond what is `trusted`: loaded by a process that was killed, or over
+        other main weights."""
+        for label, path in there.items():
+            ours = label.rpartition("@")[0] in self._adapters or path.startswith(self._path(engine))
+            if ours and label not in trusted:
+                engine.unload_adapter(label)
+                failpoint("adapter.unloaded")
+
+    def _path(self, engine: HostEngine, exported: Exported | None = None) -> str:
+        """As the engine sees it."""
+        return f"{engine.spec.path.rstrip('/')}/adapters/{exported.directory if exported else ''}"
+
+    def _load(self, engine: HostEngine, one: _Adapter, kept: Sequence[Exported]) -> None:
+        """The newest version; an engine that started since gets all that are kept."""
+        for each in kept if engine.name in self._new else kept[:1]:
+            if each.label in self._of(engine):
+                continue
+            try:
+                self._require_due(engine.name, "")
+                self._require_due(engine.name, each.label)
+                self._load_one(engine, each)
+                self._failed.pop((engine.name, each.label), None)
+            except EngineFailed as failure:
+                self._fail(engine.name, each.label, failure)
+                if each is kept[0]:
+                    one.error = failure
+
+    def _load_one(self, engine: HostEngine, exported: Exported) -> None:
+        if engine.grouped:
+            raise NoAdapters("adapters are not loaded in engine groups yet", remedy="give --adapters none")
+        engine.load_adapter(exported.label, self._path(engine, exported))
+        failpoint("adapter.loaded")
+        there, before = engine.adapters(), {**self._of(engine), exported.label: exported.digest}
+        left = {label: digest for label, digest in before.items() if label in there}
+        self._record(engine, _Loaded(engine.facts.process, left))
+        newest = {kept[0].label for one in self._adapters.values() if (kept := self._kept(one))}
+        if lost := sorted(newest & before.keys() - left.keys()):
+            raise EngineFailed(
+                f"engine {engine.name} keeps {len(there)} adapters: {lost[0]} had to go for {exported.label}",
+                remedy="raise its limit (SGLang: --max-loaded-loras), or lower --adapters-kept",
+            )
+
+    def _of(self, engine: HostEngine) -> Mapping[str, str]:
+        return self._loaded.get(engine.name, _Loaded()).digests
+
+    def _fail(self, engine: str, name: str, failure: WeightcastError) -> None:
+        times, due, _ = self._failed.get((engine, name), (0, 0.0, failure))
+        now = self._host.clock()
+        if now >= due:
+            times, due = times + 1, now + _RETRY.pause(times + 1)
+        self._failed[engine, name] = times, due, failure
+
+    def _require_due(self, engine: str, name: str) -> None:
+        """Raises what the last try failed with; of an engine itself until a look succeeds."""
+        _, due, failure = self._failed.get((engine, name), (0, 0.0, None))
+        if failure is not None and (not name or self._host.clock() < due):
+            raise failure
+
+    def _record(self, engine: HostEngine, loaded: _Loaded) -> None:
+        """Durable when it returns."""
+        with self._saving:
+            self._loaded = {**self._loaded, engine.name: loaded}
+            rows = {n: {"process": one.process, "loaded": one.digests} for n, one in self._loaded.items()}
+            self._exported.directory.mkdir(exist_ok=True)
+            durable.replace(self._exported.state, write_object({"format": FORMAT, "engines": rows}))
+        failpoint("adapter.recorded")
+
+    def _offer(self, engine: HostEngine, one: _Adapter, kept: Sequence[Exported]) -> None:
+        if self._engines.traffic is not None:
+            loaded = self._of(engine)
+            versions = {each.version for each in kept if each.label in loaded}
+            self._engines.traffic.offer(engine.name, one.name, versions)
+
+    def _unload_old(self, engine: HostEngine, one: _Adapter, kept: Sequence[Exported]) -> None:
+        """Once no request can be using it."""
+        loaded, names = dict(self._of(engine)), {each.label for each in kept}
+        for label in [each for each in loaded if each.rpartition("@")[0] == one.name and each not in names]:
+            if self._in_use(engine, one, int(label.rpartition("@")[2])):
+                continue
+            del loaded[label]
+            self._record(engine, _Loaded(engine.facts.process, dict(loaded)))
+            try:
+                engine.unload_adapter(label)
+                failpoint("adapter.unloaded")
+            except EngineFailed as failure:
+                self._fail(engine.name, "", failure)
+
+    def _in_use(self, engine: HostEngine, one: _Adapter, version: int) -> bool:
+        if self._engines.traffic is not None:
+            return self._engines.traffic.uses(engine.name, one.name, version)
+        now = self._host.clock()
+        return now - one.old_since.setdefault(version, now) < GRACE_SECONDS
+
+    # for people
+
+    def _status(self) -> Iterator[AdapterStatus]:
+        """Also while engines are reloaded."""
+        engines = self._engines.engines
+        found = [(engine.facts.process, self._loaded.get(engine.name)) for engine in engines]
+        held = [each.digests for process, each in found if each and each.process == process]
+        for one in self._adapters.values():
+            if not self._wanted(one):
+                continue
+            kept, newest = self._kept(one), one.newest
+            in_all = [each.version for each in kept if all(each.label in its for its in held)]
+            loaded = in_all if len(held) == len(engines) else []
+            text = "" if one.error is None else one.error.message
+            if not text and newest is not None and self._main is not None and not self._fits(newest):
+                text = (
+                    f"version {newest.version} belongs to main version {newest.main_version}, and this host "
+                    f"has {self._main.version}"
+                )
+            is_here = bool(loaded) and (one.target or 0) <= loaded[0]
+            yield AdapterStatus(
+                name=one.name,
+                version=one.here if newest is None else newest.version,
+                target=one.target,
+                main_version=None if newest is None else newest.main_version,
+                loaded=tuple(loaded),
+                state="failed" if one.error else "loaded" if is_here else "behind" if loaded else "waiting",
+                error=text,
+                remedy="" if one.error is None else one.error.remedy,
+                ready=bool(loaded) or one.target == 0,
+            )
+
+
+def _pass(given: object) -> None:
+    pass

@@ -1,0 +1,143 @@
+"""Versions of adapters as engines load them: `LOCAL/adapters/NAME-v000017/`, a PEFT directory and a record of
+its files. It gets its name once every byte is durable and proven, and is never changed after that."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, MaxLen
+
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, WeightcastError
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.index import file_record
+from weightcast.shared.channel.run_files import FORMAT, check_format, side_records, write_file_records
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers, grant_read_within
+from weightcast.shared.checkpoint.verify.hashing import hash_tensors
+from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
+from weightcast.shared.digest.checksums import root
+from weightcast.shared.files import durable
+from weightcast.shared.files.hf_checkpoint import open_checkpoint
+from weightcast.shared.files.paths import is_directory
+from weightcast.shared.files.strict_json import Hex, Members, parse_object, write_object
+
+CONFIG = "adapter_config.json"
+_RECORD, _RECORD_LIMIT = ".weightcast.json", 1 << 20
+_DRAFT = ".tmp"
+_OURS = re.compile(r".+-v\d{6,15}(\.tmp)?", re.ASCII | re.DOTALL).fullmatch
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A version of an adapter. `digest`: of its index; `main_version`, `main_root`: of the main weights that
+    it was trained on."""
+
+    name: Annotated[str, MaxLen(64)]
+    version: Annotated[int, Ge(0)]
+    digest: Annotated[str, Hex(64)]
+    main_version: Annotated[int, Ge(0)]
+    main_root: Annotated[str, Hex(64)]
+
+    @property
+    def label(self) -> str:
+        """By which engines know it: no other bytes ever have this name."""
+        return f"{self.name}@{self.version}"
+
+    @property
+    def directory(self) -> str:
+        return f"{self.name}-v{self.version:06d}"
+
+
+class ExportedAdapters:
+    """Those of one host, in its directory `adapters`. For the owner of the local checkpoint."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.state = directory / "state.json"
+
+    def followed(self, name: str) -> Path:
+        """The local checkpoint from which its versions are exported."""
+        return self.directory / ".follow" / name
+
+    def left(self) -> list[str]:
+        """Names of adapters that were ever followed here, and not removed."""
+        room = self.directory / ".follow"
+        return sorted(path.name for path in room.iterdir()) if is_directory(room) else []
+
+    def scan(self) -> Iterator[Exported]:
+        """Reads every byte. What a kill left half done is deleted, and what has other bytes than were
+        exported."""
+        for path in sorted(self.directory.iterdir()) if is_directory(self.directory) else ():
+            if _OURS(path.name) is None:
+                continue
+            try:
+                yield _read(path)
+            except (WeightcastError, FileNotFoundError):
+                self._remove(path)
+
+    def export(
+        self, made: Exported, local: LocalCheckpoint, carried: Collection[str], readers: Readers | None
+    ) -> None:
+        """A copy of the local version of an adapter, with the files that it carries. Raises Refused where its
+        config is not among them, and NeedsReseed where the copied bytes are not the version's."""
+        there = self.directory / made.directory
+        draft = there.with_name(there.name + _DRAFT)
+        self._remove(draft)
+        self._remove(there)
+        if CONFIG not in carried:
+            raise Refused(f"{made.label} has no {CONFIG}", remedy="publish the directory that PEFT saved")
+        draft.mkdir(parents=True)
+        names = [*(path.name for path in local.checkpoint.weight_files), *carried]
+        for file in names:
+            durable.replace(durable.make_within(draft, file), durable.pieces_of(local.directory / file))
+        failpoint("adapter.copied", draft)
+        with ReadCheckpoint(open_checkpoint(draft, follow_links=False, adapter=True)) as read:
+            found = root(local.table, hash_tensors(local.table, read, threads=local.threads))
+        expected = local.state.position.root
+        if found != expected:
+            raise NeedsReseed(f"{made.label}: its copy has root {found[:16]}, expected {expected[:16]}")
+        files = write_file_records(file_record(draft / file, file) for file in names)
+        facts = {key: getattr(made, key) for key in Exported.__dataclass_fields__}
+        durable.replace(draft / _RECORD, write_object({"format": FORMAT, **facts, "side_files": files}))
+        if readers is not None:
+            grant_read_within(draft, readers)
+            self.directory.chmod(local.directory.stat().st_mode & 0o7777)
+        draft.rename(there)
+        failpoint("adapter.exported", there)
+        durable.sync_directory(self.directory)
+
+    def delete(self, exported: Exported) -> None:
+        self._remove(self.directory / exported.directory)
+
+    def forget(self, name: str) -> None:
+        """The local checkpoint of an adapter that is not followed any more."""
+        if is_directory(self.followed(name)):
+            shutil.rmtree(self.followed(name))
+
+    @staticmethod
+    def _remove(path: Path) -> None:
+        """A kill in between leaves a draft."""
+        if is_directory(path):
+            draft = path if path.name.endswith(_DRAFT) else path.with_name(path.name + _DRAFT)
+            if draft != path:
+                path.rename(draft)
+            failpoint("adapter.deleting", draft)
+            shutil.rmtree(draft)
+
+
+def _read(path: Path) -> Exported:
+    """Raises DamagedFile where it is not what its record says."""
+    what = str(path / _RECORD)
+    members = Members(parse_object(durable.read_file(path / _RECORD, _RECORD_LIMIT), what), what)
+    check_format(members, what)
+    found = members.record(Exported)
+    records = side_records(members, what)
+    if found.directory != path.name or any(
+        file_record(path / each.name, each.name) != each for each in records
+    ):
+        raise DamagedFile(f"{path} is not what was exported")
+    return found

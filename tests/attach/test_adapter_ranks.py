@@ -1,0 +1,55 @@
+"""Two FSDP2 ranks publish an adapter from their shards; what arrives is what torch gathers, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from core_cases import Tensor, read_checkpoint, write_checkpoint
+from safetensors.torch import load_file
+
+from weightcast.publisher import init_channel
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.components import all_faults, open_component
+from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
+
+CHILD = Path(__file__).with_name("adapter_ranks_child.py")
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def test_an_adapter_from_the_shards_of_two_ranks(tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "base", {"w": Tensor("F32", (3,), np.zeros(12, np.uint8))})
+    init_channel(tmp_path / "channel", base)
+    done = subprocess.run(
+        [sys.executable, CHILD, tmp_path],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    nested = open_component(Channel.open(open_store(tmp_path / "channel")), "adapter/math")
+    for version in (1, 2, 3):
+        updater = LocalUpdater(nested.store, tmp_path / "host", None, UpdaterOptions())
+        try:
+            updater.update_to(nested, version)
+        finally:
+            updater.close()
+        full = load_file(tmp_path / f"full-{version}.safetensors")
+        expected = {name: one.view(torch.uint8).numpy().tobytes() for name, one in full.items()}
+        assert read_checkpoint(tmp_path / "host") == expected
+        index = nested.own_index(version)
+        assert index is not None and index.parts != (nested.require_ours()[1].table.whole,)
+        assert [file.name for file in index.carried] == ["adapter_config.json"]
+    assert all_faults(nested.store) == []
+    failed = {rank: (tmp_path / f"failed-{rank}").read_text() for rank in (0, 1)}
+    assert failed[1] == "ValueError: the device is gone"
