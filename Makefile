@@ -75,7 +75,7 @@ TRAINERS := .venv-trainers
 $(TRAINERS)/.installed: constraints-trainers.txt pyproject.toml
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -q -c $< torch
-	$(@D)/bin/python -m pip install -q -c $< transformers trl hypothesis pytest pytest-timeout -e .
+	$(@D)/bin/python -m pip install -q -c $< transformers trl peft hypothesis pytest pytest-timeout -e .
 	@touch $@
 
 test-trainers: $(TRAINERS)/.installed

@@ -280,7 +280,8 @@ class Publisher:
     def _has_components(self, local: Path, signer: Signer) -> None:
         if self.store.component != MAIN:
             return
-        rank, encoding, options = self._rank, self._encoding, replace(self._options, carry_config=True)
+        rank, encoding = self._rank, self._encoding
+        options = replace(self._options, carry_config=True, post_write=None)
 
         def opened(store: Store, own: Path) -> Publisher:
             number, ranks = rank.number, rank.world_size

@@ -152,12 +152,16 @@ class Components(Generic[P]):
 
     def retire(self, name: str) -> None:
         retire_component(Channel.open(self.store, self.signer.trust), check_name(name))
+        self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """Gives the claim of a component back, if it is open."""
         if name in self.opened:
             self.opened.pop(name).close()
 
     def close(self) -> None:
-        while self.opened:
-            self.opened.popitem()[1].close()
+        for name in tuple(self.opened):
+            self.drop(name)
 
 
 def trained_on(run: Channel, version: int | None) -> TrainedOn:

@@ -23,6 +23,7 @@ from weightcast.publisher.api import Publisher, PublisherOptions
 from weightcast.publisher.resume import Resumed
 from weightcast.publisher.submit import Handle, Hold, WhenBusy
 from weightcast.publisher.trainer.precision import cast_like
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.index import Encoding
 
@@ -63,6 +64,7 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         export: Export = named_tensors,
         encoding: Encoding = "fast",
         options: PublisherOptions | None = None,
+        component: str = MAIN,
     ) -> None:
         """Takes the arguments of `Publisher.open`, and:
 
@@ -72,6 +74,7 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             when_busy: As for `Publisher.submit`, like `hold`.
             export: Maps the trainer's model to its tensors, for models that hold more than the fleet loads
                 (adapters to be merged, a value head).
+            component: `adapter/NAME`: publishes the active adapter of a peft model, and nothing else of it.
         """
         if channel is None:
             raise Refused(
@@ -85,7 +88,7 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._open = partial(
             Publisher.open, channel, local=local, base=base, encoding=encoding, options=options
         )
-        self._every, self._export = every, export
+        self._every, self._export, self._component = every, export, component
         self._when_busy, self._hold = when_busy, hold
         self._handle: Handle | None = None
         self._submitted: int | None = None
@@ -146,9 +149,25 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def _submit(self, model: Any, step: int) -> None:
         if self.publisher is None:
             return
-        tensors = cast_like(self.publisher, self._export(model))
-        self._handle = self.publisher.submit(tensors, step=step, when_busy=self._when_busy, hold=self._hold)
+        how: dict[str, Any] = {"step": step, "when_busy": self._when_busy, "hold": self._hold}
+        if self._component == MAIN:
+            self._handle = self.publisher.submit(cast_like(self.publisher, self._export(model)), **how)
+        else:
+            tensors, config = _adapter_of(model)
+            self._handle = self.publisher.submit(
+                tensors, component=self._component, adapter_config=config, **how
+            )
         self._submitted = step
+
+
+def _adapter_of(model: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The active adapter's tensors, under the names that its file has, and its configuration."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    if not isinstance(model, PeftModel):
+        raise Refused(f"{type(model).__name__} has no adapter", remedy="train a peft model with component=")
+    name = model.active_adapter
+    return get_peft_model_state_dict(model, adapter_name=name), model.peft_config[name].to_dict()
 
 
 def _ranks(model: Any, is_main: bool) -> Mapping[str, Any] | None:

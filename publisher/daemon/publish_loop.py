@@ -32,7 +32,7 @@ from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, Stopped, WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import current_epoch
-from weightcast.shared.channel.components import component_store, read_components
+from weightcast.shared.channel.components import REGISTRY, Component, component_store, read_components
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
 from weightcast.shared.channel.rate import Rate
@@ -204,6 +204,7 @@ class PublishLoop:
         self._publisher: Publisher | None = None
         self._watched: WatchedDirectory | None = None
         self._adapters: WatchedAdapters | None = None
+        self._listed: tuple[Component, ...] = ()
         self._troubles: dict[str, str] = {}
         """of components, by name"""
         self._sources: list[Source] = []
@@ -317,16 +318,19 @@ class PublishLoop:
     def _care(self) -> None:
         """Opens the run's adapters and carries out what was ordered for them. One that fails keeps neither
         main nor the others from being published."""
-        publisher, opened = self._owned, {}
-        if publisher.components is not None and self._components_due.take():
-            opened = publisher.components.opened
-            for each in read_components(publisher.opened()):
-                with self._noting(each.name):
-                    if each.active:
-                        publisher.component(each.name).work_in_background()
-        for name, nested in tuple(opened.items()):
-            with self._noting(name):
-                nested.obey_orders()
+        publisher = self._owned
+        if not self._components_due.take():
+            return
+        with self._noting(REGISTRY):
+            self._listed = read_components(publisher.opened())
+        for each in self._listed:
+            with self._noting(each.name):
+                if each.active:
+                    nested = publisher.component(each.name)
+                    nested.work_in_background()
+                    nested.obey_orders()
+                elif publisher.components is not None:
+                    publisher.components.drop(each.name)
 
     @contextlib.contextmanager
     def _noting(self, component: str) -> Iterator[None]:
@@ -418,6 +422,9 @@ class PublishLoop:
 
     def _done(self, done: Publication) -> Publication:
         same = self.record.version_with(done.root)
+        if done.component != MAIN:
+            # it may be new
+            self._components_due.at_once()
         self._shown_due.at_once()
         if same is None and self._watched is not None:
             same = self._watched.version_with(done.root)
@@ -437,7 +444,9 @@ class PublishLoop:
 
     def _components(self, publisher: Publisher) -> Iterator[ComponentStatus]:
         run = publisher.opened()
-        for each in read_components(run):
+        if REGISTRY in self._troubles:
+            yield ComponentStatus(name=REGISTRY, state="", problem=self._troubles[REGISTRY])
+        for each in self._listed:
             inbox = None if self._adapters is None else self._adapters.of(each.name)
             said = None if inbox is None else inbox.status()
             facts: dict[str, Any] = {"name": each.name, "state": each.state}

@@ -44,7 +44,8 @@ from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import committed, versions_in
 from weightcast.shared.channel.channel import Channel, NoChannel, Shown, look
-from weightcast.shared.channel.claims import claim, current_epoch, require_fences, this_process
+from weightcast.shared.channel.claims import Heart, claim, current_epoch, require_fences, this_process
+from weightcast.shared.channel.components import REGISTRY, REGISTRY_LIMIT, component_store, read_components
 from weightcast.shared.channel.directory_store import mounted
 from weightcast.shared.channel.index import (
     INDEX_LIMIT,
@@ -129,6 +130,8 @@ class Mirror:
         self.status = MirrorStatus(channel=source.place(), local=store.place())
         self._active, self._look_due = ActiveHosts(), Due(options.look_seconds)
         self._channel: Channel | None = None
+        self._nested: dict[str, tuple[Mirror, Heart]] = {}
+        """of components, by name"""
         self._at: int | None = None
         """where the destination's pointer is"""
         self._check = True
@@ -181,6 +184,7 @@ class Mirror:
             if due:
                 self._look(channel, failures)
                 self._prune()
+            self._mirror_components(channel, failures, verify)
             self._require_reached(pointer, failures)
             self._show(state="idle")
         except BaseException:
@@ -188,12 +192,41 @@ class Mirror:
             self.look_now()
             raise
 
+    def _mirror_components(
+        self, channel: Channel, failures: list[DamagedFile | NotFound], verify: bool
+    ) -> None:
+        """After main, whose versions theirs name; the destination lists them once they are there."""
+        for name in [each.name for each in read_components(channel)]:
+            if name not in self._nested:
+                places = component_store(self._source, name), component_store(self._store, name)
+                nested = Mirror(*places, self._options, self._advance)
+                self._nested[name] = nested, Heart(nested.claim)
+            nested, before = self._nested[name][0], self._nested[name][0].status
+            try:
+                nested.step(verify=verify)
+            except (DamagedFile, NotFound) as error:
+                failures.append(error)
+            for what in ("bytes", "versions", "mended"):
+                more = getattr(nested.status, what) - getattr(before, what)
+                self._show(**{what: getattr(self.status, what) + more})
+        data = read_if_there(self._source, REGISTRY, REGISTRY_LIMIT)
+        there = read_if_there(self._store, REGISTRY, REGISTRY_LIMIT)
+        if data is not None and data != there:
+            self.claim.check()
+            self._store.replace(REGISTRY, data, expected=there)
+
     def look_now(self) -> None:
         """At the next pass. For any thread."""
         self._look_due.at_once()
+        for nested, _ in tuple(self._nested.values()):
+            nested.look_now()
 
     def close(self) -> None:
         """Gives the destination back. Raises StoreError."""
+        while self._nested:
+            nested, heart = self._nested.popitem()[1]
+            heart.stop()
+            nested.close()
         self.claim.release()
 
     def _show(self, **changes: object) -> None:

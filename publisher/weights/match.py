@@ -124,8 +124,10 @@ class _Misfit:
             *(f"{name} is not part of the run" for name in self.surplus),
         ]
         if problems:
-            what = "the run" if self.component == MAIN else self.component
-            raise Refused(f"the weights do not fit {what}: {listing(problems)}", remedy=self._remedy())
+            message = f"the weights do not fit the run: {listing(problems)}"
+            if self.component != MAIN:
+                message = message.replace("the run", self.component, 1)
+            raise Refused(message, remedy=self._remedy())
 
     def _forms(self) -> Iterator[str]:
         """Many tensors that differ in the dtype alone are reported as one."""

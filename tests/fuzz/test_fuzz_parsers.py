@@ -19,6 +19,7 @@ from journal_cases import packed
 from weightcast.shared.base.elements import ChunkKey, Part, Segment, TensorSpec, TensorTable
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.claims import Claimant, ClaimRecord, parse_claim, write_claim
+from weightcast.shared.channel.components import Component, parse_registry, write_registry
 from weightcast.shared.channel.index import (
     ChunkRecord,
     Index,
@@ -128,6 +129,9 @@ STATE = LocalState(
     last_full_hash=1.0,
 )
 
+REGISTRY = write_registry(
+    "run", (Component("adapter/code", "retired", 1.5, 2.5), Component("adapter/math", "active", 1.5))
+)
 PARSERS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
     "base": (BASE, parse_base),
     "channel.json": (CHANNEL_FILE, parse_channel_file),
@@ -136,6 +140,7 @@ PARSERS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
     "claim": (CLAIM, lambda data: parse_claim(data, "claim")),
     "report": (REPORT, lambda data: parse_report(data, "report")),
     "header": (SAFETENSORS, lambda data: parse_header(data, len(SAFETENSORS) + 6)),
+    "registry": (REGISTRY, lambda data: parse_registry(data, "run")),
     "pointer": (b"weights/weight_v000007", lambda data: parse_pointer(data, "latest")),
 }
 SCALARS = st.one_of(

@@ -243,3 +243,33 @@ def test_another_publisher_of_an_adapter_does_not_end_the_daemon(
             wait_until(lambda: [again.step(), places.latest()][1] == "000001")
         finally:
             again.publish_loop.close()
+
+
+def test_a_damaged_registry_keeps_main_published(places: Places, office: Office) -> None:
+    save_in(places.watch / "checkpoint-1", 1)
+    stepped(office, DEFAULT, 1)
+    office.publish_loop.close()
+    registry = places.channel / "components.json"
+    registry.write_bytes(registry.read_bytes()[:-5])
+    again = Office(places)
+    again.publish_loop.start()
+    try:
+        write(places.watch / ".other", changed(base_tensors(), 3)).rename(places.watch / "step_3")
+        wait_until(lambda: [again.step(), places.latest()][1] == "000001")
+        (shown,) = again.publish_loop.status().components
+        assert shown.name == "components.json" and shown.problem
+    finally:
+        again.publish_loop.close()
+
+
+def test_a_retired_adapter_is_given_up(places: Places, office: Office, tmp_path: Path) -> None:
+    save_in(places.watch / "checkpoint-1", 1)
+    stepped(office, DEFAULT, 1)
+    retire_component(Channel.open(open_store(places.channel)), DEFAULT)
+    claims = places.channel / "components" / DEFAULT / "publishers"
+
+    def released() -> bool:
+        office.step()
+        return b'"released":true' in max(claims.iterdir(), key=lambda path: path.name).read_bytes()
+
+    wait_until(released)

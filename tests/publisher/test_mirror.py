@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from adapters import CODE, CONFIG, MATH, adapter, follow
+from adapters import bytes_of as adapter_bytes
 from core_cases import ended, start, write_checkpoint
 from emulators import S3
 from memory_store import MemoryStore
@@ -25,6 +27,7 @@ from weightcast.shared.base.failpoints import watch
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.components import all_faults
 from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.layout import read_pointer
 from weightcast.shared.channel.object_store import open_object_store
@@ -389,3 +392,41 @@ def test_killed_at(
         left = [path for path in to.directory.rglob("*") if path.is_dir()]
         assert not [path for path in left if ".parts" in path.name or re.search(r"\.\d+-", path.name)]
     grown.arrives(to, f"new-{'-'.join(kinds)}-{point}", base=False)
+
+
+@pytest.mark.parametrize("pair", [("directory", "directory"), ("directory", "memory")])
+def test_adapters_are_mirrored_after_main(
+    pair: tuple[str, str], make_store: MakeStore, tmp_path: Path
+) -> None:
+    source, to = make_store(pair[0], "source"), make_store(pair[1], "to")
+    run = Run.begin(tmp_path, source)
+    run.grow(1)
+    with run.publisher() as publisher:
+        for seed in (1, 2):
+            publisher.publish(adapter(seed), component=MATH, adapter_config=CONFIG)
+        publisher.publish(adapter(9), component=CODE, adapter_config=CONFIG)
+    with run.mirror(to) as mirror:
+        mirror.step()
+        assert mirror.status.versions == 4
+        with run.publisher() as publisher:
+            publisher.publish(adapter(3), component=MATH)
+            publisher.retire(CODE)
+        mirror.step()
+    require_equal(source, to)
+    assert follow(to, MATH, tmp_path / "host")[:2] == (3, adapter_bytes(adapter(3)))
+    assert all_faults(to) == []
+
+
+def test_damage_of_an_adapter_keeps_main_and_others_mirrored(make_store: MakeStore, tmp_path: Path) -> None:
+    source, to = make_store("directory", "source"), make_store("directory", "to")
+    run = Run.begin(tmp_path, source)
+    run.grow(1)
+    with run.publisher() as publisher:
+        for name in (CODE, MATH):
+            publisher.publish(adapter(1), component=name, adapter_config=CONFIG)
+    shard = tmp_path / "source" / "components" / CODE / "weight_v000001" / "model-00000-of-00001.safetensors"
+    shard.unlink()
+    with pytest.raises((DamagedFile, NotFound)):
+        run.copy(to)
+    assert follow(to, MATH, tmp_path / "host")[0] == 1
+    assert read_pointer(to) is not None
