@@ -103,8 +103,8 @@ MUTANTS = {
     ),
     "version too old admitted by the gate": Mutant(
         "subscriber/gate/conditions.py",
-        "        return version >= least",
-        "        return version >= least - 1",
+        "return version >= self._least(target)",
+        "return version >= self._least(target) - 1",
         "tests/subscriber/test_gate.py",
     ),
     "answer during an update not widened": Mutant(
