@@ -274,7 +274,7 @@ class Traffic:
 
     @property
     def offered(self) -> dict[str, dict[str, object]]:
-        """Of each adapter the versions that requests are admitted to, and the one that it is to reach."""
+        """Of each adapter the versions that requests are admitted to, and its target."""
         doors = [door for door in self.doors.values() if door.version is not None]
         return {
             name: {"loaded": sorted({v for door in doors for v in door.adapters.get(name, ())}), "target": to}

@@ -45,7 +45,7 @@ class HostLine(Facts):
 @dataclass(eq=False)
 class Host:
     """`url`: of its gate; `version`: what that serves, None where it takes no requests. `adapters`: versions
-    of each that are loaded there; `targets`: the one that it is to reach. `others`: requests that it had from
+    of each that are loaded there; `targets`: their newest in the channel. `others`: requests that it had from
     other callers at the last look. `calls`: ours, each ended by its time-out."""
 
     name: str
