@@ -82,7 +82,7 @@ $(TRAINERS)/.installed: constraints-trainers.txt pyproject.toml
 	@touch $@
 
 test-trainers: $(TRAINERS)/.installed
-	$(TRAINERS)/bin/python -m pytest -q -m trainers tests/trainers $(PYTEST_ARGS)
+	$(TRAINERS)/bin/python -m pytest -q -m trainers tests/trainers tests/e2e/test_demo.py $(PYTEST_ARGS)
 
 # The fleet page in a real browser (Debian's chromium), built anew where npm is.
 $(VENV)/.browser: $(STAMP)
@@ -164,8 +164,11 @@ soak-gate: install
 	GATE_REQUESTS=$(GATE_REQUESTS) GATE_HOSTS=4 GATE_CALLERS=64 $(BIN)/python -m pytest -q -s --timeout 14400 -k "allowed[3]" \
 		tests/subscriber/test_gate_model.py $(PYTEST_ARGS)
 
-demo: install
-	$(BIN)/python -m examples.demo $(DEMO_ARGS)
+# With --lora the trainer alone runs in the environment that has peft.
+DEMO_LORA := $(findstring --lora,$(DEMO_ARGS))
+
+demo: install $(DEMO_LORA:--lora=$(TRAINERS)/.installed)
+	$(BIN)/python -m examples.demo $(DEMO_LORA:--lora=--trainer-python $(TRAINERS)/bin/python) $(DEMO_ARGS)
 
 # Twenty minutes and 50 GB of disk; BENCH_ARGS=--quick: two minutes, 100 MB.
 bench: install

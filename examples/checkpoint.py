@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""as peft names them"""
 VOCABULARY = "0123456789>."
 TOKENIZER = {
     "version": "1.0",
@@ -92,6 +94,8 @@ def load_config(directory: Path) -> Config:
 
 
 def weight_files(directory: Path) -> list[Path]:
+    if (directory / ADAPTER).exists():
+        return [directory / ADAPTER]
     if not (directory / INDEX).exists():
         return [directory / SINGLE]
     weight_map = json.loads((directory / INDEX).read_text())["weight_map"]
@@ -115,10 +119,19 @@ def file_checksums(directory: Path) -> dict[str, str]:
     }
 
 
-def memory_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """SHA-256 of every tensor's bytes as bf16, comparable with `file_checksums`."""
+def same_files(wanted: Path, found: Path) -> dict[str, str]:
+    """Of an adapter: checksums of `found`, none where one of its files has other bytes than in `wanted`."""
+    names = (ADAPTER, ADAPTER_CONFIG)
+    same = all((wanted / name).read_bytes() == (found / name).read_bytes() for name in names)
+    return file_checksums(found) if same else {}
+
+
+def memory_checksums(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = torch.bfloat16
+) -> dict[str, str]:
+    """SHA-256 of every tensor's bytes as `dtype`, or as they are, comparable with `file_checksums`."""
     return {
-        name: hashlib.sha256(_bytes(tensor.to(torch.bfloat16))).hexdigest()
+        name: hashlib.sha256(_bytes(tensor.to(dtype or tensor.dtype))).hexdigest()
         for name, tensor in tensors.items()
     }
 

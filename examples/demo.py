@@ -26,10 +26,11 @@ import httpx
 from rich.console import Console
 
 from examples import checkpoint, observe, vllm
-from examples.observe import Daemon
+from examples.observe import Daemon, HostView
 from examples.processes import Children, ProcessDied
 from examples.screen import Screen, View
 from examples.summary import EngineEvent, Facts, Summary, compare, render, summarise
+from examples.trainer import ADAPTERS
 from examples.waiting import POLL_SECONDS, write_whole
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -46,8 +47,8 @@ START_SECONDS = 180.0
 VLLM_START_SECONDS = 900.0
 VLLM_PATIENCE = 5
 """times the seconds below: two vLLMs share the cores with all else"""
-VLLM_MAX_LAG = 1
-"""what a busy machine makes vLLM skip would not be served"""
+LEAST_LAG = 1
+"""what a busy machine makes vLLM skip, or a host of an adapter's versions, would not be served"""
 TRAIN_SECONDS = 600.0
 END_SECONDS = 60.0
 
@@ -60,6 +61,12 @@ class Options:
     max_lag: int = MAX_LAG
     engine_python: Path | None = None
     """of an environment with vLLM; None: the example's own engine"""
+    trainer_python: Path | None = None
+    """of an environment with peft, which trains adapters over a frozen base; None: all weights are trained"""
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return () if self.trainer_python is None else tuple(ADAPTERS)
 
     @property
     def kind(self) -> str:
@@ -94,13 +101,15 @@ class Paths:
     def watch(self) -> Path:
         return self.run / "exports"
 
-    @property
-    def metrics(self) -> Path:
-        return self.trainer / "metrics.jsonl"
+    def metrics(self, adapter: str = "") -> Path:
+        return self.trainer / (f"metrics-{adapter}.jsonl" if adapter else "metrics.jsonl")
 
     @property
     def last(self) -> Path:
         return self.trainer / "last"
+
+    def exported(self, host: str, adapter: str, version: int) -> Path:
+        return self.local(host) / "adapters" / f"{adapter}-v{version:06}"
 
     def local(self, owner: str) -> Path:
         return self.run / f"local-{owner}"
@@ -212,7 +221,8 @@ def prepare_command(paths: Paths, seed: int) -> list[str | Path]:
 
 def trainer_command(paths: Paths, gateway: str, options: Options) -> list[str | Path]:
     return [
-        *(sys.executable, "-m", "examples.trainer", "run", "--dir", paths.trainer, "--watch", paths.watch),
+        *(options.trainer_python or sys.executable, "-m", "examples.trainer", "run"),
+        *("--dir", paths.trainer, "--watch", paths.watch, *(["--lora"] if options.adapters else [])),
         *("--url", gateway, "--dialect", options.kind, "--max-lag", str(options.max_lag)),
         *("--steps", str(options.steps), "--seed", str(options.seed)),
         *(["--freeze"] if options.freeze else []),
@@ -228,6 +238,8 @@ class Demo:
         self._children = children
         self._screen = screen
         self._options = options
+        self._shown = next(iter(options.adapters), "")
+        """the adapter in the live table; empty: the model"""
         self._began = time.monotonic()
         self._kills = 0
         self._phase = ""
@@ -236,13 +248,16 @@ class Demo:
         self._engines = {host: Daemon(paths.port(f"engine-{host}")) for host in HOSTS}
         self._subscribers = {host: Daemon(paths.port(f"subscriber-{host}")) for host in HOSTS}
 
-    def run(self) -> Summary:
+    def run(self) -> dict[str, Summary]:
+        """By adapter; of the model itself under \"\"."""
         self._warm_start()
         self._start_services()
         self._train()
         self._settle()
         self._phase = "comparing bits"
-        return summarise(self._facts())
+        if self._options.adapters:
+            return {name: summarise(self._adapter_facts(name)) for name in self._options.adapters}
+        return {"": summarise(self._facts())}
 
     def _warm_start(self) -> None:
         self._phase = "warm start of the model"
@@ -284,16 +299,22 @@ class Demo:
         self._wait(lambda: not trainer.running, "the end of the training", deadline)
 
     def _steps_done(self) -> int:
-        return len(observe.read_steps(self._paths.metrics))
+        return len(observe.read_steps(self._paths.metrics(self._shown)))
 
     def _kill_publisher(self) -> None:
         """While it has something to publish, if it can be caught at that."""
         with suppress(TimeoutError):
-            self._wait(lambda: any(self._paths.watch.glob("step_*")), "a checkpoint to publish", 5.0)
+            self._wait(self._has_unpublished, "a checkpoint to publish", 5.0)
         self._children["publisher"].kill()
         self._kills += 1
         self._paths.port("publisher").unlink(missing_ok=True)
         self._children.start("publisher", publisher_command(self._paths))
+
+    def _has_unpublished(self) -> bool:
+        """Adapters stay in the watched directory; of the model what is published is deleted there."""
+        saved, channel = len(list(self._paths.watch.glob("step_*"))), self._channel
+        published = [observe.pointer(channel, name) for name in self._options.adapters]
+        return saved > min(published, default=0)
 
     def _settle(self) -> None:
         self._phase = "waiting until the last version is served"
@@ -301,10 +322,14 @@ class Demo:
         self._wait(self._is_settled, "the last version served", END_SECONDS * self._options.patience)
 
     def _is_settled(self) -> bool:
+        if self._options.adapters:
+            newest = {f"{name}@{observe.pointer(self._channel, name)}" for name in self._options.adapters}
+            loaded = [observe.loaded_adapters(engine) for engine in self._engines.values()]
+            return not self._has_unpublished() and all(newest.issubset(labels) for labels in loaded)
         newest = observe.pointer(self._channel)
         wanted = (str(newest),) if newest else ("0", "default")
         labels = [observe.label_of(engine) for engine in self._engines.values()]
-        return not any(self._paths.watch.glob("step_*")) and all(label in wanted for label in labels)
+        return not self._has_unpublished() and all(label in wanted for label in labels)
 
     def _facts(self) -> Facts:
         paths = self._paths
@@ -313,13 +338,36 @@ class Demo:
         return Facts(
             versions=observe.read_versions(self._channel, observe.pointer(self._channel)),
             engines={host: self._events(host) for host in HOSTS},
-            steps=observe.read_steps(paths.metrics),
+            steps=observe.read_steps(paths.metrics()),
             full_bytes=sum(file.stat().st_size for file in checkpoint.weight_files(paths.base)),
             kills=self._kills,
             max_lag=self._options.max_lag,
             seconds=time.monotonic() - self._began,
             wanted=wanted,
             found={**self._live(wanted), **files},
+        )
+
+    def _adapter_facts(self, name: str) -> Facts:
+        paths, newest = self._paths, observe.pointer(self._channel, name)
+        last = paths.last / name
+        engines = {
+            f"engine {host}": observe.live_checksums(engine, f"{name}@{newest}")
+            for host, engine in self._engines.items()
+        }
+        files = {
+            f"exported files {host}": checkpoint.same_files(last, paths.exported(host, name, newest))
+            for host in HOSTS
+        }
+        return Facts(
+            versions=observe.read_versions(self._channel, newest, name),
+            engines={host: observe.read_loads(paths.events(host), name) for host in HOSTS},
+            steps=observe.read_steps(paths.metrics(name)),
+            full_bytes=(last / checkpoint.ADAPTER).stat().st_size,
+            kills=self._kills,
+            max_lag=self._options.max_lag,
+            seconds=time.monotonic() - self._began,
+            wanted=checkpoint.file_checksums(last),
+            found={**engines, **files},
         )
 
     def _events(self, host: str) -> Sequence[EngineEvent]:
@@ -357,24 +405,29 @@ class Demo:
                 self._updates[host][update["at"]] = update
 
     def _view(self) -> View:
-        paths = self._paths
         return View(
             phase=self._phase,
             seconds=time.monotonic() - self._began,
             processes=self._children.states(),
-            publisher=observe.publisher_view(self._publisher, self._channel),
+            publisher=observe.publisher_view(self._publisher, self._channel, self._shown),
             ready_hosts=observe.ready_hosts(self._gateway),
-            hosts=[observe.host_view(host, self._subscribers[host], self._engines[host]) for host in HOSTS],
-            steps=observe.read_steps(paths.metrics),
+            hosts=[self._host_view(host) for host in HOSTS],
+            steps=observe.read_steps(self._paths.metrics(self._shown)),
             wanted_steps=self._options.steps,
         )
+
+    def _host_view(self, host: str) -> HostView:
+        subscriber, engine = self._subscribers[host], self._engines[host]
+        if self._shown:
+            return observe.adapter_view(host, subscriber, engine, self._shown)
+        return observe.host_view(host, subscriber, engine)
 
     def close(self) -> None:
         for daemon in (self._publisher, self._gateway, *self._engines.values(), *self._subscribers.values()):
             daemon.close()
 
 
-def run_demo(paths: Paths, options: Options, console: Console) -> Summary:
+def run_demo(paths: Paths, options: Options, console: Console) -> dict[str, Summary]:
     """Raises ProcessDied or TimeoutError; no process is left whatever happens."""
     children = Children(paths.run / "logs", REPOSITORY)
     screen = Screen(console)
@@ -400,6 +453,12 @@ def main() -> int:
     parser.add_argument(
         "--engine-python", type=Path, help="Python of an environment with vLLM, which is the engine then"
     )
+    parser.add_argument(
+        "--lora", action="store_true", help="train two adapters over a frozen base, with peft"
+    )
+    parser.add_argument(
+        "--trainer-python", type=Path, default=Path(sys.executable), help="Python of an environment with peft"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the run directory after success too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="receives the summary")
     parser.add_argument(
@@ -409,7 +468,9 @@ def main() -> int:
         "credentials (AWS_*); without it, a directory",
     )
     parser.add_argument(
-        "--max-lag", type=int, help=f"versions that a rollout may be old ({MAX_LAG}; vLLM: {VLLM_MAX_LAG})"
+        "--max-lag",
+        type=int,
+        help=f"versions that a rollout may be old ({MAX_LAG}; vLLM, --lora: {LEAST_LAG})",
     )
     parser.add_argument(
         "--off-policy",
@@ -422,15 +483,21 @@ def main() -> int:
         signal.signal(number, lambda *_: sys.exit(1))
     # a shell's background jobs start with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    usual = (MAX_LAG if given.engine_python is None else VLLM_MAX_LAG,)
+    if given.lora and (given.off_policy or given.engine_python is not None):
+        parser.error("--lora takes neither --off-policy nor --engine-python")
+    usual = (MAX_LAG if given.engine_python is None and not given.lora else LEAST_LAG,)
     max_lags = MAX_LAGS if given.off_policy else usual if given.max_lag is None else (given.max_lag,)
     summaries: list[Summary] = []
+    runs: dict[str, Summary] = {}
     failures: dict[str, str] = {}
     try:
         for max_lag in max_lags:
-            options = Options(given.steps, given.seed, given.freeze, max_lag, given.engine_python)
-            summaries.append(_run(given, options, console))
-            failures |= summaries[-1].failures
+            trainer = given.trainer_python if given.lora else None
+            options = Options(given.steps, given.seed, given.freeze, max_lag, given.engine_python, trainer)
+            runs = _run(given, options, console)
+            summaries += runs.values()
+            for name, summary in runs.items():
+                failures |= {f"{check} {name}".strip(): why for check, why in summary.failures.items()}
     except RefusedDirectory as error:
         console.print(f"error: {error}", style="red")
         return 2
@@ -440,21 +507,22 @@ def main() -> int:
         return 130
     if given.json is not None:
         facts = [asdict(summary) for summary in summaries] or [{"failures": failures}]
-        given.json.write_text(json.dumps(facts if given.off_policy else facts[0], indent=1) + "\n")
+        by_adapter = dict(zip(runs, facts, strict=True)) if given.lora and runs else facts[0]
+        given.json.write_text(json.dumps(facts if given.off_policy else by_adapter, indent=1) + "\n")
     if given.off_policy:
         console.print(compare(summaries))
     return _finish(failures, given, console)
 
 
-def _run(given: argparse.Namespace, options: Options, console: Console) -> Summary:
+def _run(given: argparse.Namespace, options: Options, console: Console) -> dict[str, Summary]:
     """Raises RefusedDirectory, and what `run_demo` raises."""
     if given.channel == OWN_SERVER and shutil.which("radosgw") is None:
         raise RefusedDirectory(NO_SERVER)
     paths = claim_directory(given.run_dir, given.channel)
     with serving(paths.run, console) if given.channel == OWN_SERVER else nullcontext():
-        summary = run_demo(paths, options, console)
-    console.print(render(summary))
-    return summary
+        summaries = run_demo(paths, options, console)
+    console.print(render(summaries))
+    return summaries
 
 
 def _finish(failures: Mapping[str, str], given: argparse.Namespace, console: Console) -> int:

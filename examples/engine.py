@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +30,42 @@ from examples import checkpoint
 from examples.model import CausalLM, KeyValue
 from examples.waiting import wait_until, write_whole
 
+PEFT_PREFIX, LORA_A, LORA_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class BadRequest(ValueError):
     """Answered with HTTP 400."""
+
+
+@dataclass
+class Adapter:
+    """As peft saved it. `merged`: what the model's weights are with it."""
+
+    directory: Path
+    scale: float
+    tensors: Mapping[str, torch.Tensor]
+    merged: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, directory: Path) -> Adapter:
+        config = json.loads((directory / checkpoint.ADAPTER_CONFIG).read_text())
+        return cls(directory, config["lora_alpha"] / config["r"], checkpoint.load(directory))
+
+    def merge(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError where it is for another model."""
+        merged = {}
+        try:
+            for name, low in self.tensors.items():
+                if name.endswith(LORA_A):
+                    module = name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A)
+                    high = self.tensors[name.removesuffix(LORA_A) + LORA_B]
+                    merged[f"{module}.weight"] = weights[f"{module}.weight"] + self.scale * (high @ low)
+        except (KeyError, RuntimeError) as error:
+            raise ValueError(f"it is for another model: {error}") from error
+        if 2 * len(merged) != len(self.tensors):
+            raise ValueError("it has other tensors than those of LoRA")
+        self.merged = merged
 
 
 @dataclass(eq=False)
@@ -46,6 +77,7 @@ class Batch:
     prompt_length: int
     wanted: int
     temperature: float
+    adapter: Adapter | None = None
     logprobs: list[torch.Tensor] = field(default_factory=list)
     """per sampled position, float32 (sequences, 1), at temperature 1"""
     cache: list[KeyValue] | None = None
@@ -93,6 +125,8 @@ class Engine:
         self._random = torch.Generator().manual_seed(seed)
         self._log = EventLog(None) if log is None else log
         self._pace = pace
+        self.adapters: dict[str, Adapter] = {}
+        """loaded, by name"""
         self._turn = threading.Condition()
         """held for one decoding step, or for one change of weights"""
         self._running: set[Batch] = set()
@@ -101,13 +135,19 @@ class Engine:
         self._copy_weights(directory)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        temperature: float,
+        adapter: str | None = None,
     ) -> list[dict[str, Any]]:
         """One result per prompt, in order. Waits while the engine is paused."""
+        chosen = None if adapter is None else self._adapter(adapter)
         results: dict[int, dict[str, Any]] = {}
         for length in sorted({len(prompt) for prompt in prompts}):
             places = [place for place, prompt in enumerate(prompts) if len(prompt) == length]
             batch = self._batch([prompts[place] for place in places], new_tokens, temperature)
+            batch.adapter = chosen
             self._decode(batch)
             results.update(zip(places, _results(batch), strict=True))
         return [results[place] for place in range(len(prompts))]
@@ -144,6 +184,25 @@ class Engine:
                 )
             return Reloaded(True, "weights updated", len(self._running))
 
+    def load_adapter(self, name: str, directory: Path) -> None:
+        """Under a name of its own, next to the others."""
+        if name in self.adapters:
+            raise BadRequest(f"the adapter {name} is loaded already")
+        try:
+            adapter = Adapter.read(directory)
+            with self._turn:
+                adapter.merge(self._model.state_dict())
+                self.adapters[name] = adapter
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise BadRequest(f"{directory}: {error}") from error
+        self._log.note("loaded", label=name)
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests under way go on with it."""
+        self._adapter(name)
+        del self.adapters[name]
+        self._log.note("unloaded", label=name)
+
     def flush(self) -> bool:
         with self._turn:
             return self._flush()
@@ -155,9 +214,17 @@ class Engine:
                 batch.aborted |= abort
             self._turn.notify_all()
 
-    def checksums(self) -> dict[str, str]:
+    def checksums(self, adapter: str | None = None) -> dict[str, str]:
         with self._turn:
-            return checkpoint.memory_checksums(self._model.state_dict())
+            if adapter is None:
+                return checkpoint.memory_checksums(self._model.state_dict())
+            return checkpoint.memory_checksums(self._adapter(adapter).tensors, dtype=None)
+
+    def _adapter(self, name: str) -> Adapter:
+        try:
+            return self.adapters[name]
+        except KeyError:
+            raise BadRequest(f"the adapter {name} is not loaded") from None
 
     @property
     def running(self) -> int:
@@ -189,7 +256,9 @@ class Engine:
                 self._turn.notify_all()
 
     def _step(self, batch: Batch) -> None:
-        output = self._model(batch.tokens if batch.cache is None else batch.tokens[:, -1:], batch.cache)
+        tokens = batch.tokens if batch.cache is None else batch.tokens[:, -1:]
+        weights = {} if batch.adapter is None else dict(batch.adapter.merged)
+        output = torch.func.functional_call(self._model, weights, (tokens, batch.cache))
         logprobs = output.logits[:, -1].log_softmax(-1)
         sampled = self._sample(output.logits[:, -1], batch.temperature)
         batch.tokens = torch.cat([batch.tokens, sampled], dim=1)
@@ -224,6 +293,8 @@ class Engine:
             raise ValueError("tensor names or shapes are not those of the model")
         for name, tensor in live.items():
             tensor.copy_(loaded[name])
+        for adapter in self.adapters.values():
+            adapter.merge(live)
 
 
 class Generate(BaseModel):
@@ -236,6 +307,12 @@ class Generate(BaseModel):
     input_ids: list[int] | list[list[int]] | None = None
     sampling_params: Sampling = Sampling()
     return_logprob: bool = False
+    lora_path: str | None = None
+
+
+class Lora(BaseModel):
+    lora_name: str
+    lora_path: Path = Path()
 
 
 class Pause(BaseModel):
@@ -257,6 +334,8 @@ class Relabel(BaseModel):
 
 class Check(BaseModel):
     action: str
+    lora_name: str | None = None
+    """SGLang's has none: it shows the model's weights alone"""
 
 
 def create_app(engine: Engine) -> FastAPI:
@@ -275,6 +354,23 @@ def create_app(engine: Engine) -> FastAPI:
     @app.get("/get_model_info")
     def model_info() -> dict[str, Any]:
         return {"model_path": str(engine.directory), "weight_version": engine.label, "is_generation": True}
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        own = {"id": str(engine.directory), "root": str(engine.directory), "parent": None}
+        cards = [
+            {"id": name, "root": str(adapter.directory), "parent": own["id"]}
+            for name, adapter in list(engine.adapters.items())
+        ]
+        return {"object": "list", "data": [own, *cards]}
+
+    @app.post("/load_lora_adapter")
+    def load_adapter(request: Lora) -> JSONResponse:
+        return _adapters(engine, lambda: engine.load_adapter(request.lora_name, request.lora_path))
+
+    @app.post("/unload_lora_adapter")
+    def unload_adapter(request: Lora) -> JSONResponse:
+        return _adapters(engine, lambda: engine.unload_adapter(request.lora_name))
 
     @app.post("/generate")
     def generate(request: Generate) -> Any:
@@ -308,9 +404,21 @@ def create_app(engine: Engine) -> FastAPI:
     def check(request: Check) -> dict[str, object]:
         if request.action != "checksum":
             raise BadRequest(f"action {request.action!r} is not supported")
-        return {"success": True, "message": "", "ranks": [{"checksums": engine.checksums()}]}
+        return {"success": True, "message": "", "ranks": [{"checksums": engine.checksums(request.lora_name)}]}
 
     return app
+
+
+def _adapters(engine: Engine, change: Callable[[], None]) -> JSONResponse:
+    """As SGLang answers."""
+    error = None
+    try:
+        change()
+    except BadRequest as refusal:
+        error = str(refusal)
+    loaded = {name: str(adapter.directory) for name, adapter in list(engine.adapters.items())}
+    reply = {"success": error is None, "error_message": error, "loaded_adapters": loaded}
+    return JSONResponse(reply, status_code=200 if error is None else 400)
 
 
 def _generate(engine: Engine, request: Generate) -> Any:
@@ -321,7 +429,7 @@ def _generate(engine: Engine, request: Generate) -> Any:
     if sampling.max_new_tokens < 1 or sampling.n < 1 or sampling.temperature < 0:
         raise BadRequest("max_new_tokens and n must be at least 1, temperature at least 0")
     repeated = [prompt for prompt in prompts for _ in range(sampling.n)]
-    results = engine.generate(repeated, sampling.max_new_tokens, sampling.temperature)
+    results = engine.generate(repeated, sampling.max_new_tokens, sampling.temperature, request.lora_path)
     if not request.return_logprob:
         for result in results:
             del result["meta_info"]["output_token_logprobs"]

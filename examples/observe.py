@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,9 @@ def open_channel(address: str) -> ObjectStore:
     return from_url(address, client_options={"allow_http": True})
 
 
-def publisher_view(publisher: Daemon, channel: ObjectStore) -> PublisherView:
+def publisher_view(publisher: Daemon, channel: ObjectStore, adapter: str = "") -> PublisherView:
+    if adapter:
+        return PublisherView(pointer(channel, adapter), f"adapter {adapter}")
     status = publisher.get("/v1/status") or {}
     newest = next(iter(status.get("publications", ())), None)
     if newest is None:
@@ -93,6 +95,26 @@ def host_view(name: str, subscriber: Daemon, engine: Daemon) -> HostView:
         label=label_of(engine),
         facts=_host_facts(status),
     )
+
+
+def adapter_view(name: str, subscriber: Daemon, engine: Daemon, adapter: str) -> HostView:
+    """As `host_view`, with the versions of an adapter."""
+    status = subscriber.get("/v1/status") or {}
+    found = next((one for one in status.get("adapters", ()) if one["name"] == adapter), {})
+    loaded = [label for label in loaded_adapters(engine) if label.startswith(f"{adapter}@")]
+    return HostView(
+        name=name,
+        local_version=found.get("version"),
+        served_version=next(iter(found.get("loaded", ())), None),
+        label=", ".join(sorted(loaded)) or None,
+        facts=str(status.get("state", "")),
+    )
+
+
+def loaded_adapters(engine: Daemon) -> list[str]:
+    """Their names in the engine, with the version."""
+    models = (engine.get("/v1/models") or {}).get("data", ())
+    return [model["id"] for model in models if model["parent"]]
 
 
 def ready_hosts(gateway: Daemon) -> int:
@@ -114,14 +136,18 @@ def _host_facts(status: dict[str, Any]) -> str:
     return f"{state}, last pause {1000 * pauses[-1]:.0f} ms" if pauses else state
 
 
-def pointer(channel: ObjectStore) -> int:
-    """The newest published version, 0 before the first."""
-    text = _read(channel, "latest")
+def _within(adapter: str) -> str:
+    return f"components/adapter/{adapter}/" if adapter else ""
+
+
+def pointer(channel: ObjectStore, adapter: str = "") -> int:
+    """The newest published version, of an adapter or of the model; 0 before the first."""
+    text = _read(channel, f"{_within(adapter)}latest")
     return int(text) if text.isdigit() else 0
 
 
-def read_versions(channel: ObjectStore, newest: int) -> list[Version]:
-    names = [f"weight_v{number:06}" for number in range(1, newest + 1)]
+def read_versions(channel: ObjectStore, newest: int, adapter: str = "") -> list[Version]:
+    names = [f"{_within(adapter)}weight_v{number:06}" for number in range(1, newest + 1)]
     found = ((name, _read(channel, f"{name}/{INDEX}")) for name in names)
     return [_version(channel, name, index) for name, index in found if index]
 
@@ -138,6 +164,14 @@ def read_events(log: Path) -> list[EngineEvent]:
     return [EngineEvent(line["time"], line["event"], line.get("label", "")) for line in _lines(log)]
 
 
+def read_loads(log: Path, adapter: str) -> list[EngineEvent]:
+    """Versions of the adapter that the engine loaded, which it serves from then on."""
+    labels = ((event, *event.label.split("@")) for event in read_events(log) if event.event == "loaded")
+    return [
+        replace(event, event="resumed", label=number) for event, name, number in labels if name == adapter
+    ]
+
+
 def read_steps(metrics: Path) -> list[TrainerStep]:
     return [
         TrainerStep(
@@ -151,8 +185,10 @@ def read_steps(metrics: Path) -> list[TrainerStep]:
     ]
 
 
-def live_checksums(engine: Daemon) -> dict[str, str]:
-    ranks: Sequence[dict[str, Any]] = engine.post("/weights_checker", {"action": "checksum"})["ranks"]
+def live_checksums(engine: Daemon, adapter: str | None = None) -> dict[str, str]:
+    """Of the model's weights, or of a loaded adapter's."""
+    asked = {"action": "checksum", "lora_name": adapter}
+    ranks: Sequence[dict[str, Any]] = engine.post("/weights_checker", asked)["ranks"]
     return dict(ranks[0]["checksums"])
 
 

@@ -216,10 +216,11 @@ def _too_little(reward: Reward) -> str:
     return f"rose by {reward.rise:+.4f}; {LEAST_RISE:.0f} standard errors are {least:.4f}"
 
 
-def render(summary: Summary) -> Table:
-    table = Table(title="weightcast demo", show_header=False)
-    for name, value in _rows(summary):
-        table.add_row(name, value)
+def render(summaries: Mapping[str, Summary]) -> Table:
+    """A column for each adapter; for the model alone, "", one without a heading."""
+    table = Table("", *summaries, title="weightcast demo", show_header=len(summaries) > 1)
+    for rows in zip(*map(_rows, summaries.values()), strict=True):
+        table.add_row(rows[0][0], *(value for _, value in rows))
     return table
 
 

@@ -28,16 +28,19 @@ from examples import checkpoint
 from examples.checkpoint import Config
 from examples.model import CausalLM
 from examples.waiting import wait_until
+from weightcast.client import Answer as Reply
 from weightcast.client import Client
 
 DIGITS = 6
 SEPARATOR = checkpoint.encode(">")[0]
+ADAPTERS = {"ascending": False, "descending": True}
+"""of `--lora`: whether the task is to sort in descending order"""
 MASTERS = "masters.safetensors"
 BETAS = (0.9, 0.95)
 
 
-def solutions(questions: torch.Tensor) -> torch.Tensor:
-    return questions.sort(dim=1).values
+def solutions(questions: torch.Tensor, descending: bool = False) -> torch.Tensor:
+    return questions.sort(dim=1, descending=descending).values
 
 
 def prompts_of(questions: torch.Tensor) -> torch.Tensor:
@@ -84,11 +87,13 @@ class Rollouts:
     versions: list[tuple[int, int]]
     """the oldest and the newest that may have made a sequence's tokens; the base is 0"""
     group: int
+    descending: bool = False
 
     @property
     def rewards(self) -> torch.Tensor:
         """float32 (questions, group): share of digits in their place"""
-        return (self.answers == solutions(self.questions)).float().mean(1).view(-1, self.group)
+        wanted = solutions(self.questions, self.descending)
+        return (self.answers == wanted).float().mean(1).view(-1, self.group)
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,8 @@ class Fleet:
     dialect: Dialect = SGLANG
     requests: int = 6
     seconds: float = 120.0
+    adapter: str = ""
+    """that answers in the model's place; versions are its own then"""
 
     def rollouts(self, questions: torch.Tensor, group: int, step: int, oldest: int) -> Rollouts:
         """None is from a version before `oldest`. Groups with an aborted answer are left out. First all
@@ -145,7 +152,8 @@ class Fleet:
         return asyncio.run(self._rollouts(questions, group, step, oldest))
 
     async def _rollouts(self, questions: torch.Tensor, group: int, step: int, oldest: int) -> Rollouts:
-        bodies = [self.dialect.request(part, group) for part in questions.chunk(self.requests)]
+        named = {"lora_path": self.adapter} if self.adapter else {}
+        bodies = [self.dialect.request(part, group) | named for part in questions.chunk(self.requests)]
         async with Client(self.url, token=_token(), seconds=self.seconds) as client:
             asked = (
                 client.generate(body, min_version=oldest, session=f"{step}.{number}", wait=self.seconds)
@@ -154,7 +162,7 @@ class Fleet:
             replies = await asyncio.gather(*asked)
         read = [(reply, self.dialect.read(reply.pieces[0].raw)) for reply in replies]
         answers = [answer for _, found in read for answer in found]
-        versions = [(reply.version, reply.last_version) for reply, found in read for _ in found]
+        versions = [self._versions(reply) for reply, found in read for _ in found]
         whole = [
             number
             for number in range(len(questions))
@@ -173,12 +181,31 @@ class Fleet:
 
     def slowest_version(self) -> int:
         """Of the hosts that take requests; -1 while none does."""
+        if self.adapter:
+            return self._slowest_adapter()
         headers = {} if _token() is None else {"Authorization": f"Bearer {_token()}"}
         try:
             answer = httpx.get(f"{self.url}/model_info", headers=headers, timeout=60.0, trust_env=False)
         except httpx.TransportError:
             return -1
         return int(answer.headers.get("weightcast-version", -1))
+
+    def _slowest_adapter(self) -> int:
+        """The gateway names what its hosts have loaded."""
+        try:
+            status = httpx.get(f"{self.url}/v1/status", timeout=60.0, trust_env=False).json()
+        except httpx.TransportError:
+            return -1
+        ready = [host["adapters"] for host in status["hosts"] if host["version"] is not None]
+        return min((max(loaded.get(self.adapter) or [-1]) for loaded in ready), default=-1)
+
+    def _versions(self, reply: Reply) -> tuple[int, int]:
+        if not self.adapter:
+            return reply.version, reply.last_version
+        name, _, version = reply.pieces[0].adapter.partition("@")
+        if name != self.adapter:
+            raise RuntimeError(f"{self.adapter} was asked for, and {name or 'the model'} answered")
+        return int(version), int(version)
 
 
 def _token() -> str | None:
@@ -190,7 +217,8 @@ class Trainer:
 
     def __init__(self, model: CausalLM, rate: float) -> None:
         self.model = model
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=BETAS, weight_decay=0.0)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=rate, betas=BETAS, weight_decay=0.0)
 
     def step(self, rollouts: Rollouts, ratio_cap: float = 2.0) -> None:
         """One step of policy gradient. The capped ratio of the trainer's probability to the engine's accounts
@@ -244,11 +272,11 @@ def train(
             before, weights = weights, trainer.export()
             if outbox is not None:
                 checkpoint.save(outbox / f"step_{step:06}", trainer.model.config, weights)
-            _note(metrics, step, rollouts, newest(step), checkpoint.changed_share(before, weights))
+            note(metrics, step, rollouts, newest(step), checkpoint.changed_share(before, weights))
     return weights
 
 
-def _note(metrics: Path, step: int, rollouts: Rollouts, newest: int, density: float) -> None:
+def note(metrics: Path, step: int, rollouts: Rollouts, newest: int, density: float | None = None) -> None:
     facts = {
         "time": time.time(),
         "step": step,
@@ -281,9 +309,14 @@ def _fleet(options: argparse.Namespace) -> Fleet:
 
 def run(options: argparse.Namespace) -> None:
     plan = Plan(options.steps, options.seed, options.questions, options.group, options.rate, options.max_lag)
+    outbox = None if options.freeze else options.watch
+    if options.lora:
+        from examples import lora
+
+        lora.run(plan, _fleet(options), options.watch, options.dir, freeze=options.freeze)
+        return
     model = CausalLM(checkpoint.load_config(options.dir / "base"))
     model.load_state_dict(load_file(options.dir / MASTERS))
-    outbox = None if options.freeze else options.watch
     weights = train(plan, Trainer(model, plan.rate), _fleet(options), outbox, options.dir / "metrics.jsonl")
     checkpoint.save(options.dir / "last", model.config, weights)
 
@@ -303,6 +336,7 @@ def main() -> None:
     second.add_argument("--questions", type=int, default=24, help="per step")
     second.add_argument("--group", type=int, default=16, help="answers per question")
     second.add_argument("--rate", type=float, default=1.5e-5, help="AdamW's learning rate")
+    second.add_argument("--lora", action="store_true", help="train adapters over a frozen base, with peft")
     second.add_argument("--max-lag", type=int, default=4, help="versions that a rollout may be behind")
     second.add_argument("--freeze", action="store_true", help="keep all updates to itself")
     for verb in (first, second):

@@ -47,6 +47,8 @@ class Piece:
     last_version: int
     ended_by: str
     """update or abort, of a partial answer"""
+    adapter: str
+    """that made it, with its version: math@17; the other versions are those of the model"""
     raw: Any
 
 
@@ -247,6 +249,7 @@ def _of_whole(answer: Any, headers: Mapping[str, str]) -> Piece:
     label = one.get("weightcast") or {
         "version": headers["weightcast-version"],
         "last_version": headers["weightcast-last-version"],
+        "adapter": headers.get("weightcast-adapter", ""),
     }
     ids = one.get("output_ids") or []
     counted = one.get("meta_info") or one.get("usage") or {}
@@ -256,4 +259,5 @@ def _of_whole(answer: Any, headers: Mapping[str, str]) -> Piece:
 
 def _piece(text: str, ids: list[int], tokens: int, label: Body, raw: Any) -> Piece:
     versions = int(label["version"]), int(label["last_version"])
-    return Piece(text, ids, tokens, *versions, str(label.get("ended_by", "")), raw)
+    ended_by, adapter = (str(label.get(name, "")) for name in ("ended_by", "adapter"))
+    return Piece(text, ids, tokens, *versions, ended_by, adapter, raw)

@@ -191,7 +191,8 @@ class Gate(Collector):
             await say(send, 200, {"ok": True})
         elif path == "readyz":
             served = self.traffic.served
-            facts = {**self.status().by_name(), "target": self.traffic.target}
+            more = {"target": self.traffic.target, "adapters": self.traffic.offered}
+            facts = {**self.status().by_name(), **more}
             await say(send, 200 if served is not None else 503, facts)
         elif path == "health":
             healthy = self.traffic.is_healthy

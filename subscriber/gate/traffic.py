@@ -295,6 +295,15 @@ class Traffic:
         return max((version for version in found if call.allows(version, target)), default=None)
 
     @property
+    def offered(self) -> dict[str, dict[str, object]]:
+        """Of each adapter the versions that requests are admitted to, and its target."""
+        doors = [door for door in self.doors.values() if door.version is not None]
+        return {
+            name: {"loaded": sorted({v for door in doors for v in door.adapters.get(name, ())}), "target": to}
+            for name, to in self.adapters.items()
+        }
+
+    @property
     def waiting(self) -> int:
         """Requests that no engine can take now."""
         return len(self._held)

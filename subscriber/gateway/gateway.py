@@ -44,7 +44,7 @@ _QUICK_SECONDS = 0.2
 _AGAIN_SECONDS = 0.5
 """until hosts that refused a request are asked again"""
 _LOOKS_PER_SECOND = 500
-_FACTS_LIMIT = 64 << 10
+_FACTS_LIMIT = 1 << 20
 _REFUSALS = (401, 409, 429, 503)
 """answers of a gate after which another one may take the request"""
 _OUTCOMES = ("answered", "unmet", "too_many", "not_ready", "cut", "left")
@@ -167,7 +167,7 @@ class Gateway:
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/health":
             await say(send, 200 if self.hosts.ready else 503, {"ready_hosts": len(self.hosts.ready)})
-        elif (request := await read_request(scope, receive, send)) is None:
+        elif (request := await read_request(scope, receive, send, self.hosts.adapters)) is None:
             pass
         elif is_abort(scope):
             await self._abort(request, send)
@@ -212,7 +212,7 @@ class Gateway:
         while True:
             found = self._choose(request, tried)
             if isinstance(found, NotAdmitted) and found.status == 409 and not has_guessed:
-                has_guessed, found = True, self.hosts.newest()
+                has_guessed, found = True, self.hosts.newest(request.asked)
             if isinstance(found, Host):
                 tried.add(found)
                 refusal = await self._attempt(request, found, send)
@@ -230,7 +230,7 @@ class Gateway:
             oldest = self.hosts.oldest()
             if oldest is not None and oldest not in tried:
                 return oldest
-        return self.hosts.choose(request.conditions, tried)
+        return self.hosts.choose(request.conditions, tried, request.asked)
 
     async def _wait(self, request: Request, refusal: NotAdmitted) -> None:
         """For a change. Raises `refusal` when the request's time is up."""
@@ -272,7 +272,8 @@ class Gateway:
         return None
 
     async def _ask(self, request: Request, host: Host) -> aiohttp.ClientResponse:
-        headers, session = request.conditions.for_gate(self.hosts.target), "weightcast-session"
+        target, session = self.hosts.target_of(request.asked.adapter), "weightcast-session"
+        headers = request.conditions.for_gate(target)
         if session in request.headers:
             headers[session] = request.headers[session]
         return await send_on(self._session, host.url, request, request.body, headers | self._key)

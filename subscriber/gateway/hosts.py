@@ -14,13 +14,15 @@ from typing import Any
 
 from weightcast.shared.daemon.status import Facts
 from weightcast.shared.daemon.timing import Backoff, jittered
-from weightcast.subscriber.gate.conditions import Conditions, affinity
+from weightcast.subscriber.gate.conditions import Asked, Conditions, affinity
 from weightcast.subscriber.gate.traffic import NotAdmitted
 
 LOST_SECONDS = 15.0
 """without an answer to a look, after which the requests at a gate are given up"""
 _OUT = Backoff(0.5, 15.0)
 _BUSY_SECONDS = 0.5
+NOTHING = Asked({}, b"")
+"""but the model itself"""
 
 
 class HostLine(Facts):
@@ -34,19 +36,24 @@ class HostLine(Facts):
     target: int
     requests: int
     """under way and waiting there, of all callers"""
+    adapters: Mapping[str, tuple[int, ...]]
+    """versions of each that are loaded there"""
     reason: str
     """why it gets no requests"""
 
 
 @dataclass(eq=False)
 class Host:
-    """`url`: of its gate; `version`: what that serves, None where it takes no requests. `others`: requests
-    that it had from other callers at the last look. `calls`: ours, each ended by its time-out."""
+    """`url`: of its gate; `version`: what that serves, None where it takes no requests. `adapters`: versions
+    of each that are loaded there; `targets`: their newest in the channel. `others`: requests that it had from
+    other callers at the last look. `calls`: ours, each ended by its time-out."""
 
     name: str
     url: str
     version: int | None = None
     target: int = 0
+    adapters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    targets: Mapping[str, int] = field(default_factory=dict)
     others: int = 0
     calls: set[asyncio.Timeout] = field(default_factory=set)
     out_until: float = 0.0
@@ -66,6 +73,7 @@ class Host:
             version=self.version,
             target=self.target,
             requests=self.load,
+            adapters=self.adapters,
             reason=self.reason,
         )
 
@@ -92,25 +100,43 @@ class Hosts:
         """The newest version that requests may be sent to."""
         return max((host.version or 0 for host in self.ready), default=None)
 
-    def choose(self, conditions: Conditions, tried: Collection[Host]) -> Host | NotAdmitted:
+    @property
+    def adapters(self) -> set[str]:
+        """Those that a host follows."""
+        return {name for host in self.by_url.values() for name in host.targets}
+
+    def target_of(self, adapter: str) -> int:
+        """Of the model itself where it is empty."""
+        targets = (host.targets.get(adapter, 0) for host in self.by_url.values())
+        return max(targets, default=0) if adapter else self.target
+
+    def choose(
+        self, conditions: Conditions, tried: Collection[Host], asked: Asked = NOTHING
+    ) -> Host | NotAdmitted:
         """The host of the session, else one with the fewest requests; none of `tried`."""
-        ready, now = self.ready, self._clock()
-        fit = [host for host in ready if conditions.allow(host.version or 0, self.target)]
+        ready, now, target = self.ready, self._clock(), self.target_of(asked.adapter)
+        fit = [h for h in ready if any(conditions.allow(each, target) for each in _versions(h, asked))]
         idle = [host for host in fit if host.out_until <= now]
         free = [host for host in idle if host not in tried]
         if free and conditions.session:
             return max(free, key=lambda host: affinity(conditions.session, host.url))
         if free:
             return min(free, key=lambda host: (host.load, random.random()))
+        if ready and not fit and asked.adapter:
+            has = {
+                f"{asked.adapter}@{each}" for host in ready for each in host.adapters.get(asked.adapter, ())
+            }
+            found = ", ".join(sorted(has)) or "none now"
+            return NotAdmitted(409 if has else 503, f"of {asked.adapter} all hosts serve {found}")
         if ready and not fit:
             return NotAdmitted(409, f"no host here serves such a version; the newest is {self.served}")
         if fit and not idle:
             return NotAdmitted(429, "all hosts have as many requests as they take")
         return NotAdmitted(503, "no host can take the request now")
 
-    def newest(self) -> Host:
+    def newest(self, asked: Asked = NOTHING) -> Host:
         """For a version that nobody is known to serve: hosts move on between two looks."""
-        return max(self.ready, key=lambda host: host.version or 0)
+        return max(self.ready, key=lambda host: max(_versions(host, asked), default=-1))
 
     def oldest(self) -> Host | None:
         """All others serve its version or a later one."""
@@ -129,6 +155,18 @@ class Hosts:
         if host.failures:
             host.failures, host.out_until = 0, 0.0
         host.target = _version(facts, "target") or host.target
+        rows = facts.get("adapters")
+        known = (
+            {name: row for name, row in rows.items() if isinstance(row, dict)}
+            if isinstance(rows, dict)
+            else {}
+        )
+        loaded = {name: _integers(row.get("loaded")) for name, row in known.items()}
+        self.changes += loaded != host.adapters
+        host.adapters, host.targets = (
+            loaded,
+            {name: _version(row, "target") or 0 for name, row in known.items()},
+        )
         self._serves(host, _version(facts, "version"))
 
     def refused(self, host: Host, status: int, facts: Mapping[str, Any]) -> NotAdmitted:
@@ -161,6 +199,17 @@ class Hosts:
         if version is not None and version != host.version:
             self.changes += 1
         host.version, host.reason = version, "" if version is not None else "no engine there is open"
+
+
+def _versions(host: Host, asked: Asked) -> Collection[int]:
+    """Of what is asked for: the model, or an adapter, perhaps one version of it."""
+    if not asked.adapter:
+        return (host.version or 0,)
+    return [v for v in host.adapters.get(asked.adapter, ()) if asked.adapter_version in (None, v)]
+
+
+def _integers(found: object) -> tuple[int, ...]:
+    return tuple(each for each in found if isinstance(each, int)) if isinstance(found, list) else ()
 
 
 def _version(facts: Mapping[str, Any], name: str) -> int | None:

@@ -76,6 +76,36 @@ def test_without_weight_updates_the_reward_check_fails(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.trainers
+@pytest.mark.timeout(600)
+def test_adapters_over_a_frozen_base(tmp_path: Path) -> None:
+    demo, output, summaries = run_demo(tmp_path, "--lora")
+    assert demo.returncode == 0, output
+    assert list(summaries) == ["ascending", "descending"]
+    for summary in summaries.values():
+        assert summary["failures"] == {}
+        assert summary["versions_published"] == 33
+        assert min(summary["versions_served"].values()) >= 20
+        assert summary["publisher_kills"] == 1
+        assert summary["reward"]["rise"] > 3 * summary["reward"]["standard_error"] > 0
+        assert len(summary["bit_exact"]) == 4 and all(summary["bit_exact"].values())
+        assert summary["delta_bytes"] < summary["full_bytes"]
+        assert summary["lag_max"] <= summary["lag_allowed"] == 1
+        assert list(summary["versions_per_answer"]) == ["1"]
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.trainers
+@pytest.mark.timeout(600)
+def test_without_updates_of_adapters_the_checks_fail(tmp_path: Path) -> None:
+    demo, output, summaries = run_demo(tmp_path, "--lora", "--freeze", "--steps", "4")
+    assert demo.returncode == 1, output
+    for summary in summaries.values():
+        assert {"versions", "bits"} <= set(summary["failures"])
+        assert summary["versions_published"] == 1 and summary["lag_max"] == 0
+    assert processes_of(tmp_path) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_it(tmp_path: Path, number: signal.Signals) -> None:
     demo = start_demo("--run-dir", tmp_path / "run")

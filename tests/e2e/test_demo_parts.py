@@ -20,6 +20,7 @@ import pytest
 import torch
 import uvicorn
 from safetensors import safe_open
+from safetensors.torch import save_file
 from waiting import is_running, wait_until
 
 from examples import checkpoint, observe, processes, summary, trainer
@@ -46,6 +47,32 @@ def save_model(directory: Path, seed: int, shards: int = 2) -> CausalLM:
     model = tiny_model(seed)
     checkpoint.save(directory, TINY, model.state_dict(), shards)
     return model
+
+
+def save_adapter(directory: Path, base: Path, seed: int) -> tuple[Path, CausalLM]:
+    """As peft saves it, of two layers; and the model with it merged."""
+    random = torch.Generator().manual_seed(seed)
+    model = CausalLM(checkpoint.load_config(base))
+    model.load_state_dict(checkpoint.load(base))
+    tensors = {}
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
+        weight = model.get_submodule(name).weight.data
+        low, high = (
+            torch.randn(shape, generator=random) for shape in ((2, len(weight[0])), (len(weight), 2))
+        )
+        tensors |= {
+            f"base_model.model.{name}.lora_A.weight": low,
+            f"base_model.model.{name}.lora_B.weight": high,
+        }
+        weight += 2 * (high @ low)
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 4}))
+    return directory, model
+
+
+def loaded_names(client: httpx.Client) -> list[str]:
+    return [model["id"] for model in client.get("/v1/models").json()["data"] if model["parent"]]
 
 
 @contextmanager
@@ -99,10 +126,12 @@ def greedy(client: httpx.Client, text: Any = PROMPT, tokens: int = 6, **extra: A
     return reply.raise_for_status().json()
 
 
-def expected_answer(model: CausalLM, text: str = PROMPT, tokens: int = 6) -> str:
-    """Greedy, recomputed from the start for every token, from weights rounded to bf16."""
+def expected_answer(
+    model: CausalLM, text: str = PROMPT, tokens: int = 6, dtype: torch.dtype = torch.bfloat16
+) -> str:
+    """Greedy, recomputed from the start for every token, from weights rounded to `dtype`."""
     rounded = CausalLM(TINY)
-    rounded.load_state_dict({name: t.to(torch.bfloat16) for name, t in model.state_dict().items()})
+    rounded.load_state_dict({name: t.to(dtype) for name, t in model.state_dict().items()})
     ids = checkpoint.encode(text)
     with torch.no_grad():
         for _ in range(tokens):
@@ -302,6 +331,41 @@ class TestDialect:
     def test_bad_requests_are_refused(self, client: httpx.Client, request_body: dict[str, Any]) -> None:
         assert client.post("/generate", json=request_body).status_code == 400
         assert greedy(client)["meta_info"]["finish_reason"]["type"] == "length"
+
+    def test_adapters_answer_side_by_side_with_the_model(
+        self, client: httpx.Client, local: Path, tmp_path: Path
+    ) -> None:
+        """As the model with their product added to its weights; what is unloaded answers nothing."""
+        assert loaded_names(client) == []
+        expected = {}
+        for number in (1, 2):
+            saved, merged = save_adapter(tmp_path / f"adapter{number}", local, seed=number)
+            expected[f"math@{number}"] = expected_answer(merged, dtype=torch.float32)
+            body = {"lora_name": f"math@{number}", "lora_path": str(saved)}
+            assert client.post("/load_lora_adapter", json=body).json()["success"]
+            assert client.post("/load_lora_adapter", json=body).status_code == 400
+            asked = {"action": "checksum", "lora_name": f"math@{number}"}
+            rank = client.post("/weights_checker", json=asked).json()["ranks"][0]
+            assert rank["checksums"] == checkpoint.file_checksums(saved)
+        own = expected_answer(save_model(tmp_path / "again", seed=1))
+        assert len({own, *expected.values()}) == 3
+        assert loaded_names(client) == ["math@1", "math@2"]
+        for name, answer in expected.items():
+            assert greedy(client, lora_path=name)["text"] == answer
+        assert greedy(client)["text"] == own
+        assert client.post("/unload_lora_adapter", json={"lora_name": "math@1"}).json()["success"]
+        assert client.post("/unload_lora_adapter", json={"lora_name": "math@1"}).status_code == 400
+        refused = client.post("/generate", json={"text": PROMPT, "lora_path": "math@1"})
+        assert refused.status_code == 400
+        assert greedy(client, lora_path="math@2")["text"] == expected["math@2"]
+
+    def test_an_adapter_for_another_model_is_refused(self, client: httpx.Client, tmp_path: Path) -> None:
+        checkpoint.save(tmp_path / "large", Config(), CausalLM(Config()).state_dict())
+        saved, _ = save_adapter(tmp_path / "adapter", tmp_path / "large", seed=1)
+        body = {"lora_name": "math@1", "lora_path": str(saved)}
+        refusal = client.post("/load_lora_adapter", json=body)
+        assert refusal.status_code == 400 and "another model" in refusal.json()["error_message"]
+        assert loaded_names(client) == []
 
     def test_unknown_check_is_refused(self, client: httpx.Client) -> None:
         assert client.post("/weights_checker", json={"action": "guess"}).status_code == 400
@@ -616,7 +680,9 @@ class TestSummary:
     def test_nothing_at_all_fails_everything(self) -> None:
         nothing = summary.summarise(Facts([], {}, [], 0, 0, 0, 0.0, {}, {}))
         assert set(nothing.failures) == {"versions", "reward", "bits"}
-        assert summary.render(nothing).row_count > 0
+        assert summary.render({"": nothing}).row_count > 0
+        table = summary.render({"one": nothing, "two": nothing})
+        assert [column.header for column in table.columns] == ["", "one", "two"]
 
     def test_skipped_versions_are_not_served_but_have_a_latency(self) -> None:
         facts = facts_of([0.1, 0.1, 0.9, 0.9], versions=3)

@@ -169,16 +169,20 @@ def test_a_refused_adapter_keeps_nothing_else_from_being_published(places: Place
     assert version_of(places, DEFAULT) == 1
 
 
-def test_a_kill_after_the_commit_publishes_nothing_twice(places: Places, office: Office) -> None:
+@pytest.mark.parametrize("failpoint", ["inbox.chosen", "inbox.published"])
+def test_a_kill_leaves_no_checkpoint_out_and_publishes_none_twice(
+    places: Places, office: Office, failpoint: str
+) -> None:
     save_in(places.watch / "checkpoint-1", 1)
     stepped(office, DEFAULT, 1)
     save_in(places.watch / "checkpoint-2", 2)
-    with interrupted_at("inbox.published"):
+    with interrupted_at(failpoint):
         stepped(office, DEFAULT, 9)
     office.publish_loop.close()
     again = Office(places)
     again.publish_loop.start()
     try:
+        stepped(again, DEFAULT, 2)
         for _ in range(3):
             again.step()
         assert version_of(places, DEFAULT) == 2

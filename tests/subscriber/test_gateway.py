@@ -21,7 +21,7 @@ from ports import free_port
 from waiting import wait_until
 
 from weightcast.client import Client, RequestRefused
-from weightcast.subscriber.gate.conditions import Conditions
+from weightcast.subscriber.gate.conditions import Asked, Conditions
 from weightcast.subscriber.gate.traffic import NotAdmitted
 from weightcast.subscriber.gateway.hosts import Host as Known
 from weightcast.subscriber.gateway.hosts import Hosts
@@ -443,6 +443,36 @@ class TestClient:
         assert (error.value.status, error.value.facts["served"]) == (409, 2)
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_adapter_is_asked_for_by_its_versions(site: Site, run: Run, kind: str) -> None:
+    """The main weights stay at version 0, and one host follows no adapter."""
+    host = Host(site, run, Engine(site, "e0", kind), name="host0")
+    other = Host(site, run, Engine(site, "e1", kind), name="host1", options=("--adapters", "none"))
+    gateway = Gateway(site, *gates_of(host, other))
+    gateway.wait_for(0, 0)
+    bodies: list[dict[str, Any]] = [{"text": "p", "lora_path": "math"}]
+    if kind == "vllm":
+        bodies = [{"prompt": "p", "model": "math", "n": n} for n in (1, 2)]
+
+    async def generate(version: int) -> set[str]:
+        async with Client(gateway.url) as client:
+            asked = (client.generate(body, min_version=version, wait=LONG) for body in bodies * 4)
+            answers = await asyncio.gather(*asked)
+        assert {answer.version for answer in answers} == {0}
+        return {piece.adapter for answer in answers for piece in answer.pieces}
+
+    first = run.publish_adapter()
+    wait_until(lambda: gateway.hosts()[host.gate]["adapters"] == {"math": [1]})
+    assert asyncio.run(generate(1)) == {first}
+    second = run.publish_adapter()
+    assert asyncio.run(generate(2)) == {second}
+    assert gateway.hosts()[other.gate]["adapters"] == {}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(asyncio.run, generate(3))
+        wait_until(lambda: gateway.client.get("/v1/status").json()["waiting"])
+        assert {run.publish_adapter()} == waiting.result()
+
+
 class TestClientRoutes:
     """Each route of both engines."""
 
@@ -555,6 +585,27 @@ class TestChoice:
         gone = hosts.by_url.pop("http://h2")
         after = [hosts.choose(each, ()) for each in sessions]
         assert all(a is b for a, b in zip(after, before, strict=True) if b is not gone)
+
+    def test_conditions_of_a_request_for_an_adapter_are_about_its_versions(self, hosts: Hosts) -> None:
+        first, second, third = list(hosts.by_url.values())[:3]
+        for host, versions in (first, [1, 2]), (second, [2, 3]), (third, []):
+            hosts.looked(host, {"version": 7, "adapters": {"math": {"loaded": versions, "target": 3}}})
+        assert hosts.adapters == {"math"} and hosts.target_of("math") == 3
+        asked = Asked.of(b'{"model": "math"}', hosts.adapters)
+        assert hosts.choose(Conditions(min_version=3), (), asked) is second
+        assert hosts.choose(Conditions(max_lag=0), (), asked) is second
+        assert hosts.choose(Conditions(exact_version=1), (), asked) is first
+        assert hosts.choose(Conditions(), (), Asked.of(b'{"model": "math@3"}', hosts.adapters)) is second
+        assert hosts.choose(Conditions(min_version=7), ()) in (first, second, third, *hosts.by_url.values())
+        refusal = hosts.choose(Conditions(min_version=4), (), asked)
+        assert isinstance(refusal, NotAdmitted) and refusal.status == 409 and "math@3" in refusal.error
+        assert hosts.newest(asked) is second
+        before = hosts.changes
+        for host in first, second:
+            hosts.looked(host, {"version": 7, "adapters": {"math": {"loaded": [], "target": 3}}})
+        assert hosts.changes == before + 2
+        refusal = hosts.choose(Conditions(), (), asked)
+        assert isinstance(refusal, NotAdmitted) and refusal.status == 503
 
     def test_a_host_that_fails_is_left_out_for_a_bounded_time(self, hosts: Hosts) -> None:
         host = hosts.by_url["http://h0"]

@@ -34,7 +34,11 @@ class WatchedAdapters:
             each.resume(publisher)
 
     def next(self, publisher: Publisher) -> WatchedJob | None:
+        known = set(self._of)
         for name in self._found():
+            if name not in known:
+                # an earlier process may have begun with it
+                self._of[name].resume(publisher)
             job = self._of[name].next(publisher)
             if job is not None:
                 return job
