@@ -311,6 +311,7 @@ def _serve_gate(engine: int) -> None:
     """Without a subscriber: its one engine serves version 1 from the start."""
     setup_logs("console", "warning")
     traffic = Traffic(["e"], policy="pass", drain_seconds=1, hold_seconds=60, most=4096)
+    traffic.name_adapters({})
     upstream = Upstream("vllm", f"http://127.0.0.1:{engine}", "", ssl.create_default_context())
 
     def look() -> None:

@@ -167,7 +167,7 @@ class Gateway:
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/health":
             await say(send, 200 if self.hosts.ready else 503, {"ready_hosts": len(self.hosts.ready)})
-        elif (request := await read_request(scope, receive, send, self.hosts.adapters)) is None:
+        elif (request := await read_request(scope, receive, send, names=bool(self.hosts.adapters))) is None:
             pass
         elif is_abort(scope):
             await self._abort(request, send)
@@ -212,7 +212,7 @@ class Gateway:
         while True:
             found = self._choose(request, tried)
             if isinstance(found, NotAdmitted) and found.status == 409 and not has_guessed:
-                has_guessed, found = True, self.hosts.newest(request.asked)
+                has_guessed, found = True, self.hosts.newest(self.hosts.adapter_of(request.asked.named))
             if isinstance(found, Host):
                 tried.add(found)
                 refusal = await self._attempt(request, found, send)
@@ -230,7 +230,8 @@ class Gateway:
             oldest = self.hosts.oldest()
             if oldest is not None and oldest not in tried:
                 return oldest
-        return self.hosts.choose(request.conditions, tried, request.asked)
+        adapter = self.hosts.adapter_of(request.asked.named)
+        return self.hosts.choose(request.conditions, tried, adapter)
 
     async def _wait(self, request: Request, refusal: NotAdmitted) -> None:
         """For a change. Raises `refusal` when the request's time is up."""
@@ -272,8 +273,8 @@ class Gateway:
         return None
 
     async def _ask(self, request: Request, host: Host) -> aiohttp.ClientResponse:
-        target, session = self.hosts.target_of(request.asked.adapter), "weightcast-session"
-        headers = request.conditions.for_gate(target)
+        adapter, session = self.hosts.adapter_of(request.asked.named), "weightcast-session"
+        headers = request.conditions.for_gate(self.hosts.target_of(adapter))
         if session in request.headers:
             headers[session] = request.headers[session]
         return await send_on(self._session, host.url, request, request.body, headers | self._key)

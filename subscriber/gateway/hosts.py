@@ -8,21 +8,23 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from weightcast.shared.daemon.status import Facts
 from weightcast.shared.daemon.timing import Backoff, jittered
-from weightcast.subscriber.gate.conditions import Asked, Conditions, affinity
+from weightcast.subscriber.gate.conditions import Conditions, adapter_named, affinity
 from weightcast.subscriber.gate.traffic import NotAdmitted
 
 LOST_SECONDS = 15.0
 """without an answer to a look, after which the requests at a gate are given up"""
 _OUT = Backoff(0.5, 15.0)
 _BUSY_SECONDS = 0.5
-NOTHING = Asked({}, b"")
-"""but the model itself"""
+Adapter = tuple[str, int | None]
+"""a name, and a version if only that will do"""
+MODEL: Adapter = ("", None)
+"""the model itself is asked for"""
 
 
 class HostLine(Facts):
@@ -105,38 +107,40 @@ class Hosts:
         """Those that a host follows."""
         return {name for host in self.by_url.values() for name in host.targets}
 
-    def target_of(self, adapter: str) -> int:
-        """Of the model itself where it is empty."""
-        targets = (host.targets.get(adapter, 0) for host in self.by_url.values())
-        return max(targets, default=0) if adapter else self.target
+    def adapter_of(self, named: Iterable[str]) -> Adapter:
+        """What a request asks for that has these names in it."""
+        return adapter_named(named, self.adapters)
+
+    def target_of(self, adapter: Adapter) -> int:
+        targets = (host.targets.get(adapter[0], 0) for host in self.by_url.values())
+        return self.target if adapter == MODEL else max(targets, default=0)
 
     def choose(
-        self, conditions: Conditions, tried: Collection[Host], asked: Asked = NOTHING
+        self, conditions: Conditions, tried: Collection[Host], adapter: Adapter = MODEL
     ) -> Host | NotAdmitted:
         """The host of the session, else one with the fewest requests; none of `tried`."""
-        ready, now, target = self.ready, self._clock(), self.target_of(asked.adapter)
-        fit = [h for h in ready if any(conditions.allow(each, target) for each in _versions(h, asked))]
+        ready, now, target = self.ready, self._clock(), self.target_of(adapter)
+        fit = [h for h in ready if any(conditions.allow(each, target) for each in _versions(h, adapter))]
         idle = [host for host in fit if host.out_until <= now]
         free = [host for host in idle if host not in tried]
         if free and conditions.session:
             return max(free, key=lambda host: affinity(conditions.session, host.url))
         if free:
             return min(free, key=lambda host: (host.load, random.random()))
-        if ready and not fit and asked.adapter:
-            has = {
-                f"{asked.adapter}@{each}" for host in ready for each in host.adapters.get(asked.adapter, ())
-            }
+        if ready and not fit and adapter != MODEL:
+            name, _ = adapter
+            has = {f"{name}@{each}" for host in ready for each in host.adapters.get(name, ())}
             found = ", ".join(sorted(has)) or "none now"
-            return NotAdmitted(409 if has else 503, f"of {asked.adapter} all hosts serve {found}")
+            return NotAdmitted(409 if has else 503, f"of {name} all hosts serve {found}")
         if ready and not fit:
             return NotAdmitted(409, f"no host here serves such a version; the newest is {self.served}")
         if fit and not idle:
             return NotAdmitted(429, "all hosts have as many requests as they take")
         return NotAdmitted(503, "no host can take the request now")
 
-    def newest(self, asked: Asked = NOTHING) -> Host:
+    def newest(self, adapter: Adapter = MODEL) -> Host:
         """For a version that nobody is known to serve: hosts move on between two looks."""
-        return max(self.ready, key=lambda host: max(_versions(host, asked), default=-1))
+        return max(self.ready, key=lambda host: max(_versions(host, adapter), default=-1))
 
     def oldest(self) -> Host | None:
         """All others serve its version or a later one."""
@@ -156,17 +160,12 @@ class Hosts:
             host.failures, host.out_until = 0, 0.0
         host.target = _version(facts, "target") or host.target
         rows = facts.get("adapters")
-        known = (
-            {name: row for name, row in rows.items() if isinstance(row, dict)}
-            if isinstance(rows, dict)
-            else {}
-        )
+        named = rows.items() if isinstance(rows, dict) else ()
+        known = {name: row for name, row in named if isinstance(row, dict)}
         loaded = {name: _integers(row.get("loaded")) for name, row in known.items()}
         self.changes += loaded != host.adapters
-        host.adapters, host.targets = (
-            loaded,
-            {name: _version(row, "target") or 0 for name, row in known.items()},
-        )
+        host.adapters = loaded
+        host.targets = {name: _version(row, "target") or 0 for name, row in known.items()}
         self._serves(host, _version(facts, "version"))
 
     def refused(self, host: Host, status: int, facts: Mapping[str, Any]) -> NotAdmitted:
@@ -201,11 +200,12 @@ class Hosts:
         host.version, host.reason = version, "" if version is not None else "no engine there is open"
 
 
-def _versions(host: Host, asked: Asked) -> Collection[int]:
-    """Of what is asked for: the model, or an adapter, perhaps one version of it."""
-    if not asked.adapter:
+def _versions(host: Host, adapter: Adapter) -> Collection[int]:
+    """Of what is asked for."""
+    name, version = adapter
+    if not name:
         return (host.version or 0,)
-    return [v for v in host.adapters.get(asked.adapter, ()) if asked.adapter_version in (None, v)]
+    return [each for each in host.adapters.get(name, ()) if version in (None, each)]
 
 
 def _integers(found: object) -> tuple[int, ...]:

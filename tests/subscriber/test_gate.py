@@ -243,6 +243,7 @@ def test_no_more_requests_than_it_may_hold(site: Site, run: Run) -> None:
 
 def test_sessions_are_spread_evenly_over_the_engines_of_a_host() -> None:
     traffic = Traffic("abc", policy="pass", drain_seconds=1, hold_seconds=1, most=1000)
+    traffic.name_adapters({})
     for name in "abc":
         traffic.doubt(name, 0.0)
         traffic.open(name, 1, "process", 1.0)

@@ -21,7 +21,7 @@ from ports import free_port
 from waiting import wait_until
 
 from weightcast.client import Client, RequestRefused
-from weightcast.subscriber.gate.conditions import Asked, Conditions
+from weightcast.subscriber.gate.conditions import Conditions
 from weightcast.subscriber.gate.traffic import NotAdmitted
 from weightcast.subscriber.gateway.hosts import Host as Known
 from weightcast.subscriber.gateway.hosts import Hosts
@@ -466,7 +466,7 @@ def test_an_adapter_is_asked_for_by_its_versions(site: Site, run: Run, kind: str
     assert asyncio.run(generate(1)) == {first}
     second = run.publish_adapter()
     assert asyncio.run(generate(2)) == {second}
-    assert gateway.hosts()[other.gate]["adapters"] == {}
+    assert gateway.hosts()[other.gate]["adapters"] == {"math": []}
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(asyncio.run, generate(3))
         wait_until(lambda: gateway.client.get("/v1/status").json()["waiting"])
@@ -590,12 +590,12 @@ class TestChoice:
         first, second, third = list(hosts.by_url.values())[:3]
         for host, versions in (first, [1, 2]), (second, [2, 3]), (third, []):
             hosts.looked(host, {"version": 7, "adapters": {"math": {"loaded": versions, "target": 3}}})
-        assert hosts.adapters == {"math"} and hosts.target_of("math") == 3
-        asked = Asked.of(b'{"model": "math"}', hosts.adapters)
+        assert hosts.adapters == {"math"} and hosts.target_of(("math", None)) == 3
+        asked = hosts.adapter_of(["policy", "math"])
         assert hosts.choose(Conditions(min_version=3), (), asked) is second
         assert hosts.choose(Conditions(max_lag=0), (), asked) is second
         assert hosts.choose(Conditions(exact_version=1), (), asked) is first
-        assert hosts.choose(Conditions(), (), Asked.of(b'{"model": "math@3"}', hosts.adapters)) is second
+        assert hosts.choose(Conditions(), (), hosts.adapter_of(["math@3"])) is second
         assert hosts.choose(Conditions(min_version=7), ()) in (first, second, third, *hosts.by_url.values())
         refusal = hosts.choose(Conditions(min_version=4), (), asked)
         assert isinstance(refusal, NotAdmitted) and refusal.status == 409 and "math@3" in refusal.error

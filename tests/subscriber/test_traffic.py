@@ -15,6 +15,7 @@ from weightcast.subscriber.gate.traffic import Call, Traffic
 def traffic(policy: UpdatePolicy = "pass") -> Traffic:
     """One engine that serves version 1."""
     made = Traffic(["engine"], policy=policy, drain_seconds=0.0, hold_seconds=0.0, most=8)
+    made.name_adapters({})
     made.doubt("engine", 0.0)
     made.open("engine", 1, "process", math.inf)
     return made
