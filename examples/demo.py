@@ -249,7 +249,7 @@ class Demo:
         self._subscribers = {host: Daemon(paths.port(f"subscriber-{host}")) for host in HOSTS}
 
     def run(self) -> dict[str, Summary]:
-        """By adapter; of the model itself under \"\"."""
+        """By adapter; of the model itself under an empty name."""
         self._warm_start()
         self._start_services()
         self._train()
