@@ -152,7 +152,9 @@ class Client:
 
     async def _ask(self, body: Body, headers: Mapping[str, str]) -> Piece:
         path = _path(body)
-        if path != "/generate" and body.get("n", 1) == 1:
+        prompts = body[_prompt_of(body)]
+        is_batch = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
+        if path != "/generate" and body.get("n", 1) == 1 and not is_batch:
             # an update leaves nothing of an answer of vLLM that is not streamed
             options = {"include_usage": True, "continuous_usage_stats": True}
             body = {**body, "stream": True, "stream_options": options}

@@ -62,7 +62,7 @@ class Engine:
         self.under_way[aborted] = request.get("rid", "")
         try:
             await self.running.wait()
-            prefix = (request.get(self.salt, ""), request.get(self.prompt, ""))
+            prefix = (request.get(self.salt, ""), str(request.get(self.prompt, "")))
             cached = {"cached_by": self.cache.setdefault(prefix, self.held)}
             count = request.get("max_tokens", 3)
             for number in range(count):

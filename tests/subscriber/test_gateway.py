@@ -509,6 +509,9 @@ class TestClientRoutes:
                         # several are not streamed
                         both = await client.generate(body | {"n": 2})
                         assert self.host.version_of(both.text) == [1] * 8
+                    if "prompt" in body:
+                        batch = await client.generate(body | {"prompt": ["p", "q"]})
+                        assert isinstance(batch.pieces[0].raw, dict)
 
         asyncio.run(generate())
 
