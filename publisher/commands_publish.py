@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 @click.argument("checkpoint", type=path, help="HF checkpoint directory with the new weights.")
 @channel_option
 @option("--component", default=MAIN, help="adapter/NAME: publishes peft's directory as this adapter.")
-@option("--main-version", type=click.IntRange(min=0), help="Of main, on which the adapter was trained.")
+@option("--main-version", type=click.IntRange(min=0), help="Version of main that the adapter was trained on.")
 @option(
     "--local",
     type=path,

@@ -17,7 +17,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "gateway run": (
         f"gateway run {_CHANNEL}",
-        "gateway run --gate http://host-a:8350 --gate http://host-b:8350",
+        "gateway run --gates http://host-a:8350 --gates http://host-b:8350",
     ),
     "mirror run": ("mirror run --from s3://bucket/run7 --to /shared/copy7",),
     "mirror sync": ("mirror sync --from /shared/run7 --to s3://bucket/run7 --verify",),
@@ -52,6 +52,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "channel repair": (f"channel repair {_CHANNEL}",),
     "channel sign": (f"channel sign {_CHANNEL} --sign-key weightcast.key",),
     "channel prune": (f"channel prune {_CHANNEL} --keep-versions 9 --dry-run",),
+    "channel component add": (f"channel component add adapter/math {_CHANNEL}{_ON}--like /scratch/step_12",),
+    "channel component retire": (f"channel component retire adapter/math {_CHANNEL}",),
+    "channel component log": (f"channel component log {_CHANNEL}",),
     "channel keep": (f"channel keep 8 {_CHANNEL}",),
     "channel unkeep": (f"channel unkeep 8 {_CHANNEL}",),
     "channel tag": (f"channel tag stable 8 {_CHANNEL}", f"channel tag stable --delete {_CHANNEL}"),

@@ -130,7 +130,11 @@ def fleet(
 )
 @option("--min-hosts", type=int, help="Minimum number of hosts.")
 @option("--timeout", type=Number(min=0.0), default=600.0, help="Timeout in seconds.")
-@option("--component", default=MAIN, help="adapter/NAME: of this adapter, as engines have it loaded.")
+@option(
+    "--component",
+    default=MAIN,
+    help="adapter/NAME: wait until engines have loaded this version of the adapter.",
+)
 @any_channel_option
 @url_option
 @daemon_options

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from weightcast.shared.base.errors import USAGE, Refused
 from weightcast.shared.files.disk_errors import disk_text
+from weightcast.shared.files.paths import exists
 
 TrustFor = Callable[[str], ssl.SSLContext]
 """by the URL that is asked"""
@@ -35,7 +36,7 @@ class _Context(ssl.SSLContext):
         self._renew()
 
     def _renew(self) -> None:
-        stats = (file.stat() for file in self._files if file.exists())
+        stats = (file.stat() for file in self._files if exists(file))
         seen = tuple((stat.st_mtime_ns, stat.st_ino) for stat in stats)
         if seen != self._seen:
             self._seen = seen

@@ -43,6 +43,7 @@ def test_a_machine_that_cannot_compile_is_refused_with_the_reason(tmp_path: Path
         "-m",
         "weightcast.shared.cli.main",
         "bench",
+        "--quick",
         "--json",
         NUMBA_DISABLE_JIT="1",
         WEIGHTCAST_CACHE=str(tmp_path),
