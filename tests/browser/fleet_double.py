@@ -80,6 +80,7 @@ def host(number: int, latest: int, **others: Any) -> JSON:
         "gate": "",
         "requests": {},
         "tokens": {},
+        "adapters": [],
         "retries": 0,
         "bytes": {"step": 84_000_000, "skip": 0, "anchor": 0, "repair": 0},
         "engines": [engine],

@@ -184,6 +184,16 @@ def test_requests_at_all_gates_by_version(double: Double, open_tab: OpenTab) -> 
     assert rows == [["128", "2", "6", "2", "4,500", "75.0%"], ["127", "1", "3", "1", "1,500", "25.0%"]]
 
 
+def test_a_host_shows_its_adapters(double: Double, open_tab: OpenTab) -> None:
+    page, one = open_tab(double.url).page, host(1, LATEST)
+    behind = {"version": 3, "target": 4, "main_version": 0, "state": "behind", "error": "no room for it"}
+    one["adapters"] = [{"name": "adapter/math", **behind}]
+    double.show([one], LATEST)
+    page.get_by_role("button", name="rollout-001").click()
+    page.get_by_text("version 3 of 4, trained on 0, behind: no room for it").wait_for()
+    assert page.get_by_text("Adapter math").count() == 1
+
+
 def test_the_verdict_comes_first(double: Double, open_tab: OpenTab) -> None:
     page = open_tab(double.url).page
     verdict = page.locator(".verdict")

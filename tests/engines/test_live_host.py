@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from ports import free_port
 from vllm_world import (
     COMMAND,
     LONG,
@@ -24,6 +27,7 @@ from vllm_world import (
     Run,
     Server,
     World,
+    answers_name_their_versions,
     one_shot,
     running,
     wait_until,
@@ -127,6 +131,39 @@ def test_versions_are_patched_under_traffic(world: LiveWorld) -> None:
     print(f"pauses {pauses} ms", json.dumps(after))
     assert (after["way"], after["patches"] - before["patches"]) == ("live", 6)
     assert after["reloads"] == before["reloads"], after["reason"]
+
+
+@contextmanager
+def gateway(*gates: str) -> Iterator[str]:
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    given = [word for gate in gates for word in ("--gates", gate)]
+    with subprocess.Popen([COMMAND, "gateway", "run", *given, "--port", str(port)]) as process:
+        try:
+            wait_until(lambda: is_ready(url), "a host behind the gateway")
+            yield url
+        finally:
+            process.terminate()
+
+
+def is_ready(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/readyz", trust_env=False).status_code == 200
+    return False
+
+
+@pytest.mark.parametrize("updates", ["pass", "partial"])
+def test_a_gateway_names_the_versions_of_every_answer(world: LiveWorld, updates: str) -> None:
+    port = free_port()
+    world.host.extra = ("--gate", str(port), "--gate-updates", updates)
+    world.host.with_engine(world.host.engine)
+    world.host.wait_served(world.run.newest)
+    patches = world.live["patches"]
+    with gateway(f"http://127.0.0.1:{port}") as url:
+        answers_name_their_versions(world, world.server.through(url), updates)
+    assert world.live["patches"] >= patches + 4
+    world.host.extra = ()
+    world.host.with_engine(world.host.engine)
+    world.host.wait_served(world.run.newest)
 
 
 def test_what_is_resident_is_verified(world: LiveWorld) -> None:

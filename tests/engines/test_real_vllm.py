@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +24,7 @@ from vllm_world import (
     Answer,
     Starts,
     World,
+    answers_name_their_versions,
     running,
     wait_until,
     was_caught,
@@ -117,35 +118,7 @@ def test_the_gate_names_the_versions_of_every_answer(world: World, variant: str,
     """The long prompt is in the prefix cache of each version that answered before."""
     port = free_port()
     world.start_host("--gate", str(port), "--gate-updates", updates)
-    gate, met = world.server.through(f"http://127.0.0.1:{port}"), 0
-    for number in range(4):
-        version = world.run.newest
-        world.host.wait_served(version)
-        pinned = {"Weightcast-Exact-Version": str(version)} if number == 0 else {}
-        answers = list[Answer]()
-        with ThreadPoolExecutor(1) as pool:
-            publishing = pool.submit(world.run.publish)
-            while world.host.served != version + 1:
-                answers.append(gate.ask(LONG, 600, headers=pinned))
-            publishing.result()
-        answers.append(gate.ask(LONG, headers={"Weightcast-Min-Version": str(version + 1)}))
-        assert answers[-1].label["version"] == version + 1
-        for answer in answers:
-            if answer.status == 409 and pinned:
-                continue
-            assert answer.status == 200, answer.text
-            low, high, partial = (
-                answer.label["version"],
-                answer.label["last_version"],
-                "partial" in answer.label,
-            )
-            assert version <= low <= high <= version + 1
-            met += partial or low < high
-            assert low < high or world.judged(answer, low), answer.label
-            assert partial == (answer.finish != "length")
-            assert low == high or (updates == "pass" and not pinned)
-            assert not partial or (updates == "partial" and low == version)
-    assert met, "no answer was under way at an update"
+    answers_name_their_versions(world, world.server.through(f"http://127.0.0.1:{port}"), updates)
 
 
 @contextmanager

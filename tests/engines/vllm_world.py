@@ -715,3 +715,37 @@ class Starts:
 
 
 OTHER = {"single": "sharded", "sharded": "single", "bf16": "fp32", "fp32": "bf16"}
+
+
+def answers_name_their_versions(world: World, gate: Server, updates: str) -> None:
+    """Four versions while requests go through the gate, or a gateway; the first of them ask for one version
+    alone. Tokens of an answer that names one version are those of a fresh load of it."""
+    met = 0
+    for number in range(4):
+        version = world.run.newest
+        world.host.wait_served(version)
+        pinned = {"Weightcast-Exact-Version": str(version)} if number == 0 else {}
+        answers = list[Answer]()
+        with ThreadPoolExecutor(1) as pool:
+            publishing = pool.submit(world.run.publish)
+            while world.host.served != version + 1:
+                answers.append(gate.ask(LONG, 600, headers=pinned))
+            publishing.result()
+        answers.append(gate.ask(LONG, headers={"Weightcast-Min-Version": str(version + 1)}))
+        assert answers[-1].label["version"] == version + 1
+        for answer in answers:
+            if answer.status == 409 and pinned:
+                continue
+            assert answer.status == 200, answer.text
+            low, high, partial = (
+                answer.label["version"],
+                answer.label["last_version"],
+                "partial" in answer.label,
+            )
+            assert version <= low <= high <= version + 1
+            met += partial or low < high
+            assert low < high or world.judged(answer, low), answer.label
+            assert partial == (answer.finish != "length")
+            assert low == high or (updates == "pass" and not pinned)
+            assert not partial or (updates == "partial" and low == version)
+    assert met, "no answer was under way at an update"

@@ -30,6 +30,16 @@ export interface Engine {
 export const STANDINGS = ["lost", "failed", "stale", "behind", "ready", "stopped"] as const;
 export type Standing = (typeof STANDINGS)[number];
 
+/** An adapter of the run on a host; `version`: the newest that its engines have loaded. */
+export interface Adapter {
+  name: string;
+  version: number | null;
+  target: number | null;
+  main_version: number | null;
+  state: string;
+  error: string;
+}
+
 export interface Host {
   key: string;
   host: string;
@@ -60,6 +70,7 @@ export interface Host {
   requests: Record<string, number>;
   /** Of its gate's answers by version, the newest ones. */
   tokens: Record<string, number>;
+  adapters: Adapter[];
   /** Newest first; none in large fleets, where they are asked for host by host. */
   updates: Update[];
 }

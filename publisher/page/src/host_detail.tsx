@@ -1,5 +1,5 @@
 import { useContext, useState } from "preact/hooks";
-import { forget, type Engine, type Host, type Update } from "./api.ts";
+import { forget, type Adapter, type Engine, type Host, type Update } from "./api.ts";
 import { bytes, clock, count, seconds, version } from "./format.ts";
 import { Token, useWhole } from "./live.ts";
 import { Wide } from "./part.tsx";
@@ -54,6 +54,7 @@ function facts(host: Host): [string, string][] {
     ["Read from the channel", read(host.bytes)],
     ["Retries", count(host.retries)],
     ...(host.gate === "" ? [] : [["Gate", gate(host)] satisfies [string, string]]),
+    ...host.adapters.map((one): [string, string] => [`Adapter ${one.name.replace("adapter/", "")}`, adapter(one)]),
     ["Clock", offset(host.clock_offset_seconds)],
     ["Software", host.software],
   ];
@@ -62,6 +63,11 @@ function facts(host: Host): [string, string][] {
 function gate({ gate, requests }: Host): string {
   const now = requests.closed === 1 ? "closed" : `${count(requests.under_way)} under way`;
   return `${gate}: ${now}, ${count(requests.waiting)} waiting, ${count(requests.answered)} answered`;
+}
+
+function adapter({ version, target, main_version, state, error }: Adapter): string {
+  const loaded = version === null ? "none loaded" : `version ${version} of ${target ?? "?"}, trained on ${main_version ?? "?"}`;
+  return `${loaded}, ${state}${error === "" ? "" : `: ${error}`}`;
 }
 
 const CAUSES: [string, string][] = [
