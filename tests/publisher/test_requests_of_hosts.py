@@ -64,8 +64,15 @@ def test_an_idle_poll_is_one_conditional_get_and_a_version_few_requests(
                 poll()
                 wait_until(lambda number=number: len(proxy.requests) >= before + number)  # type: ignore[misc]
             _settle(proxy)
-            polls = [(method, path.rpartition("/")[2]) for method, path in proxy.requests[before:]]
-            assert polls == [("GET", "latest")] * POLLS and proxy.answers[-POLLS:] == [304] * POLLS
+            asked = list(zip(proxy.requests[before:], proxy.answers[before:], strict=True))
+            # adapters of the run are looked for at times, not at each poll
+            polls = [
+                (method, path.rpartition("/")[2], answer)
+                for (method, path), answer in asked
+                if not path.endswith("/components.json")
+            ]
+            assert polls == [("GET", "latest", 304)] * POLLS
+            assert len(asked) - len(polls) < POLLS
             host.send_signal(signal.SIGTERM)
             assert host.wait(60) == 0
 
