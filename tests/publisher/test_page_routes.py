@@ -23,7 +23,7 @@ from weightcast.publisher.fleet.versions import (
     PrunePlan,
     VersionRow,
 )
-from weightcast.shared.channel.reports import Update
+from weightcast.shared.channel.reports import AdapterReport, Update
 from weightcast.shared.daemon.fleet import (
     EngineLine,
     Fleet,
@@ -118,6 +118,7 @@ def test_without_a_token_foreign_names_see_no_page(client: httpx.Client) -> None
 
 FORMS: dict[str, type] = {
     "Update": Update,
+    "Adapter": AdapterReport,
     "Engine": EngineLine,
     "Host": Host,
     "LagCount": LagCount,
