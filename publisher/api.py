@@ -52,7 +52,6 @@ from weightcast.publisher.weights.config import (
     changed_configs,
     check_config,
 )
-from weightcast.publisher.weights.device_side import Baselines, When
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
 from weightcast.publisher.weights.given import whole_step
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
@@ -64,7 +63,7 @@ from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.claims import Claim, Heart, claim, require_fences, this_process
 from weightcast.shared.channel.components import open_component, require_active
 from weightcast.shared.channel.directory_store import directory_of, mounted, open_store
-from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding, Index
+from weightcast.shared.channel.index import Encoding, Index
 from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.rate import NO_RATE, Rate, Rates
 from weightcast.shared.channel.run_files import Base, ChannelFile
@@ -95,14 +94,6 @@ class PublisherOptions(CommonOptions):
     carry_config: bool = False
     """versions published from checkpoint directories carry tokenizer, chat template, generation and processor
     files that differ from the base's; hosts install them with the weights"""
-    on_device: When = "auto"
-    """where torch tensors are compared: `auto` those on a CUDA device there if a baseline may be held,
-    `always` without one and on torch's CPU device too, `never`: all on the host. The version's bytes are the
-    same"""
-    device_baseline_bytes: int = 0
-    """of what was published last, kept on the devices for the next comparison"""
-    pinned_baseline_bytes: int = 0
-    """as above, in pinned host memory"""
     sign_key: str | Path | None = None
     """file with the key that signs every version; rank 0 alone needs it"""
     trusted_keys: Sequence[str | Path] = ()
@@ -151,15 +142,6 @@ class Publisher:
         self._member = MemberRank(updater, rank, setup)
         self._heart = None if claimed is None else Heart(claimed)
         self._closed = False
-        self.baselines: Baselines | None = None
-        """None: slime's encodings need all new words on the host, whatever changed"""
-        if setup.encoding in STEP_ENCODINGS:
-            self.baselines = Baselines(
-                options.on_device,
-                options.device_baseline_bytes,
-                options.pinned_baseline_bytes,
-                whole_old=setup.encoding == "small",
-            )
         self._submissions = Submissions(self._publish)
         self.components: Components[Publisher] | None = None
         """None: it publishes a component itself"""
@@ -335,7 +317,7 @@ class Publisher:
     ) -> GivenWeights:
         if config is not None and component == MAIN and self._of is None:
             raise Refused("adapter_config= is not for main", remedy='give component="adapter/NAME" too')
-        return GivenWeights(named_tensors, self.baselines if component == MAIN else None, config)
+        return GivenWeights(named_tensors, config)
 
     def _for(
         self, component: str, first: Callable[[], NewWeights], main_version: SupportsIndex | None
@@ -546,8 +528,7 @@ class Publisher:
             # not before the one in flight has let go of its own
             self._submissions.make_way(when_busy)
             weights = weights.copied()
-        copied, on_device = hold == "copy", weights.on_device
-        source = WeightSource(lambda: weights, lent=True, copied=copied, on_device=on_device)
+        source = WeightSource(lambda: weights, lent=True, copied=hold == "copy")
         job = PublishJob(source, step, check_allowed=self._raise_held, trained_on=belongs)
         return self._submissions.submit(job, when_busy)
 

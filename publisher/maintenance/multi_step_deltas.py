@@ -92,11 +92,11 @@ def _append(
 ) -> None:
     changes, sums = changes_of(chunk, old, new)
     if not len(changes):
-        writer.append(chunk, b"", lambda: new, None)
+        writer.append(chunk, b"", new, None)
         return
     step = ChunkStep(changes, sums)
     add(chunk, step)
-    writer.append(chunk, writer.prepare(chunk, old, lambda: new, changes), lambda: new, step)
+    writer.append(chunk, writer.prepare(chunk, old, new, changes), new, step)
 
 
 class _Accumulator:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from weightcast.publisher.publish.commit import Files
 from weightcast.publisher.publish.publish_job import Input, PublishOptions
 from weightcast.publisher.ranks.rendezvous import Attempt, RankPart, SegmentSums, shard_name
-from weightcast.publisher.weights.device_side import DeviceComparison, drifted
 from weightcast.publisher.weights.precision import became_non_finite, check_finite
 from weightcast.shared.base.elements import DTYPES, Chunk, Part, TensorTable, Words, grid
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
@@ -22,8 +21,7 @@ from weightcast.shared.channel.index import FileRecord, Index, VersionTotals
 from weightcast.shared.channel.run_files import TensorRecords
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.checkpoint.state.state import unpack_lanes
-from weightcast.shared.codec.changes import Changes, Scan, compare, scan
-from weightcast.shared.codec.container import FetchWords
+from weightcast.shared.codec.changes import Changes, scan
 from weightcast.shared.digest.checksums import Lanes, SpanSums, StepSums, hash_bytes
 from weightcast.shared.kernels.parallel import ordered
 
@@ -35,7 +33,7 @@ class _Compared:
     """`full`: of all new words of each span. `changed`: elements, of each span that `step` names."""
 
     chunk: Chunk
-    new: FetchWords
+    new: Words
     full: NDArray[np.uint64]
     changed: NDArray[np.int64]
     step: ChunkStep | None = None
@@ -89,8 +87,7 @@ class PartWriter:
         merged: Callable[[Chunk], Words] | None,
     ) -> RankPart:
         local, table = self.local, self.local.table
-        on_device = given.weights.device_comparison(local, given.matched) if merged is None else None
-        comparison = _Comparison(local, given, writer, on_device, merged)
+        comparison = _Comparison(local, given, writer, merged)
         totals = _Accumulator(len(table))
         for one in ordered(comparison.compare, grid(table, part), self.options.threads):
             writer.append(one.chunk, one.prepared, one.new, one.step)
@@ -102,8 +99,6 @@ class PartWriter:
             check_finite(table, totals.non_finite)
         split = {tensor: totals.segment_sums(tensor) for tensor in _split(table, part)}
         _check_baseline(local, totals, split)
-        if on_device is not None:
-            on_device.done(totals.full_lanes())
         tensors = TensorRecords.numbered(table, totals.step.changed, totals.full, totals.elements)
         odd = {table[tensor].name: count for tensor, count in sorted(totals.non_finite.items())}
         return RankPart(self._draft(part, writer.close(), tensors), split, non_finite=odd)
@@ -150,19 +145,12 @@ class _Comparison:
     local: LocalCheckpoint
     given: Input
     writer: ShardWriter
-    on_device: DeviceComparison | None
     merged: Callable[[Chunk], Words] | None
 
     def compare(self, chunk: Chunk) -> _Compared:
         old = self.local.chunk_words(chunk)
-        on_device = None if self.on_device is None else self.on_device.scan(chunk, old)
-        if on_device is not None:
-            changes = on_device.changes
-            return self._encoded(chunk, old, lambda: self._fetched(chunk, old, changes), on_device)
         new = self.merged(chunk) if self.merged is not None else self._new(chunk)
-        return self._encoded(chunk, old, lambda: new, scan(chunk, old, new))
-
-    def _encoded(self, chunk: Chunk, old: Words, new: FetchWords, found: Scan) -> _Compared:
+        found = scan(chunk, old, new)
         if not len(found.changes):
             return _Compared(chunk, new, found.full, _NO_COUNTS)
         prepared = self.writer.prepare(chunk, old, new, found.changes)
@@ -170,13 +158,6 @@ class _Comparison:
         changed = changed_elements(self.local.table, chunk, found.changes, found.sums)
         odd = tuple(became_non_finite(chunk, found.changes, new))
         return _Compared(chunk, new, found.full, changed, step, prepared, odd)
-
-    def _fetched(self, chunk: Chunk, old: Words, changes: Changes) -> Words:
-        """All words after all, for a mode that holds them, and with them a look at all of the old ones."""
-        new = self._new(chunk)
-        if len(compare(old, new)) != len(changes):
-            raise drifted(chunk)
-        return new
 
     def _new(self, chunk: Chunk) -> Words:
         run = self.given.weights.run_in(chunk, self.given.matched.sources)
@@ -210,10 +191,6 @@ class _Accumulator:
     def segment_sums(self, tensor: int) -> SegmentSums:
         old_a, old_b, new_a, new_b = self.step.lanes[tensor].tolist()
         return SegmentSums(Lanes(old_a, old_b), Lanes(new_a, new_b), Lanes(*self.full[tensor].tolist()))
-
-    def full_lanes(self) -> dict[int, Lanes]:
-        seen = np.flatnonzero(self.seen)
-        return dict(zip(seen.tolist(), map(Lanes._make, self.full[seen].tolist()), strict=True))
 
 
 def refuse_moved(table: TensorTable, moved: Sequence[int]) -> None:

@@ -187,9 +187,8 @@ class EarlyInput(Input):
 
 
 def compares_early(job: PublishJob, rank: Rank) -> bool:
-    """Somebody waits for the tensors; those of several ranks are compared on the host."""
-    source = job.source
-    return source.lent and (rank.alone or not (source.copied or source.on_device))
+    """Somebody waits for the tensors."""
+    return job.source.lent and (rank.alone or not job.source.copied)
 
 
 def compare_early(

@@ -218,8 +218,6 @@ class WeightSource:
     """their owner waits for `free` before it changes them"""
     copied: bool = False
     """they are a copy, so that their owner is free from the start"""
-    on_device: bool = False
-    """they are compared on their device, not on the host"""
     spent: bool = False
     """the weights may have changed since they were compared: they must not be read again"""
     free: threading.Event = field(default_factory=threading.Event)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -82,7 +82,7 @@ def non_finite(words: Words, dtype: str) -> NDArray[np.bool_]:
     return np.asarray(found, np.bool_)
 
 
-def became_non_finite(chunk: Chunk, changes: Changes, new: Callable[[], Words]) -> Iterator[tuple[int, int]]:
+def became_non_finite(chunk: Chunk, changes: Changes, new: Words) -> Iterator[tuple[int, int]]:
     """(tensor, count) of elements that were finite, changed, and are not any more; of 8-byte elements, those
     that changed and are not. Safe in any thread."""
     places = _places(chunk.dtype, changes, new)
@@ -106,7 +106,7 @@ def check_finite(table: TensorTable, found: Mapping[int, int]) -> None:
     )
 
 
-def _places(dtype: str, changes: Changes, new: Callable[[], Words]) -> NDArray[np.integer]:
+def _places(dtype: str, changes: Changes, new: Words) -> NDArray[np.integer]:
     """Word indices in the chunk, ascending, one for each element."""
     if dtype not in _LONG:
         bad = non_finite(changes.new, dtype)
@@ -115,6 +115,6 @@ def _places(dtype: str, changes: Changes, new: Callable[[], Words]) -> NDArray[n
         return changes.index[bad & ~non_finite(changes.old, dtype)]
     width = np.dtype(_LONG[dtype]).itemsize
     elements = np.unique(changes.index // width)
-    values = np.ascontiguousarray(new()).view(_LONG[dtype])[elements]
+    values = np.ascontiguousarray(new).view(_LONG[dtype])[elements]
     places: NDArray[np.integer] = elements[~np.isfinite(values)] * width
     return places

@@ -16,22 +16,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weightcast.publisher.weights.config import AdapterConfig, adapter_config, digest_of
-from weightcast.publisher.weights.device_side import Baselines, DeviceComparison, settle, to_host, words_of
 from weightcast.publisher.weights.given import (
     CastTensor,
     RawTensor,
     Shard,
     in_torch,
     pairs_of,
+    settle,
     shard_of,
     spec_of,
+    to_host,
     torch,
 )
-from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import DTYPES, Chunk, TensorSpec, TensorTable, Words, kind_of
 from weightcast.shared.base.errors import Refused, RetryLater
-from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
 from weightcast.shared.files.hf_checkpoint import Checkpoint, Place, identities, open_checkpoint, run_of
 from weightcast.shared.files.paths import is_same
@@ -101,10 +100,6 @@ class NewWeights(ABC):
         return (one.dtype, one.shape) == (another.dtype, another.shape) and _equal_words(
             one.words, partial(self.words_in, name), partial(self.words_in, other)
         )
-
-    def device_comparison(self, local: LocalCheckpoint, matched: Matched) -> DeviceComparison | None:
-        """What compares tensors where they live. None: all are compared on the host."""
-        return None
 
     def finish(self) -> None:  # noqa: B027
         """Raises Refused when the weights changed while they were read."""
@@ -218,10 +213,9 @@ class GivenWeights(NewWeights):
     def __init__(
         self,
         named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
-        baselines: Baselines | None = None,
         config: AdapterConfig = None,
     ) -> None:
-        """`baselines`: of the publisher, for tensors on devices; `config`: of an adapter."""
+        """`config`: of an adapter."""
         carry = adapter_config(config)
         if carry:
             self.facts = InputFacts(configs={n: digest_of(data) for n, data in carry.items()}, carry=carry)
@@ -235,7 +229,7 @@ class GivenWeights(NewWeights):
                 )
             given.setdefault(name, one)
         settle(one.tensor for one in given.values())
-        self._given, self._baselines = given, baselines
+        self._given = given
         self.table = TensorTable.of([one.whole for one in given.values()])
         self._flat = lru_cache(maxsize=2)(lambda name: _flat(given[name].tensor))
 
@@ -264,25 +258,6 @@ class GivenWeights(NewWeights):
 
     def equal(self, name: str, other: str) -> bool:
         return _equal(self._given[name], self._given[other])
-
-    @property
-    def on_device(self) -> bool:
-        """Whether `device_comparison` may be asked for something: whole tensors lie where they are to be
-        compared."""
-        given, baselines = self._given.values(), self._baselines
-        if baselines is None or any(one.spec != one.whole for one in given):
-            return False
-        return any(baselines.takes(one.tensor) for one in given)
-
-    def device_comparison(self, local: LocalCheckpoint, matched: Matched) -> DeviceComparison | None:
-        baselines = self._baselines
-        if baselines is None:
-            return None
-        tensors = {number: self._given[name].tensor for number, name in matched.sources.items()}
-        devices = {number: one.device for number, one in tensors.items() if baselines.takes(one)}
-        if not devices:
-            return None
-        return baselines.open(local, lambda number: self._flat(matched.sources[number]), devices)
 
     def close(self) -> None:
         self._flat.cache_clear()
@@ -339,8 +314,8 @@ def _equal(one: _Given, other: _Given) -> bool:
         return True
     flats = [_flat(given.tensor) for given in (one, other)]
     if all(in_torch(given.tensor) for given in (one, other)) and one.tensor.device == other.tensor.device:
-        here, there = (words_of(flat, one.spec.kind) for flat in flats)
-        return all(bool(here[a:b].equal(there[a:b])) for a, b in _pieces(one.spec.words))
+        here, there = (flat.view(torch.uint8) for flat in flats)
+        return all(bool(here[a:b].equal(there[a:b])) for a, b in _pieces(one.spec.nbytes))
     return _equal_words(one.spec.words, *(partial(_host_words, flat, one.spec) for flat in flats))
 
 

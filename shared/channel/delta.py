@@ -33,7 +33,7 @@ from weightcast.shared.channel.index import (
 from weightcast.shared.channel.layout import from_name, version_name
 from weightcast.shared.channel.store import NotFound, Store
 from weightcast.shared.codec.changes import Changes, changes_of
-from weightcast.shared.codec.container import FetchWords, StepEncoding, decode_step, encode_chunk
+from weightcast.shared.codec.container import StepEncoding, decode_step, encode_chunk
 from weightcast.shared.codec.slime import PayloadReader, PayloadWriter, digest_stream, open_payload
 from weightcast.shared.digest.checksums import SpanSums
 from weightcast.shared.files.safetensors import Entry, Header, header_from, pack_header
@@ -94,11 +94,11 @@ class ShardWriter(ABC):
         """bytes of data written"""
 
     @abstractmethod
-    def prepare(self, chunk: Chunk, old: Words, new: FetchWords, changes: Changes) -> bytes:
+    def prepare(self, chunk: Chunk, old: Words, new: Words, changes: Changes) -> bytes:
         """The chunk's encoded form; called from several threads at once."""
 
     @abstractmethod
-    def append(self, chunk: Chunk, prepared: bytes, new: FetchWords, step: ChunkStep | None) -> None:
+    def append(self, chunk: Chunk, prepared: bytes, new: Words, step: ChunkStep | None) -> None:
         """Called once for every chunk of the part, changed or not, in grid order."""
 
     def write(self, data: bytes) -> None:
@@ -131,10 +131,10 @@ class _BlobShard(ShardWriter):
         super().__init__(files, name, reserve, sync)
         self._encoding = encoding
 
-    def prepare(self, chunk: Chunk, old: Words, new: FetchWords, changes: Changes) -> bytes:
+    def prepare(self, chunk: Chunk, old: Words, new: Words, changes: Changes) -> bytes:
         return encode_chunk(chunk, old, new, changes, self._encoding)
 
-    def append(self, chunk: Chunk, prepared: bytes, new: FetchWords, step: ChunkStep | None) -> None:
+    def append(self, chunk: Chunk, prepared: bytes, new: Words, step: ChunkStep | None) -> None:
         if step is None:
             return
         begin, length = self.end, len(prepared)
@@ -191,22 +191,21 @@ class _FieldShard(ShardWriter):
         self._table, self._encoding = table, encoding
         self._open: _OpenTensor | None = None
 
-    def prepare(self, chunk: Chunk, old: Words, new: FetchWords, changes: Changes) -> bytes:
+    def prepare(self, chunk: Chunk, old: Words, new: Words, changes: Changes) -> bytes:
         return b""
 
-    def append(self, chunk: Chunk, prepared: bytes, new: FetchWords, step: ChunkStep | None) -> None:
-        after = new()
-        old = after
+    def append(self, chunk: Chunk, prepared: bytes, new: Words, step: ChunkStep | None) -> None:
+        old = new
         touched: set[int] = set()
         if step is not None:
-            old = after.copy()
+            old = new.copy()
             old[step.changes.index] = step.changes.old
             touched = set(step.sums.tensors.tolist())
             self._add_record(chunk, 0, 0, step)
         for span in chunk.spans:
             place = slice(span.offset, span.offset + span.words)
             tensor = self._tensor(span.tensor)
-            tensor.step(bytes_of(old[place]), bytes_of(after[place]), span.tensor in touched)
+            tensor.step(bytes_of(old[place]), bytes_of(new[place]), span.tensor in touched)
 
     def _tensor(self, number: int) -> _OpenTensor:
         if self._open is None or self._open.number != number:

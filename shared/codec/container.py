@@ -21,7 +21,6 @@ file and sums over the touched words (`weightcast.shared.digest.checksums`).
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
 from typing import Literal
@@ -36,8 +35,6 @@ from weightcast.shared.codec.changes import Changes, Counted, all_of, changes_of
 from weightcast.shared.codec.sparse import DecodedStep
 
 StepEncoding = Literal["fast", "small"]
-FetchWords = Callable[[], Words]
-"""A chunk's words with padding, which may have to be fetched: called only if needed."""
 
 
 class Mode(IntEnum):
@@ -71,10 +68,10 @@ _DENSE = 1 / 4
 
 
 def _dense(
-    changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
+    changes: Changes, old: Words, new: Words, counted: Counted, kind: WordKind, encoding: StepEncoding
 ) -> Mode | None:
     """A mode that holds every word, chosen from a sample; None if listing changes is better."""
-    after = dense.sampled(counted.pick(new()))
+    after = dense.sampled(counted.pick(new))
     if len(changes) >= _MANY * counted.words:
         taken = dense.sample_steps(dense.sampled(counted.pick(old)), after, kind)
         if _steps_pay(taken, len(changes), counted, encoding):
@@ -131,26 +128,24 @@ _FEW_STAY = 4
 
 
 def encode_chunk(
-    chunk: Chunk, old: Words, new: Words | FetchWords, changes: Changes, encoding: StepEncoding = "fast"
+    chunk: Chunk, old: Words, new: Words, changes: Changes, encoding: StepEncoding = "fast"
 ) -> bytes:
-    """`old`, `new`: word[chunk.words] with the zero padding, `new` fetched only if the mode needs
-    all of it; `changes`: all differences between them. The blob is at most `HEADER` bytes longer than the
-    spans' words."""
+    """`old`, `new`: word[chunk.words] with the zero padding; `changes`: all differences between them. The
+    blob is at most `HEADER` bytes longer than the spans' words."""
     counted, kind = Counted.of(chunk), chunk.kind
-    fetch = new if callable(new) else lambda: new
     mode: Mode | None = None
     payload: bytes | memoryview | None = None
     if len(changes) > _DENSE * counted.words and counted.words >= _WORTH_FRAMES:
-        mode = _dense(changes, old, fetch, counted, kind, encoding)
+        mode = _dense(changes, old, new, counted, kind, encoding)
     match mode:
         case None:
             mode, payload = _changewise(changes, old, counted, kind, encoding)
         case Mode.PLANES:
-            payload = dense.encode_planes(counted.pick(fetch()))
+            payload = dense.encode_planes(counted.pick(new))
         case Mode.STEPS:
-            payload = dense.encode_steps(counted.pick(old), counted.pick(fetch()), kind)
+            payload = dense.encode_steps(counted.pick(old), counted.pick(new), kind)
     if payload is None or len(payload) >= counted.words * kind.width:
-        mode, payload = Mode.RAW, np.ascontiguousarray(counted.pick(fetch())).view(np.uint8).data
+        mode, payload = Mode.RAW, np.ascontiguousarray(counted.pick(new)).view(np.uint8).data
     facts = _FACTS.pack(mode, kind.width, 0, counted.words, len(changes), len(payload))
     return b"".join((facts, _CHECKSUM.pack(_checksum(facts, payload)), payload))
 

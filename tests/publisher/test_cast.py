@@ -57,12 +57,12 @@ def expected(given: dict[str, Any]) -> Model:
     return found
 
 
-@pytest.mark.parametrize("kind", ["torch", "numpy", "torch on its device"])
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
 @pytest.mark.parametrize("by", ["publisher", "directory"])
 def test_masters_are_published(place: Place, kind: str, by: str) -> None:
     given = masters()
     tensors = {f"module.{n}": one.numpy() if kind == "numpy" else one for n, one in given.items()}
-    with place.publisher(on_device="always" if kind == "torch on its device" else "auto") as publisher:
+    with place.publisher() as publisher:
         weights = cast_like(publisher if by == "publisher" else place.base, tensors)
         assert (weights.tensors, weights.elements) == (5, 9 * 5 * 2 + 7 + 1)
         assert publisher.publish(weights).mapped == {"-module.": 7}

@@ -92,10 +92,10 @@ def test_tensors_may_change_before_the_version_is_out(
     assert gate.reached == [1, 2, 3]
 
 
-def test_torch_tensors_compared_by_torch(place: Place, rng: np.random.Generator) -> None:
+def test_torch_tensors(place: Place, rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
     model = place.model
-    with place.publisher(on_device="always") as publisher:
+    with place.publisher() as publisher:
         for version in (1, 2, 3):
             model = some_changed(model, rng)
             arrays = writable(model)
