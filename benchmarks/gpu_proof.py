@@ -203,8 +203,8 @@ def comparison(plan: Plan) -> Section:
         share = f"{moved * new.nbytes / best[name] / bandwidth:.1%}" if moved else ""
         section.rows.append((name, f"{best[name] * 1e3:.1f}", f"{new.nbytes / best[name] / 1e9:.2f}", share))
     section.notes.append(
-        f"{new.nbytes / 1e6:.0f} MB, {_CHANGED:.1%} changed, chunks of {2 * CHUNK_WORDS / 1e6:.1f} MB; a "
-        f"copy within the device moves {bandwidth / 1e9:.0f} GB/s, read and written. GB/s are bytes of model. "
+        f"{new.nbytes / 1e6:.0f} MB, {_CHANGED:.1%} changed, chunks of {2 * CHUNK_WORDS / 1e6:.1f} MB. A "
+        f"copy on the device moves {bandwidth / 1e9:.0f} GB/s, read and written. GB/s are bytes of model. "
         f"The last column: bytes moved on the device, as a share of that. Best of {plan.rounds} rounds."
     )
     return section
