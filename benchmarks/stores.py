@@ -28,8 +28,8 @@ from obstore.store import from_url
 from rich.console import Console
 from rich.table import Table
 
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import init_channel
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import anchor_key
 from weightcast.shared.channel.store import Store, joined, pieces_of
@@ -164,7 +164,7 @@ def anchors(root: Path, base: Path, url: str, rounds: int) -> _Figures:
     grown: dict[str, float] = {}
     target = root / "downloaded"
     init_channel(open_store(url), base)
-    with Publisher.open(url, local=root / "anchors", base=base) as publisher:
+    with RunPublisher.open(url, local=root / "anchors", base=base) as publisher:
         publisher.publish_checkpoint(base)
         key = anchor_key(publisher.version)
         publisher.write_anchor()

@@ -24,9 +24,9 @@ from weightcast.publisher.components import (
 )
 from weightcast.publisher.maintenance.orders import Held, carry_out, is_carried_out, standing
 from weightcast.publisher.maintenance.prune import keep_channel_file
-from weightcast.publisher.maintenance.repair import ChannelCheck, Repairs, is_sound, remake, repair
+from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
 from weightcast.publisher.maintenance.upkeep import Upkeep, UpkeepOptions
-from weightcast.publisher.publish.commit import Signer, is_carried, put_pointer_right
+from weightcast.publisher.publish.commit import Signer, put_pointer_right
 from weightcast.publisher.publish.member import MemberRank
 from weightcast.publisher.publish.publish import OwnerRank
 from weightcast.publisher.publish.publish_job import (
@@ -38,8 +38,6 @@ from weightcast.publisher.publish.publish_job import (
     Until,
     Watching,
     WeightSource,
-    has_root,
-    matched_input,
 )
 from weightcast.publisher.publish.stitch import Layout, StitchPointer, check_layout
 from weightcast.publisher.ranks.rendezvous import Rank
@@ -56,21 +54,20 @@ from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, ada
 from weightcast.publisher.weights.given import whole_step
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
 from weightcast.shared.base.elements import MAIN, TensorTable
-from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, Untrusted
+from weightcast.shared.base.errors import Refused
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
-from weightcast.shared.channel.channel import Channel, NoChannel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim, Heart, claim, require_fences, this_process
 from weightcast.shared.channel.components import open_component, require_active
 from weightcast.shared.channel.directory_store import directory_of, mounted, open_store
-from weightcast.shared.channel.index import Encoding, Index
+from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.rate import NO_RATE, Rate, Rates
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.sources import recorded_base
-from weightcast.shared.checkpoint.verify.hashing import Scrub
 from weightcast.shared.files.paths import exists, require_no_overlap, require_places
 from weightcast.shared.files.probes import CHANNEL_NEEDS, COMMIT_NEEDS, require
 
@@ -143,7 +140,7 @@ class Publisher:
         self._heart = None if claimed is None else Heart(claimed)
         self._closed = False
         self._submissions = Submissions(self._publish)
-        self.components: Components[Publisher] | None = None
+        self.components: Components[Self] | None = None
         """None: it publishes a component itself"""
         self._of: Channel | None = None
         """the run's channel, where it publishes another component than `main`"""
@@ -229,8 +226,7 @@ class Publisher:
         setup = PublishOptions(**common, encoding=encoding, signer=signer)
         if rank != 0:
             publisher = cls(updater, Rank(rank, world_size), setup, options, None)
-            publisher._has_components(Path(local), signer)
-            return publisher
+            return publisher._with_components(Path(local), signer)
         with contextlib.ExitStack() as undo:
             undo.callback(updater.close)
             first = not exists(updater.paths.state)
@@ -252,31 +248,33 @@ class Publisher:
             setup = replace(setup, free_space=upkeep.give_up, keep_journal=keep)
             publisher = cls(updater, Rank(0, world_size), setup, options, claimed, upkeep)
             undo.callback(publisher.close)
-            publisher._has_components(Path(local), signer)
-            publisher.recover()
+            publisher._with_components(Path(local), signer)
+            publisher._recover()
             keep_channel_file(store, Path(local))
             if options.upkeep is not None and options.upkeep_thread:
-                publisher.work_in_background()
+                publisher._work_in_background()
             undo.pop_all()
         return publisher
 
-    def _has_components(self, local: Path, signer: Signer) -> None:
-        if self.store.component != MAIN:
-            return
-        rank, encoding = self._rank, self._encoding
-        options = replace(self._options, carry_config=True, post_write=None)
+    def _with_components(self, local: Path, signer: Signer) -> Self:
+        if self.store.component == MAIN:
+            seconds = self._options.deadline_seconds
+            self.components = Components(self.store, local, signer, self._rank, seconds, self._nested)
+        return self
 
-        def opened(store: Store, own: Path) -> Publisher:
-            number, ranks = rank.number, rank.world_size
-            nested = Publisher.open(
-                store, local=own, rank=number, world_size=ranks, encoding=encoding, options=options
-            )
-            nested._of = Channel.open(self.store, self._trust)
-            return nested
+    def _nested(self, store: Store, local: Path) -> Self:
+        nested = type(self).open(
+            store,
+            local=local,
+            rank=self._rank.number,
+            world_size=self._rank.world_size,
+            encoding=self._encoding,
+            options=replace(self._options, carry_config=True, post_write=None),
+        )
+        nested._of = Channel.open(self.store, self._trust)
+        return nested
 
-        self.components = Components(self.store, local, signer, rank, options.deadline_seconds, opened)
-
-    def component(self, name: str, tensors: Callable[[], TensorTable] | None = None) -> Publisher:
+    def component(self, name: str, tensors: Callable[[], TensorTable] | None = None) -> Self:
         """The publisher of an adapter of this run; `main` is this one, whatever it publishes. `tensors`: adds
         the adapter with them where the run has none of this name.
 
@@ -422,7 +420,7 @@ class Publisher:
         """
         return resumed(self.store, state)
 
-    def recover(self, advance: Advance | None = None) -> None:
+    def _recover(self, advance: Advance | None = None) -> None:
         """Finishes a version that was committed and never pointed to, and brings the local checkpoint to the
         channel. Rank 0 does this by itself at `open` and before every publication."""
         self._drained()
@@ -471,7 +469,7 @@ class Publisher:
         # once: a second look at an iterator would see nothing
         read = functools.cache(lambda: self._given(named_tensors, component, adapter_config))
         publisher, belongs = self._for(component, read, main_version)
-        return publisher.publish_weights(
+        return publisher._publish_weights(
             read, step=step, advance=advance, watching=watching, trained_on=belongs
         )
 
@@ -605,17 +603,17 @@ class Publisher:
             Refused: The checkpoint does not fit the run, or changes while it is read.
         """
         publisher, belongs = self._for(component, lambda: AdapterWeights(Path(directory)), main_version)
-        read = functools.partial(publisher.open_checkpoint, directory, ExportRules.of(cast, rename, drop))
-        return publisher.publish_weights(
+        read = functools.partial(publisher._open_checkpoint, directory, ExportRules.of(cast, rename, drop))
+        return publisher._publish_weights(
             read, step=step, advance=advance, watching=watching, trained_on=belongs
         )
 
-    def open_checkpoint(self, directory: str | Path, rules: ExportRules = NO_RULES) -> NewWeights:
+    def _open_checkpoint(self, directory: str | Path, rules: ExportRules = NO_RULES) -> NewWeights:
         """A checkpoint directory as new weights of this run."""
         directory = Path(directory)
         refuse_local(directory, self._updater.paths.directory)
         if self._of is not None:
-            return self.adapted(AdapterWeights(directory, self._of.base), rules)
+            return self._adapted(AdapterWeights(directory, self._of.base), rules)
         weights, local = CheckpointWeights(directory), self._updater.local
         own = self._updater.base_dir if local is None else local.checkpoint.directory
         try:
@@ -627,9 +625,9 @@ class Publisher:
         except BaseException:
             weights.close()
             raise
-        return self.adapted(weights, rules)
+        return self._adapted(weights, rules)
 
-    def adapted(self, weights: NewWeights, rules: ExportRules) -> NewWeights:
+    def _adapted(self, weights: NewWeights, rules: ExportRules) -> NewWeights:
         """`weights` as `rules` change them; closed where that is refused."""
         file, base = self.run
         try:
@@ -655,7 +653,7 @@ class Publisher:
     def _raise_held(self) -> None:
         if self._of is not None:
             require_active(self._of, self.store.component)
-        order = self.obey_orders()
+        order = self._obey_orders()
         if order is not None:
             raise Held.by(order)
 
@@ -670,10 +668,10 @@ class Publisher:
             if self._upkeep is not None:
                 self._upkeep.wake()
 
-    def obey_orders(self) -> Rollback | None:
+    def _obey_orders(self) -> Rollback | None:
         """Carries out what was ordered, a repair and a rollback. Returns the order that holds publishing, if
         one does. The pointer is put where this publisher last had it, should another one have put it back."""
-        self.obey_repair()
+        self._obey_repair()
         if self._claim is not None:
             put_pointer_right(self._claim)
         channel = Channel.open(self.store)
@@ -708,7 +706,7 @@ class Publisher:
         local = self._updater.paths.directory
         return repair(self._claim, local, write_anchor, trust=self._trust)
 
-    def obey_repair(self) -> Repairs | None:
+    def _obey_repair(self) -> Repairs | None:
         """Repairs the channel if an operator ordered it (`weightcast channel repair`, `POST /v1/repair`)."""
         self._drained()
         if self._lone is None or not pins.repair_ordered(self.store):
@@ -721,7 +719,7 @@ class Publisher:
         pins.end_repair(self.store)
         return done
 
-    def work_in_background(self) -> Upkeep | None:
+    def _work_in_background(self) -> Upkeep | None:
         """From now on what is due is made in a thread. None on ranks other than 0."""
         self._check_open()
         if self._upkeep is not None:
@@ -739,49 +737,7 @@ class Publisher:
             raise Refused("only rank 0 writes anchors", remedy="call it on rank 0")
         return self._owner.write_anchor()
 
-    def check_owner(self) -> None:
-        """Raises Refused, naming the newer owner, when another publisher has the channel now."""
-        if self._claim is not None:
-            self._claim.check()
-
-    def verify_some(self, scrub: Scrub) -> None:
-        """Reads a little of the local checkpoint; what is wrong there is repaired at once."""
-        self._drained()
-        local = self._updater.local
-        if self._owner is None or local is None:
-            return
-        try:
-            scrub.turn(local)
-        except NeedsReseed as error:
-            self._updater.mark_damaged(error)
-            self.recover()
-        except OSError:
-            # which of two states lies on disk is not known
-            self._updater.release()
-            raise
-
-    def check_channel(self, check: ChannelCheck) -> Repairs | None:
-        """Reads some of the channel's files; those of a damaged version are written again at once."""
-        self._drained()
-        local = self._updater.local
-        version = None if self._claim is None or local is None else check.turn(self.store, local)
-        if version is None or self._claim is None:
-            return None
-        there = range(version, version + 1)
-        found = remake(self._claim, self._updater.paths.directory, there, only=version)
-        if not found.done:
-            check.give_up(version)
-        return found
-
-    def make_due(self) -> list[str]:
-        """Makes what is due beside the versions, here and now; what was made, in words."""
-        self._check_open()
-        made = []
-        while self._upkeep is not None and (one := self._upkeep.step()):
-            made.append(one)
-        return made
-
-    def publish_weights(
+    def _publish_weights(
         self,
         read: Callable[[], NewWeights],
         *,
@@ -801,38 +757,3 @@ class Publisher:
         if self._owner is not None and self._options.until == "out":
             return self._submissions.until_out(job)
         return self._publish(job)
-
-    def opened(self, component: str = MAIN) -> Channel:
-        """The channel of a component, as it is now."""
-        run = Channel.open(self.store, self._trust)
-        return run if component == MAIN else open_component(run, component)
-
-    def made_for(self, request: str, above: int, component: str = MAIN) -> Index | None:
-        """The version that was published for `request`, if it is one after `above`. That there are newer ones
-        says nothing: another publisher, an operator or a rollback may have made them."""
-        try:
-            channel = self.opened(component)
-        except NoChannel:
-            return None
-        for version in range(channel.pointed(), above, -1):
-            with contextlib.suppress(DamagedFile, Untrusted):
-                index = channel.own_index(version)
-                if index is not None and index.request == request:
-                    return index
-        return None
-
-    def has_content(
-        self, read: Callable[[], NewWeights], version: int, root: str, advance: Advance | None = None
-    ) -> bool:
-        """Whether what `read` opens has the content of `version`, which had this root, and would carry the
-        same config files. Publishes nothing. Raises Refused for weights that do not fit the run."""
-        self._drained()
-        file, base = self.run
-        local = self._updater.local
-        position = None if local is None else local.state.position
-        with contextlib.closing(read()) as weights:
-            channel = Channel.open(self.store, self._trust)
-            if self._options.carry_config and not is_carried(channel, weights.facts, version):
-                return False
-            given = matched_input(weights, file, base.table, Rank(0, 1))
-            return has_root(given, base, root, position, self._updater.options.threads, advance)

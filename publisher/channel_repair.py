@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from weightcast.publisher.api import Publisher, PublisherOptions
+from weightcast.publisher.api import PublisherOptions
 from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.errors import DamagedFile, NotInTime
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
@@ -53,7 +54,7 @@ def repair_channel(
 
     def write_anchor() -> int | None:
         held.release()
-        with Publisher.open(
+        with RunPublisher.open(
             store,
             local=local or "",
             options=PublisherOptions(unfenced=unfenced, sign_key=sign_key, trusted_keys=trusted_keys),

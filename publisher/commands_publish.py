@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from weightcast.publisher.api import Publisher, PublisherOptions
+from weightcast.publisher.api import PublisherOptions
 from weightcast.publisher.components import init_component, tensors_in
 from weightcast.publisher.maintenance.orders import Held, is_carried_out, standing
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.publish.commit import Signer
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.publish.stitch import Layout
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.publisher.weights.config import CARRY_CONFIG, CONFIG, check_config, config_text
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
 from weightcast.publisher.weights.match import match
@@ -149,7 +150,7 @@ def publish(
     else:
         nbytes = _add(run, component, checkpoint, options)
     with (
-        Publisher.open(
+        RunPublisher.open(
             channel, local=local, base=base, encoding=encoding, options=options, component=component
         ) as publisher,
         output.progress(f"publishing {checkpoint.name}", nbytes) as advance,

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from weightcast.publisher import PublisherOptions
-from weightcast.publisher.api import Publisher
+from weightcast.publisher.run_publisher import RunPublisher
 
 _NAMES = {field.name for field in fields(PublisherOptions)}
 
 
-def open_publisher(channel: str | Path, **given: Any) -> Publisher:
+def open_publisher(channel: str | Path, **given: Any) -> RunPublisher:
     options = PublisherOptions(
         upkeep_thread=False, **{name: value for name, value in given.items() if name in _NAMES}
     )
     others = {name: value for name, value in given.items() if name not in _NAMES}
-    return Publisher.open(channel, options=options, **others)
+    return RunPublisher.open(channel, options=options, **others)

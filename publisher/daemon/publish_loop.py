@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weightcast.publisher.api import Publisher, PublisherOptions
+from weightcast.publisher.api import PublisherOptions
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.components import facts_of
 from weightcast.publisher.daemon.record import Meter, PublisherMetrics, Record
@@ -28,6 +28,7 @@ from weightcast.publisher.maintenance.repair import ChannelCheck
 from weightcast.publisher.maintenance.upkeep import Upkeep
 from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.publish.publish_job import Publication
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, Stopped, WeightcastError
 from weightcast.shared.channel.channel import Channel
@@ -133,12 +134,12 @@ def _check_base(directory: Path, base: Base) -> None:
     check_other_files(directory, side_files(checkpoint).files, base.all_files)
 
 
-def open_publisher(settings: PublisherSettings, stop: Stop) -> Publisher:
+def open_publisher(settings: PublisherSettings, stop: Stop) -> RunPublisher:
     def wait(seconds: float) -> None:
         if stop.wait(seconds):
             raise Stopped("the process ends", remedy="the next start continues")
 
-    return Publisher.open(
+    return RunPublisher.open(
         settings.channel,
         local=settings.local,
         base=settings.base,
@@ -201,7 +202,7 @@ class PublishLoop:
                 channel=str(settings.channel), local=str(settings.local), encoding=settings.encoding
             ),
         )
-        self._publisher: Publisher | None = None
+        self._publisher: RunPublisher | None = None
         self._watched: WatchedDirectory | None = None
         self._adapters: WatchedAdapters | None = None
         self._listed: tuple[Component, ...] = ()
@@ -266,7 +267,7 @@ class PublishLoop:
             log.info("files left behind", files=list(self._publisher.left_behind))
 
     @property
-    def _owned(self) -> Publisher:
+    def _owned(self) -> RunPublisher:
         if self._publisher is None:
             raise RetryLater("the publisher has not started")
         return self._publisher
@@ -393,7 +394,7 @@ class PublishLoop:
         return self._done(report.shown(job.name))
 
     def _judge(
-        self, error: Exception, publisher: Publisher, before: int, source: str, request: str
+        self, error: Exception, publisher: RunPublisher, before: int, source: str, request: str
     ) -> Publication | Failure:
         """An error after the commit point leaves a version to be finished, not a failure."""
         self._check_owner()
@@ -442,7 +443,7 @@ class PublishLoop:
             "config_changed": publisher.config_changed,
         }
 
-    def _components(self, publisher: Publisher) -> Iterator[ComponentStatus]:
+    def _components(self, publisher: RunPublisher) -> Iterator[ComponentStatus]:
         run = publisher.opened()
         if REGISTRY in self._troubles:
             yield ComponentStatus(name=REGISTRY, state="", problem=self._troubles[REGISTRY])

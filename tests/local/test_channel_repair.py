@@ -16,9 +16,9 @@ from core_cases import bytes_of, read_checkpoint, snapshot, some_changed, write_
 from local_cases import Run, catch_up, following, make_run
 
 from weightcast.publisher import PublisherOptions
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_repair import repair_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.chain import faults
 from weightcast.shared.channel.claims import claim, this_process
@@ -207,7 +207,7 @@ def test_publishing_goes_on_after_a_repair(runs: Runs, run: Run, tmp_path: Path)
         plant(runs, run, kind, "truncated")
     repair_channel(open_store(run.channel), run.root / "pub")
     model = some_changed(run.models[3], np.random.default_rng(3))
-    with Publisher.open(run.channel, local=run.root / "pub", base=run.base) as publisher:
+    with RunPublisher.open(run.channel, local=run.root / "pub", base=run.base) as publisher:
         report = publisher.publish_checkpoint(write_checkpoint(tmp_path / "new", model))
     assert (report.version, report.kind) == (4, "delta")
     with following(run, tmp_path / "host") as updater:
@@ -229,14 +229,14 @@ def test_what_is_moved_can_be_had_back_for_a_while(runs: Runs, run: Run) -> None
     before = snapshot(anchor, ())
     repair_channel(open_store(run.channel))
     keeping = UpkeepOptions(anchor_every=1)
-    with Publisher.open(
+    with RunPublisher.open(
         run.channel, local=run.root / "pub", options=PublisherOptions(upkeep_thread=False, upkeep=keeping)
     ) as publisher:
         publisher.make_due()
         (kept,) = trash.glob("*/anchor")
         assert snapshot(kept, ()) == before
     at_once = replace(keeping, grace_seconds=0.0)
-    with Publisher.open(
+    with RunPublisher.open(
         run.channel, local=run.root / "pub", options=PublisherOptions(upkeep_thread=False, upkeep=at_once)
     ) as publisher:
         publisher.make_due()
@@ -267,7 +267,7 @@ def test_what_is_lost_is_told_until_it_is_pruned(
     assert weightcast(["channel", "verify", *here]) == 3
     assert "leads over it" in capsys.readouterr().out
     model = some_changed(run.models[3], np.random.default_rng(3))
-    with Publisher.open(run.channel, local=run.root / "pub") as publisher:
+    with RunPublisher.open(run.channel, local=run.root / "pub") as publisher:
         publisher.publish_checkpoint(write_checkpoint(tmp_path / "new", model))
     assert weightcast(["channel", "prune", *here, "--keep-versions", "1", "--host-versions", "0"]) == 0
     assert weightcast(["channel", "verify", *here]) == 0

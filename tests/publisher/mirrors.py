@@ -13,9 +13,9 @@ from core_cases import Model, bytes_of, every_dtype, read_checkpoint, some_chang
 from opening import open_publisher
 
 from weightcast.publisher import init_channel
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.mirror.mirror import Mirror, MirrorOptions
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.store import Store
@@ -57,7 +57,7 @@ class Run:
         return self.root / "base"
 
     @contextmanager
-    def publisher(self, upkeep: UpkeepOptions | None = None, **options: Any) -> Iterator[Publisher]:
+    def publisher(self, upkeep: UpkeepOptions | None = None, **options: Any) -> Iterator[RunPublisher]:
         places = {"local": self.root / "pub", "base": self.base}
         with open_publisher(self.store, upkeep=upkeep, **places, **options) as publisher:
             yield publisher

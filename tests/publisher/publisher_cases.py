@@ -16,7 +16,7 @@ from memory_store import MemoryStore
 from opening import open_publisher
 
 from weightcast.publisher import init_channel
-from weightcast.publisher.api import Publisher
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import DirectoryStore, open_store
@@ -63,7 +63,7 @@ class Place:
         return self.root / "host"
 
     @contextlib.contextmanager
-    def publisher(self, **options: Any) -> Iterator[Publisher]:
+    def publisher(self, **options: Any) -> Iterator[RunPublisher]:
         options = {"local": self.pub, "base": self.base, **options}
         with open_publisher(self.channel, **options) as publisher:
             yield publisher

@@ -17,9 +17,9 @@ import numpy as np
 from core_cases import Model, all_changed, bytes_of, read_checkpoint, tensor, write_checkpoint
 
 from weightcast.publisher import PublisherOptions, init_channel
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.directory_store import open_store
 
@@ -33,7 +33,7 @@ keeping = UpkeepOptions(skip_span=64)
 errors: list[str] = []
 
 
-def grow(publisher: Publisher) -> None:
+def grow(publisher: RunPublisher) -> None:
     models.append(all_changed(models[-1], rng, 40_000))
     new = write_checkpoint(root / f"new-{len(models)}", models[-1])
     assert publisher.publish_checkpoint(new).version == len(models) - 1
@@ -49,7 +49,7 @@ def fill() -> Path:
     return filler
 
 
-with Publisher.open(
+with RunPublisher.open(
     channel, local=local, base=root / "base", options=PublisherOptions(upkeep_thread=False, upkeep=keeping)
 ) as publisher:
     for _ in range(8):
@@ -65,17 +65,17 @@ with Publisher.open(
         grow(publisher)
 
 if what == "follow":
-    with Publisher.open(channel, local=root / "other", base=root / "base") as other:
+    with RunPublisher.open(channel, local=root / "other", base=root / "base") as other:
         grow(other)
     fill()
-    Publisher.open(
+    RunPublisher.open(
         channel, local=local, options=PublisherOptions(upkeep_thread=False, upkeep=keeping)
     ).close()
 elif what == "rollback":
     order_rollback(open_store(channel), before[0] - 1)
     models.append(models[before[0] - 1])
     filler = fill()
-    with Publisher.open(
+    with RunPublisher.open(
         channel, local=local, options=PublisherOptions(upkeep_thread=False, upkeep=keeping)
     ) as publisher:
         try:

@@ -24,7 +24,6 @@ def test_every_path_may_be_text(base: str) -> None:
     made = init_channel("channel", base)
     assert init_channel(Path("channel"), Path(base)) == made
     with Publisher.open("channel", local="local", base=base) as publisher:
-        publisher.open_checkpoint(base).close()
         write_checkpoint(Path("export"), {"w": tensor(np.random.default_rng(1), "F32", 9, 5)})
         assert publisher.publish_checkpoint("export").version == 1
 

@@ -27,11 +27,11 @@ from prometheus_client import generate_latest
 from waiting import wait_until
 
 from weightcast.publisher import PublisherOptions
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.watched import REFUSED_SHOWN, WatchedJob
 from weightcast.publisher.maintenance.orders import order_rollback
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base import failpoints
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WrongRun
 from weightcast.shared.channel import pins
@@ -677,7 +677,7 @@ def test_what_somebody_else_published_is_not_this_checkpoint(places: Places, ope
     with interrupted_at("publish.recovered"):
         office.settle()
     office.publish_loop.close()
-    with Publisher.open(places.channel, local=places.local, base=places.base) as by_hand:
+    with RunPublisher.open(places.channel, local=places.local, base=places.base) as by_hand:
         by_hand.publish_checkpoint(write(places.root / "by-hand", weights(7)))
     later = opened(consume=True)
     assert left.is_dir() and later.published() == []
@@ -698,7 +698,7 @@ def test_a_publisher_that_lost_the_channel_says_so_and_keeps_what_it_did_not_pub
             if name == "shard.written" and not office.places.latest():
                 failpoints.watch(None)
                 local = places.root / "new-owner"
-                new = Publisher.open(
+                new = RunPublisher.open(
                     places.channel, local=local, base=places.base, options=PublisherOptions(take_over=True)
                 )
                 stack.enter_context(new)
@@ -716,7 +716,7 @@ def test_a_publisher_that_lost_the_channel_says_so_and_keeps_what_it_did_not_pub
 def test_an_idle_publisher_that_lost_the_channel_ends(places: Places, opened: Opening) -> None:
     office = opened()
     office.step()
-    with Publisher.open(
+    with RunPublisher.open(
         places.channel, local=places.root / "new", base=places.base, options=PublisherOptions(take_over=True)
     ):
         pass

@@ -14,6 +14,7 @@ from publisher_cases import Place, make_place, numpy_model
 
 from weightcast.publisher import Publisher
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.errors import Forked, Refused, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
@@ -188,7 +189,7 @@ def test_the_new_owner_s_upkeep_stays(place: Place, rng: np.random.Generator, be
     moment = "anchor.written" if beside == "anchor" else "skip.written"
     options = {"upkeep": None if beside == "anchor" else SPANS}
 
-    def make(publisher: Publisher) -> None:
+    def make(publisher: RunPublisher) -> None:
         if beside == "anchor":
             assert publisher.write_anchor()
         else:

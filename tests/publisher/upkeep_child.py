@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from weightcast.publisher import PublisherOptions
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.failpoints import watch
 
 name, channel, local, base, *new = sys.argv[1:]
@@ -22,7 +22,7 @@ def die(passed: str, where: Path | None) -> None:
 
 retention = Retention(2, host_versions=0)
 options = UpkeepOptions(skip_span=4, history_share=1000.0, retention=retention, grace_seconds=-1.0)
-with Publisher.open(
+with RunPublisher.open(
     channel, local=local, base=base, options=PublisherOptions(upkeep_thread=False, upkeep=options)
 ) as publisher:
     watch(die)

@@ -17,10 +17,10 @@ from core_cases import pack, unpack
 from doubles import Answer, Double, SGLangDouble, VLLMDouble, WebhookDouble, serve
 
 from weightcast.publisher import PublisherOptions
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.publish.publish_job import PublishReport
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.checkpoint.state.state import LocalState, read_state
 from weightcast.subscriber.engines.base import Timeouts, parse_engines
 from weightcast.subscriber.engines.host import Engines, RetryPace
@@ -189,7 +189,7 @@ class Run:
         """digests of what was published as adapters, by name and version"""
         init_channel(self.channel, self.base_dir, sign_key=sign_key)
         self._publisher = stack.enter_context(
-            Publisher.open(
+            RunPublisher.open(
                 self.channel,
                 local=root / "publisher",
                 base=self.base_dir,
@@ -251,7 +251,7 @@ class Run:
     def _publish_as(self, rank: int, new: Weights, step: int) -> PublishReport:
         mine = Weights({name: new.tensors[name] for name in list(new.tensors)[rank::2]})
         directory = mine.write(self.root / f"rank{rank}", shards=1)
-        with Publisher.open(
+        with RunPublisher.open(
             self.channel,
             local=self.root / "publisher",
             rank=rank,

@@ -13,9 +13,9 @@ from doubles import Answer
 from hosts import Host, Run, SGLang, Site
 
 from weightcast.publisher import PublisherOptions, init_channel
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import verify
@@ -47,7 +47,7 @@ class Carrying(Run):
 
     def reopen(self) -> None:
         self._publisher = self.stack.enter_context(
-            Publisher.open(
+            RunPublisher.open(
                 self.channel,
                 local=self.root / "publisher",
                 base=self.base_dir,
@@ -141,7 +141,7 @@ def test_a_host_far_behind_takes_a_wide_delta_and_the_newest_files(run: Carrying
 
 def test_exports_without_files_and_publishers_without_the_option_keep_them(run: Carrying, site: Site) -> None:
     run.close()
-    with Publisher.open(run.channel, local=run.root / "publisher", base=run.base_dir) as plain:
+    with RunPublisher.open(run.channel, local=run.root / "publisher", base=run.base_dir) as plain:
         new = run.versions[-1].changed(9)
         report = plain.publish_checkpoint(new.write(run.root / "plain"))
         run.versions.append(new)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.daemon.sources import observation
 from weightcast.publisher.daemon.sources.layouts import Unpublished
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory, WatchedJob, component_of
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.files.paths import is_directory
 
@@ -29,11 +29,11 @@ class WatchedAdapters:
             for name in self._found():
                 self._of[name].ignore_existing(began, version_of(name))
 
-    def resume(self, publisher: Publisher) -> None:
+    def resume(self, publisher: RunPublisher) -> None:
         for each in self._of.values():
             each.resume(publisher)
 
-    def next(self, publisher: Publisher) -> WatchedJob | None:
+    def next(self, publisher: RunPublisher) -> WatchedJob | None:
         known = set(self._of)
         for name in self._found():
             if name not in known:

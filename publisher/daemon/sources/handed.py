@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.daemon.sources.source import Memory, SourceJob, new_request
 from weightcast.publisher.publish.publish_job import Publication
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.publisher.trainer.handover import Export, Handed
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
@@ -42,14 +42,14 @@ class HandOverSource:
         self.export, self.rules = Export(directory), rules
         self._memory = Memory(memory, _Taken(), _LIMIT, "remove it")
 
-    def resume(self, publisher: Publisher) -> None:
+    def resume(self, publisher: RunPublisher) -> None:
         """What was being published has become a version, or is new again."""
         taken = self._memory.value
         if taken.before is not None:
             made = publisher.made_for(taken.request, taken.before)
             self._memory.store(_Taken() if made is None else taken.model_copy(update={"before": None}))
 
-    def next(self, publisher: Publisher) -> HandOverJob | None:
+    def next(self, publisher: RunPublisher) -> HandOverJob | None:
         handed = self.newest()
         return None if handed is None else HandOverJob(self, publisher, handed)
 
@@ -109,7 +109,7 @@ class HandedWeights(CheckpointWeights):
 
 
 class HandOverJob(SourceJob):
-    def __init__(self, source: HandOverSource, publisher: Publisher, handed: Handed) -> None:
+    def __init__(self, source: HandOverSource, publisher: RunPublisher, handed: Handed) -> None:
         self._source, self._publisher, self._handed = source, publisher, handed
         self.name = f"{source.export.slot(handed.slot)} #{handed.sequence}"
         self.step = handed.step

@@ -14,7 +14,6 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.daemon.sources.adapters import WatchedAdapters
 from weightcast.publisher.daemon.sources.source import (
     NO_CONTENT,
@@ -26,6 +25,7 @@ from weightcast.publisher.daemon.sources.source import (
 )
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.publish.publish_job import Publication
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.elements import MAIN
@@ -155,7 +155,7 @@ class Queue:
             changed = Job.model_validate({**now.model_dump(), **facts})
             return self._put(_again(changed) if changed.repeat and changed.has_ended else changed)
 
-    def resume(self, publisher: Publisher) -> None:
+    def resume(self, publisher: RunPublisher) -> None:
         for job in self.open():
             if job.state != "running":
                 continue
@@ -166,7 +166,7 @@ class Queue:
             else:
                 self.change(job, state="failed" if job.id == self._poison else "queued")
 
-    def next(self, publisher: Publisher) -> QueueJob | None:
+    def next(self, publisher: RunPublisher) -> QueueJob | None:
         for job in self.open():
             try:
                 directory = check_checkpoint(job.checkpoint, self._roots)
@@ -231,7 +231,7 @@ def _unread(answer: Publication) -> str:
 
 
 class QueueJob(SourceJob):
-    def __init__(self, queue: Queue, publisher: Publisher, job: Job, directory: Path) -> None:
+    def __init__(self, queue: Queue, publisher: RunPublisher, job: Job, directory: Path) -> None:
         self.name, self.step, self.component = job.checkpoint, job.step, job.component
         self._queue, self._publisher, self._job, self.directory = queue, publisher, job, directory
         self._watched = queue.watched(job.component)

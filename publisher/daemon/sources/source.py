@@ -12,9 +12,9 @@ from typing import Annotated, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.components import tensors_in
 from weightcast.publisher.publish.publish_job import Publication, report_of
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.elements import MAIN
@@ -83,11 +83,11 @@ class SourceJob:
     directory = Path()
     """where the weights are, except of a hand-over"""
 
-    def target(self, publisher: Publisher) -> Publisher:
+    def target(self, publisher: RunPublisher) -> RunPublisher:
         """The publisher of its component, which it begins where there is none. Raises Refused."""
         return publisher.component(self.component, partial(tensors_in, self.directory))
 
-    def open_in(self, publisher: Publisher, rules: ExportRules) -> NewWeights:
+    def open_in(self, publisher: RunPublisher, rules: ExportRules) -> NewWeights:
         """The weights in its directory. `rules`: for main."""
         own = self.target(publisher)
         return own.open_checkpoint(self.directory, rules if own is publisher else NO_RULES)
@@ -119,16 +119,16 @@ class SourceJob:
 
 
 class Source(Protocol):
-    def resume(self, publisher: Publisher) -> None:
+    def resume(self, publisher: RunPublisher) -> None:
         """After a start, an error or a kill: notes what became of the job that had begun."""
         ...
 
-    def next(self, publisher: Publisher) -> SourceJob | None:
+    def next(self, publisher: RunPublisher) -> SourceJob | None:
         """What to publish now; raises RetryLater where that cannot be read now."""
         ...
 
 
-def read_back(publisher: Publisher, index: Index, source: str, component: str = MAIN) -> Publication:
+def read_back(publisher: RunPublisher, index: Index, source: str, component: str = MAIN) -> Publication:
     """The report of a version whose publication did not live to report."""
     channel = publisher.opened(component)
     found = channel.store.stat(index_key(index.version))

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources import observation
 from weightcast.publisher.daemon.sources.inbox import (
@@ -33,6 +32,7 @@ from weightcast.publisher.daemon.sources.layouts import ROOT, Unpublished, paren
 from weightcast.publisher.daemon.sources.observation import OURS, all_files
 from weightcast.publisher.daemon.sources.source import LastContent, Memory, SourceJob, new_request
 from weightcast.publisher.publish.publish_job import Publication
+from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import Refused, WeightcastError
@@ -297,7 +297,7 @@ class WatchedDirectory:
         if names:
             log.info("checkpoints left alone", checkpoints=names[:_NAMED], count=len(names), remedy=_EXISTING)
 
-    def resume(self, publisher: Publisher) -> None:
+    def resume(self, publisher: RunPublisher) -> None:
         # names of an export that is renamed are not the base's
         self.inbox.base = publisher.run[1].table if self.is_main and not self.settings.rename else None
         for name in self.inbox.resume(partial(publisher.made_for, component=self.component)):
@@ -305,7 +305,7 @@ class WatchedDirectory:
         self.store()
         self.sample_unread()
 
-    def next(self, publisher: Publisher) -> WatchedJob | None:
+    def next(self, publisher: RunPublisher) -> WatchedJob | None:
         """Raises RetryLater when the directory is not there."""
         failpoint("inbox.looked", self.directory)
         if self.settings.consume:
@@ -461,7 +461,7 @@ class WatchedDirectory:
 
 class WatchedJob(SourceJob):
     def __init__(
-        self, watched: WatchedDirectory, publisher: Publisher, choice: Choice, chosen: Candidate
+        self, watched: WatchedDirectory, publisher: RunPublisher, choice: Choice, chosen: Candidate
     ) -> None:
         self.name, self.component = chosen.name, watched.component
         self.directory = watched.directory / chosen.name
