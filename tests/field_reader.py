@@ -8,6 +8,7 @@ Written from the description of the format alone: pointer in both dialects, the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from pathlib import Path
@@ -29,6 +30,7 @@ def header_of(data: bytes) -> tuple[dict[str, Any], int]:
 def digest(kind: str, data: bytes) -> str:
     return {
         "xxh3-128": lambda: xxhash.xxh3_128_hexdigest(data),
+        "sha256": lambda: hashlib.sha256(data).hexdigest(),
         "blake3": lambda: blake3(data).hexdigest(),
         "adler32": lambda: f"{zlib.adler32(data):08x}",
     }[kind]()
@@ -57,6 +59,8 @@ def read(path: Path) -> dict[str, bytes]:
 def follow(channel: Path, checkpoint: Path) -> dict[str, bytes]:
     """Tensor bytes at the pointer's version."""
     tensors = read(checkpoint)
+    if not (channel / "latest").exists():
+        return follow_skyrl(channel, tensors)
     target, prefix = pointer(channel)
     for version in range(1, target + 1):
         apply(prefix / f"weight_v{version:06d}", version, tensors)
@@ -82,6 +86,20 @@ def apply(directory: Path, version: int, tensors: dict[str, bytes]) -> None:
             tensors[name] = step(facts["delta_encoding"], frame, tensors[name])
             expected = header["__metadata__"][name]
             assert digest(facts["checksum_format"], tensors[name]) == expected, name
+
+
+def follow_skyrl(channel: Path, tensors: dict[str, bytes]) -> dict[str, bytes]:
+    for version, directory in enumerate(sorted(channel.glob("delta-????????")), 1):
+        manifest = json.loads((directory / "manifest.json").read_bytes())
+        assert (manifest["version"], manifest["base_version"]) == (version, version - 1)
+        payloads = {name: read(directory / name) for name in manifest["payload_files"]}
+        for one in manifest["tensors"]:
+            name = one["name"]
+            tensors[name] = step("xor", payloads[one["payload_file"]][one["payload_key"]], tensors[name])
+            assert len(tensors[name]) == one["uncompressed_num_bytes"]
+            kind = one.get("checksum_algorithm", "sha256")
+            assert digest(kind, tensors[name]) == one.get("checksum", one.get("sha256")), name
+    return tensors
 
 
 def step(encoding: str, frame: bytes, old: bytes) -> bytes:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import xxhash
 import zstandard
-from core_cases import pack
+from core_cases import Buffer, pack
 from field_reader import INDEX, digest
 
 
@@ -44,6 +45,58 @@ def write_version(
         "checksum_format": checksum,
     }
     (directory / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}))
+
+
+TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "I64": "int64"}
+TORCH_DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8", "I32": "int32"}
+TORCH_DTYPES |= {"U8": "uint8", "BOOL": "bool"}
+Tensors = Mapping[str, tuple[str, tuple[int, ...], Buffer]]
+"""dtype, shape and bytes"""
+
+
+def write_skyrl(
+    directory: Path, version: int, old: Tensors, new: Tensors, *, checksum: str = "xxh3-128", files: int = 1
+) -> None:
+    """A version of SkyRL, its manifest last. `checksum`: sha256 as its older manifests have it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rows, names = [], []
+    changed = [name for name in new if bytes(new[name][2]) != bytes(old[name][2])]
+    for number in range(min(files, len(changed))):
+        names.append(f"delta-rank00000-file{number:06d}.safetensors")
+        frames: dict[str, tuple[str, tuple[int, ...], Buffer]] = {}
+        for name in changed[number::files]:
+            dtype, shape, data = new[name][0], new[name][1], bytes(new[name][2])
+            framed = frame(payload("xor", bytes(old[name][2]), data))
+            frames[name] = "U8", (len(framed),), framed
+            stated = (
+                {"sha256": digest("sha256", data)}
+                if checksum == "sha256"
+                else {"checksum": digest(checksum, data), "checksum_algorithm": checksum}
+            )
+            rows.append(
+                {
+                    "name": name,
+                    "dtype": TORCH_DTYPES[dtype],
+                    "shape": list(shape),
+                    "uncompressed_num_bytes": len(data),
+                    "compressed_num_bytes": len(framed),
+                    "payload_file": names[-1],
+                    "payload_key": name,
+                    **stated,
+                }
+            )
+        (directory / names[-1]).write_bytes(pack(frames))
+    manifest = {
+        "version": version,
+        "base_version": version - 1,
+        "tensors": rows,
+        "total_uncompressed_num_bytes": sum(row["uncompressed_num_bytes"] for row in rows),
+        "total_compressed_num_bytes": sum(row["compressed_num_bytes"] for row in rows),
+        "payload_files": names,
+    }
+    temporary = directory / ".manifest.json.1.tmp"
+    temporary.write_text(json.dumps(manifest))
+    temporary.rename(directory / "manifest.json")
 
 
 def payload(encoding: str, old: bytes, new: bytes) -> bytes:

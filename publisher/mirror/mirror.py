@@ -239,9 +239,9 @@ class Mirror:
         files, before anything is written."""
         channel, theirs = Channel.open(self._source, self._options.trust), self._store
         if channel.file is None:
-            if self._source.stat(LATEST) is not None and self._source.stat(BASE_JSON) is None:
+            if self._source.stat(BASE_JSON) is None and channel.pointer() is not None:
                 raise Refused(
-                    f"{channel.place} is in the slime format, which mirrors do not copy",
+                    f"{channel.place} is another system's channel, which mirrors do not copy",
                     remedy="give --from a channel of weightcast's own; copy this one with its own tool",
                 )
             raise NoChannel.within(channel.place)

@@ -84,9 +84,9 @@ def entries(channel: Channel, pointer: Pointer | None) -> Iterator[ChainEntry]:
     if channel.store.is_static:
         there = [v for v in channel.numbers(pointer) if channel.version(pointer, v).stat(INDEX_NAME)]
     else:
-        there = versions_in(channel.store, pointer.prefix)
+        there = versions_in(channel.store, pointer)
     found = {version for version in there if version <= pointer.version}
-    if channel.version(pointer, pointer.version).stat(INDEX_NAME) is not None:
+    if channel.version(pointer, pointer.version).stat(pointer.index_name) is not None:
         # a listing may lack it
         found.add(pointer.version)
     for version in sorted(found):
@@ -113,9 +113,10 @@ def committed(store: Store, above: int = 0) -> list[int]:
     return sorted(version for version in there if store.stat(index_key(version)) is not None)
 
 
-def versions_in(store: Store, prefix: str = "") -> list[int]:
+def versions_in(store: Store, pointer: Pointer = Pointer(0)) -> list[int]:
     """Versions whose directories are there, in no order."""
-    found = [version_of(entry.name) for entry in store.list(prefix) if entry.kind == "directory"]
+    directories = (entry.name for entry in store.list(pointer.prefix) if entry.kind == "directory")
+    found = map(pointer.version_of, directories)
     return [version for version in found if version is not None]
 
 
@@ -130,7 +131,7 @@ def read_entry(channel: Channel, pointer: Pointer, version: int) -> ChainEntry:
         unread = found.unread and not (channel.foreign and isinstance(error, RetryLater))
         return ChainEntry(version, files, None, found.message, unread)
     if index is None:
-        cut = files.stat(INDEX_NAME) is not None
+        cut = files.stat(pointer.index_name) is not None
         return ChainEntry(version, files, None, f"its index is {'cut short' if cut else 'missing'}")
     return ChainEntry(version, files, index, "")
 

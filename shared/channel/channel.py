@@ -36,9 +36,11 @@ from weightcast.shared.channel.layout import (
     BASE_JSON,
     CHANNEL_JSON,
     LATEST,
+    MANIFEST,
     Pointer,
     anchor_key,
     base_of,
+    delta_version,
     index_key,
     multi_step_bases,
     multi_step_key,
@@ -63,6 +65,7 @@ from weightcast.shared.channel.signing import (
     stated_by,
     stated_by_base,
 )
+from weightcast.shared.channel.skyrl import foreign_pointer, newest, parse_manifest
 from weightcast.shared.channel.store import NotFound, Stat, Store, read_if_there
 from weightcast.shared.files.strict_json import Members
 
@@ -217,7 +220,7 @@ class Channel:
     def pointer(self) -> Pointer | None:
         """Raises NoChannel for a channel that was made since it was opened: its pointer is not another
         tool's."""
-        pointer = read_pointer(self.store)
+        pointer = foreign_pointer(self.store) if self.foreign else read_pointer(self.store)
         if pointer is not None and self.foreign and self.store.stat(CHANNEL_JSON) is not None:
             raise NoChannel(f"{self.place} is being made", remedy="the next attempt finds it")
         if pointer is not None and pointer.run is not None and not self.foreign:
@@ -243,11 +246,16 @@ class Channel:
                 remedy="sync again once it is out, or give a version that `weightcast channel log` lists",
             )
         files = self.version(pointer, version)
-        data = read_if_there(files, INDEX_NAME, INDEX_LIMIT)
+        data = read_if_there(files, pointer.index_name, INDEX_LIMIT)
         if data is None:
             return _single_file(files, version) if self.foreign else None
         if _is_cut(data):
             return None
+        if pointer.is_skyrl:
+            with _read_from(files, MANIFEST):
+                manifest = parse_manifest(data)
+            _require(manifest.version == version, f"{files.place(MANIFEST)} is of version {manifest.version}")
+            return manifest
         return self._parse(data, files, version, table)
 
     def own_index(self, version: int) -> Index | None:
@@ -420,13 +428,13 @@ def require_named(store: Store) -> None:
     """Raises Refused for a directory with files of anything else, and NoChannel where a channel may still be
     made or mounted. A channel of another tool has only the pointer."""
     files = (CHANNEL_JSON, BASE_JSON, LATEST)
-    if not store.present() or any(store.stat(key) for key in files):
+    if not store.present() or any(store.stat(key) for key in files) or newest(store) is not None:
         return
     names = [] if store.is_static else store.names()
     if any(name in files for name in names):
         return  # made meanwhile
     for name in names:
-        if not may_lie_before(name) and version_of(name) is None:
+        if not may_lie_before(name) and version_of(name) is None and delta_version(name) is None:
             raise Refused(
                 f"{store.place()} is not a channel: it has neither channel.json nor latest",
                 remedy="check --channel",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -30,7 +30,7 @@ from weightcast.shared.channel.index import (
     Index,
     object_record,
 )
-from weightcast.shared.channel.layout import from_name, version_name
+from weightcast.shared.channel.layout import delta_name, from_name, version_name
 from weightcast.shared.channel.store import NotFound, Store
 from weightcast.shared.codec.changes import Changes, changes_of
 from weightcast.shared.codec.container import StepEncoding, decode_step, encode_chunk
@@ -325,6 +325,8 @@ class BlobReader(DeltaReader):
 
 def place_of(index: Index | ForeignIndex) -> str:
     """The directory of a delta's shards in its channel: for messages, as they are read from a copy."""
+    if isinstance(index, ForeignIndex) and index.payloads is not None:
+        return delta_name(index.version)
     main = version_name(index.version)
     is_beside = isinstance(index, Index) and index.main != ""
     return f"{main}/{from_name(index.base_version)}" if is_beside else main
@@ -353,13 +355,17 @@ class FieldReader(DeltaReader):
         self._encoding = payload_encoding(index)
         self._is_foreign = isinstance(index, ForeignIndex)
         self._checksum_format = index.checksum_format if isinstance(index, ForeignIndex) else "xxh3-128"
+        self._payloads = (index.payloads if isinstance(index, ForeignIndex) else None) or {}
         self._headers: dict[str, Header] = {}
         self._open: dict[int, _TensorStream] = {}
         self._done: set[str] = set()
         unknown = sorted(set(self._weight_map) - set(table.numbers))
         if unknown:
             raise DamagedFile(
-                f"{self._place}/{INDEX_NAME}: unknown tensors {', '.join(unknown[:5])}", remedy=MEND_CHANNEL
+                f"{self._place}: unknown tensors {', '.join(unknown[:5])}",
+                remedy="give the checkpoint that the trainer started from as --base"
+                if self._is_foreign
+                else MEND_CHANNEL,
             )
 
     def touches(self, chunk: Chunk) -> bool:
@@ -401,8 +407,15 @@ class FieldReader(DeltaReader):
         if shard not in self._headers:
             self._headers[shard] = self._header(shard)
         header = self._headers[shard]
-        entry = header.entries.get(spec.name)
+        stated = self._payloads.get(spec.name)
+        entry = header.entries.get(spec.name if stated is None else stated.key)
         where = f"{self._place}/{shard}, {spec.name}"
+        if stated is not None and (stated.shape, stated.nbytes) != (spec.shape, spec.nbytes):
+            raise DamagedFile(
+                f"{where}: {stated.nbytes} bytes of shape {list(stated.shape)}, "
+                f"expected {spec.nbytes} of shape {list(spec.shape)}",
+                remedy="give the checkpoint that the trainer started from as --base",
+            )
         if entry is None or entry.dtype != "U8" or len(entry.shape) != 1:
             raise DamagedFile(f"{where}: no payload in the shard that the index names", remedy=MEND_CHANNEL)
         begin = header.data_start + entry.begin
@@ -413,6 +426,8 @@ class FieldReader(DeltaReader):
             spec.nbytes,
             name=where,
         )
+        if stated is not None:
+            return _TensorStream(where, payload, stated.checksum_format, stated.checksum)
         return _TensorStream(where, payload, self._checksum_format, header.metadata.get(spec.name))
 
     def _header(self, shard: str) -> Header:
@@ -449,9 +464,18 @@ class _TensorStream:
         self._payload.finish()
         if self._digest.hexdigest() != self._expected:
             raise DamagedFile(
-                f"{self._where}: the new bytes do not have the digest that the shard states",
+                f"{self._where}: the new bytes do not have the digest that was published",
                 remedy="the shard or the local checkpoint is damaged; nothing was written",
             )
+
+
+def stated_digests(index: ForeignIndex, files: Store) -> Iterator[tuple[str, str, str]]:
+    """Of the new bytes of each changed tensor: name, format and digest."""
+    for name, payload in (index.payloads or {}).items():
+        yield name, payload.checksum_format, payload.checksum
+    for shard in () if index.payloads is not None else sorted(set(index.weight_map.values())):
+        for name, stated in read_shard_header(files, shard).metadata.items():
+            yield name, index.checksum_format, stated
 
 
 def open_delta(

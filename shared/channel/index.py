@@ -248,6 +248,17 @@ _REMEMBERED: OrderedDict[str, tuple[TensorTable, Index]] = OrderedDict()
 _MOST_REMEMBERED = 2
 
 
+class Payload(NamedTuple):
+    """What a manifest of SkyRL states of a tensor: `key` in `file`; shape, bytes and digest of the tensor."""
+
+    file: str
+    key: str
+    shape: tuple[int, ...]
+    nbytes: int
+    checksum_format: str
+    checksum: str
+
+
 @dataclass(frozen=True)
 class ForeignIndex:
     """A delta in the plain format of the field: what can be known of it. docs/FORMAT.md, Foreign channels."""
@@ -258,6 +269,8 @@ class ForeignIndex:
     checksum_format: ChecksumFormat
     weight_map: Mapping[str, str]
     digest: str
+    payloads: Mapping[str, Payload] | None = None
+    """of SkyRL, by tensor; None: keys are names, and shards state the digests"""
 
     @property
     def version_digest(self) -> str:

@@ -18,6 +18,9 @@ LATEST, CHANNEL_JSON, BASE_JSON = "latest", "channel.json", "base.json"
 HOSTS, PUBLISHERS, ANCHOR, ATTEMPTS = "hosts", "publishers", "anchor", ".parts"
 _VERSION = re.compile(r"weight_v(\d{6,15})", re.ASCII)
 _FROM = re.compile(r"from_v(\d{6,15})", re.ASCII)
+_DELTA = re.compile(r"delta-(\d{8})", re.ASCII)
+MANIFEST = "manifest.json"
+"""of SkyRL's versions, in place of an index"""
 _NOT_IN_HOST_NAMES = re.compile(r"[^A-Za-z0-9._-]")
 _HOST_LIMIT = 100
 
@@ -37,6 +40,17 @@ def version_of(name: str) -> int | None:
     if match is None or version_name(int(match[1])) != name:
         return None
     return int(match[1])
+
+
+def delta_name(version: int) -> str:
+    """Of the directory of a version of SkyRL."""
+    return f"delta-{version:08d}"
+
+
+def delta_version(name: str) -> int | None:
+    """The version of SkyRL whose directory has this name; None for any other name."""
+    match = _DELTA.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def from_name(base_version: int) -> str:
@@ -104,14 +118,25 @@ class TornPointer(RetryLater):
 @dataclass(frozen=True)
 class Pointer:
     """`run`: the run that the pointer names, None in the plain dialect; `prefix`: of the keys of version
-    directories, empty in the plain dialect."""
+    directories, empty in the plain dialect; `is_skyrl`: the versions are SkyRL's, which has no pointer."""
 
     version: int
     run: str | None = None
     prefix: str = ""
+    is_skyrl: bool = False
+
+    @property
+    def index_name(self) -> str:
+        return MANIFEST if self.is_skyrl else INDEX_NAME
+
+    def version_of(self, name: str) -> int | None:
+        """The version whose directory has this name; None for any other name."""
+        return delta_version(name) if self.is_skyrl else version_of(name)
 
     def version_key(self, version: int) -> str:
         """Of the directory of a version."""
+        if self.is_skyrl:
+            return delta_name(version)
         return joined(self.prefix, version_name(version))
 
 

@@ -241,8 +241,8 @@ class LocalUpdater:
     def _check_run(self, channel: Channel | None, state: LocalState) -> None:
         if channel is None:
             return
-        ours = "a run in slime format" if state.foreign else f"run {state.run_id}"
-        theirs = "a run in slime format" if channel.file is None else f"run {channel.file.run_id}"
+        ours = "a foreign run" if state.foreign else f"run {state.run_id}"
+        theirs = "a foreign run" if channel.file is None else f"run {channel.file.run_id}"
         if ours != theirs:
             raise WrongRun(
                 f"{self.paths.directory} belongs to {ours}, the channel to {theirs}",

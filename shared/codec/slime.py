@@ -9,6 +9,7 @@ Memory is bounded by the caller's steps and the frame's window, whatever a paylo
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import tempfile
 import zlib
@@ -187,12 +188,14 @@ def digest_stream(checksum_format: str) -> DigestStream:
     if checksum_format == "xxh3-128":
         state: DigestStream = xxhash.xxh3_128()
         return state
+    if checksum_format == "sha256":
+        return hashlib.sha256()
     if checksum_format == "blake3":
         return blake3()
     if checksum_format == "adler32":
         return _Adler32()
     raise UnknownFormat(
-        f"unknown checksum format {checksum_format!r}", remedy="use xxh3-128, blake3 or adler32"
+        f"unknown checksum format {checksum_format!r}", remedy="use xxh3-128, blake3, adler32 or sha256"
     )
 
 

@@ -32,6 +32,7 @@ from weightcast.shared.channel.reports import (
     Update,
 )
 from weightcast.shared.channel.run_files import CHANNEL_FILE_LIMIT, parse_channel_file
+from weightcast.shared.channel.skyrl import foreign_pointer
 from weightcast.shared.channel.store import Store, read_if_there
 
 FLEET_PATH = "/v1/fleet"
@@ -356,10 +357,11 @@ def _version_age(store: Store, version: int | None, now: float | None) -> float 
 def _run_of(store: Store) -> RunHead:
     if not store.present():
         raise RetryLater(f"{store.place()} is not a directory", remedy="mount it, or correct --channel")
-    pointer = read_pointer(store)
     data = read_if_there(store, CHANNEL_JSON, CHANNEL_FILE_LIMIT)
     if data is not None:
+        pointer = read_pointer(store)
         return RunHead(parse_channel_file(data).run_id, 0 if pointer is None else pointer.version)
+    pointer = foreign_pointer(store)
     return RunHead(None, None) if pointer is None else RunHead(pointer.run, pointer.version)
 
 

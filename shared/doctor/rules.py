@@ -246,7 +246,7 @@ def _run(run: RunFacts, role: Role | None) -> Iterator[Finding]:
         remedy = "mount the channel, or: `weightcast channel init` or the publisher makes it"
         yield Finding(CHANNEL, "run", "warning", "neither channel.json nor a pointer", remedy)
     elif run.foreign:
-        says = f"the plain slime format, version {run.version}; not all can be checked"
+        says = f"another system's format, version {run.version}; not all can be checked"
         yield Finding(CHANNEL, "run", "note", says)
         if role == "publisher":
             remedy = "publish into a directory of its own"

@@ -10,7 +10,8 @@ from __future__ import annotations
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, Stopped, WeightcastError, WrongRun
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.channel import Channel, NoChannel
-from weightcast.shared.channel.layout import LATEST, Pointer, read_pointer
+from weightcast.shared.channel.layout import LATEST, Pointer
+from weightcast.shared.channel.skyrl import foreign_pointer
 from weightcast.shared.checkpoint.local_checkpoint import grant_read
 from weightcast.shared.checkpoint.state.state import read_state
 from weightcast.shared.checkpoint.update.plan import Patch, Refuse, Relabel, Seed, Stay
@@ -257,7 +258,7 @@ class Sync:
         self._pointed, channel = None, self._channel
         if channel is None or self._reads_all or self.updater.local is None:
             return False
-        pointer = read_pointer(channel.store) if channel.foreign else channel.pointer()
+        pointer = foreign_pointer(channel.store) if channel.foreign else channel.pointer()
         here = self.host.position
         if pointer is not None and here is not None:
             self._settled = self.options.target.resolve(channel.store, pointer) == here.version

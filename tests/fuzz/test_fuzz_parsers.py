@@ -38,6 +38,7 @@ from weightcast.shared.channel.run_files import (
     parse_channel_file,
     write_base,
 )
+from weightcast.shared.channel.skyrl import parse_manifest
 from weightcast.shared.checkpoint.state.state import (
     Blocked,
     EngineState,
@@ -113,6 +114,12 @@ FOREIGN = (
     b'{"metadata":{"version":"000002","base_version":"000001","delta_encoding":"xor",'
     b'"compression_format":"zstd","checksum_format":"adler32"},"weight_map":{"a":"s.safetensors"}}'
 )
+MANIFEST = (
+    b'{"version":2,"base_version":1,"tensors":[{"name":"a","dtype":"bfloat16","shape":[3,100],'
+    b'"uncompressed_num_bytes":600,"compressed_num_bytes":9,"payload_file":"s","payload_key":"a",'
+    b'"checksum":"abababababababababababababababab","checksum_algorithm":"xxh3-128"}],'
+    b'"total_uncompressed_num_bytes":600,"total_compressed_num_bytes":9,"payload_files":["s"]}'
+)
 CLAIM = write_claim(ClaimRecord(Claimant("h", 7, "b", "n", "12"), 1.0))
 REPORT = pack_report(
     Report("h", "/l", "run", "idle", 1, None, "latest", 0, "", ({"name": "e"},), 3, "weightcast 1")
@@ -137,6 +144,7 @@ PARSERS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
     "channel.json": (CHANNEL_FILE, parse_channel_file),
     "index": (INDEX, lambda data: parse_index(data, TABLE)),
     "foreign index": (FOREIGN, parse_foreign),
+    "manifest": (MANIFEST, parse_manifest),
     "claim": (CLAIM, lambda data: parse_claim(data, "claim")),
     "report": (REPORT, lambda data: parse_report(data, "report")),
     "header": (SAFETENSORS, lambda data: parse_header(data, len(SAFETENSORS) + 6)),

@@ -1,6 +1,6 @@
-"""Makes tests/golden/channels/, which must not exist: python tests/golden/make_golden.py [adapters]
+"""Makes tests/golden/channels/, which must not exist: python tests/golden/make_golden.py [adapters|skyrl]
 
-`adapters` adds the channel of that name to those that are there.
+`adapters` and `skyrl` add the channel of that name to those that are there.
 
 Never part of a test run. What is committed there was written by the release that made it, and every later
 release must go on reading it: a writer that makes other bytes today is no reason to make them anew.
@@ -9,6 +9,7 @@ release must go on reading it: a writer that makes other bytes today is no reaso
     fast/ xor/ overwrite/       channels as this release writes them, versions 1 to 3
     adapters/                   main at version 1; adapter/math at version 3, adapter/old retired at version 1
     field-plain/ field-run/     channels in the field's plain format, in both dialects of the pointer
+    skyrl/                      a channel of SkyRL's
     expected.json               per channel the root of version 3 and a digest of the tensor bytes
 """
 
@@ -25,7 +26,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import numpy as np  # noqa: E402
 from core_cases import Model, bytes_of, some_changed, tensor, write_checkpoint  # noqa: E402
-from field_writer import root_of, write_pointer, write_version  # noqa: E402
+from field_writer import root_of, write_pointer, write_skyrl, write_version  # noqa: E402
 
 from weightcast.publisher import Publisher, RawTensor, init_channel  # noqa: E402
 from weightcast.shared.channel.channel import Channel  # noqa: E402
@@ -118,7 +119,18 @@ def make_field(name: str, run: str | None, **options: str) -> None:
     write_pointer(channel, VERSIONS, run)
 
 
+def make_skyrl() -> None:
+    """Version 1 with older checksums."""
+    steps, checksums = models(), ("sha256", "xxh3-128", "xxh3-128")
+    for version, checksum in enumerate(checksums, 1):
+        directory = CHANNELS / "skyrl" / f"delta-{version:08d}"
+        write_skyrl(directory, version, steps[version - 1], steps[version], checksum=checksum, files=2)
+
+
 def main() -> None:
+    if sys.argv[1:] == ["skyrl"]:
+        make_skyrl()
+        return
     if sys.argv[1:] == ["adapters"]:
         expected = json.loads((CHANNELS / "expected.json").read_text())
         expected["adapters"] = make_adapters()
@@ -129,6 +141,7 @@ def main() -> None:
     write_checkpoint(CHANNELS / "base", models()[0])
     roots = {encoding: make_ours(encoding) for encoding in ("fast", "xor", "overwrite")}
     make_field("field-plain", None, encoding="xor", checksum="blake3")
+    make_skyrl()
     make_field("field-run", "run-7", encoding="overwrite", checksum="adler32")
     expected = {"roots": roots, "bytes": root_of(bytes_of(models()[VERSIONS])), "adapters": make_adapters()}
     (CHANNELS / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")

@@ -39,7 +39,7 @@ CHANNELS = Path(__file__).parent / "channels"
 BASE = CHANNELS / "base"
 EXPECTED = json.loads((CHANNELS / "expected.json").read_text())
 OURS = ("fast", "xor", "overwrite")
-FIELD = ("field-plain", "field-run")
+FIELD = ("field-plain", "field-run", "skyrl")
 
 
 def in_memory(channel: Path) -> MemoryStore:

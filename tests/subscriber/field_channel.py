@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 import obstore
-from field_writer import write_version
+from field_writer import write_skyrl, write_version
 from hosts import Weights
 from obstore.store import from_url
 
 Encoding = Literal["xor", "overwrite", "xor_sparse"]
-Dialect = Literal["plain", "stitch"]
+Dialect = Literal["plain", "stitch", "skyrl"]
 
 
 class FieldChannel:
@@ -34,7 +34,7 @@ class FieldChannel:
 
     @property
     def versions_dir(self) -> Path:
-        return self.root if self.dialect == "plain" else self.root / "updates"
+        return self.root / "updates" if self.dialect == "stitch" else self.root
 
     @property
     def address(self) -> Path | str:
@@ -42,13 +42,15 @@ class FieldChannel:
         return self.url or self.root
 
     def directory(self, version: int) -> Path:
-        return self.versions_dir / f"weight_v{version:06d}"
+        name = f"delta-{version:08d}" if self.dialect == "skyrl" else f"weight_v{version:06d}"
+        return self.versions_dir / name
 
     def point(self, version: int) -> None:
         name = f"{version:06d}" if self.dialect == "plain" else f"{self.run}/weight_v{version:06d}"
-        temporary = self.root / "latest.tmp"
-        temporary.write_text(name)
-        temporary.rename(self.root / "latest")
+        if self.dialect != "skyrl":
+            temporary = self.root / "latest.tmp"
+            temporary.write_text(name)
+            temporary.rename(self.root / "latest")
         if self.url:
             self.upload(version)
 
@@ -71,7 +73,12 @@ class FieldChannel:
     ) -> int:
         number = self.newest + 1 if version is None else version
         old, directory = self.weights[number - 1 - self.boot], self.directory(number)
-        write_version(directory, number, old.data, new.data, encoding=encoding, checksum=form, shards=ranks)
+        if self.dialect == "skyrl":
+            write_skyrl(directory, number, old.tensors, new.tensors, checksum=form, files=ranks)
+        else:
+            write_version(
+                directory, number, old.data, new.data, encoding=encoding, checksum=form, shards=ranks
+            )
         self.point(number)
         self.weights[number - self.boot :] = [new]
         return number

@@ -72,6 +72,18 @@ def test_versions_are_followed(site: Site, place: Place, dialect: Dialect, encod
     assert serves(host_of(site, channel, late, name="late"), late, channel, 5)
 
 
+def test_skyrl_s_versions_are_followed(site: Site, place: Place) -> None:
+    channel, engine = channel_of(site, place, "skyrl"), SGLang()
+    host = host_of(site, channel, engine)
+    for version in (1, 2):
+        channel.publish(channel.weights[-1].changed(version), ranks=version)
+        assert serves(host, engine, channel, version)
+    channel.publish(channel.weights[-1].changed(3))
+    late = SGLang()
+    assert serves(host_of(site, channel, late, name="late"), late, channel, 3)
+    assert verify(Channel.open(open_store(channel.address))) == []
+
+
 def test_a_rewritten_run_is_seeded_anew(site: Site, place: Place) -> None:
     channel, engine = channel_of(site, place, "plain"), SGLang()
     host = host_of(site, channel, engine)

@@ -23,7 +23,7 @@ from weightcast.shared.base.errors import (
 )
 from weightcast.shared.channel.chain import AnyIndex
 from weightcast.shared.channel.channel import Channel, FullVersion
-from weightcast.shared.channel.delta import read_shard_header
+from weightcast.shared.channel.delta import stated_digests
 from weightcast.shared.channel.directory_store import directory_of, may_map
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.channel.layout import Pointer
@@ -188,7 +188,7 @@ class _IndexReader:
     def _main(self, version: int, *, required: bool) -> AnyIndex | None:
         """An index may be visible later than the pointer that implies it. A damaged index counts as missing,
         unless it is the target's: another source may do."""
-        place = self.channel.version(self.pointer, version).place(INDEX_NAME)
+        place = self.channel.version(self.pointer, version).place(self.pointer.index_name)
         try:
             return self.patience.retry(version, place, lambda: self._read(version, place))
         except (DamagedFile, NotThere) as error:
@@ -203,7 +203,7 @@ class _IndexReader:
         index = self.channel.index(self.pointer, version, self.table)
         pruned = self.channel.file is not None and version < self.channel.file.horizon
         if index is None and not pruned:
-            there = self.channel.version(self.pointer, version).stat(INDEX_NAME) is not None
+            there = self.channel.version(self.pointer, version).stat(self.pointer.index_name) is not None
             raise NotThere(
                 f"{place} is {'cut short' if there else 'missing'} "
                 f"although the pointer names {self.pointer.version}",
@@ -387,16 +387,15 @@ def _check_base_version(route: Route, checkpoint: Checkpoint) -> None:
     if not isinstance(index, ForeignIndex):
         return
     with ReadCheckpoint(checkpoint) as read:
-        for shard in set(index.weight_map.values()):
-            for name, stated in read_shard_header(files, shard).metadata.items():
-                digest = digest_stream(index.checksum_format)
-                if name in table.numbers:
-                    digest.update(read.bytes_at(checkpoint.places[table.numbers[name]]).tobytes())
-                if digest.hexdigest() != stated:
-                    raise WrongRun(
-                        f"{checkpoint.directory} is not version {version}: {name} differs",
-                        remedy="give the checkpoint of that version as --base, or another --base-version",
-                    )
+        for name, form, stated in stated_digests(index, files):
+            digest = digest_stream(form)
+            if name in table.numbers:
+                digest.update(read.bytes_at(checkpoint.places[table.numbers[name]]).tobytes())
+            if digest.hexdigest() != stated:
+                raise WrongRun(
+                    f"{checkpoint.directory} is not version {version}: {name} differs",
+                    remedy="give the checkpoint of that version as --base, or another --base-version",
+                )
 
 
 def open_base(directory: Path, *, adapter: bool = False) -> Checkpoint:

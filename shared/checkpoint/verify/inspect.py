@@ -258,7 +258,7 @@ def recover_state(
     Raises WrongRun when it is another run's."""
     if channel.foreign:
         raise Refused(
-            f"{paths.state} is unreadable, and {channel.place} is in slime format, without digests",
+            f"{paths.state} is unreadable, and {channel.place} is foreign, without digests",
             remedy="move the local checkpoint away and seed it again",
         )
     state = _found(paths, channel, _base_of(paths, channel), threads, advance)
