@@ -197,9 +197,9 @@ class AdapterWeights(CheckpointWeights):
     """An adapter's directory, as peft saves it. It carries its configuration, and tokenizer and chat template
     where they are not the run's."""
 
-    def __init__(self, directory: Path, run: Base | None = None) -> None:
+    def __init__(self, directory: Path, run: Base | None = None, *, follow_links: bool = True) -> None:
         """`run`: the base of main."""
-        super().__init__(directory, adapter=True)
+        super().__init__(directory, follow_links=follow_links, adapter=True)
         try:
             names = [path.name for path in self.checkpoint.other_files]
             if self.checkpoint.weight_files[0].name != ADAPTER_MODEL or ADAPTER_CONFIG not in names:

@@ -348,7 +348,9 @@ class PublishLoop:
             if job.has_sample(known) or self._is_published(job, known):
                 job.unchanged(known)
             else:
-                job.done(self._publish_new(job, job.begin(self._owned.version)))
+                channel, component = self._settings.channel, job.component
+                before = self._owned.version if component == MAIN else _version_of(channel, component)
+                job.done(self._publish_new(job, job.begin(before)))
             # while it still counts as being published: whoever waits for its end sees all of it
             self._show()
         except Exception as error:

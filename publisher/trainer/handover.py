@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import numpy as np
@@ -32,14 +32,18 @@ from weightcast.publisher.weights.given import (
     torch,
     whole_step,
 )
-from weightcast.shared.base.elements import TensorSpec
+from weightcast.shared.base.elements import MAIN, TensorSpec
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.checkpoint.state.locks import FileLock, owner_text
 from weightcast.shared.files import durable
+from weightcast.shared.files.hf_checkpoint import ADAPTER_CONFIG, ADAPTER_MODEL
 from weightcast.shared.files.paths import exists, is_link
 from weightcast.shared.files.probes import HAND_OVER_NEEDS, require
 from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
+
+if TYPE_CHECKING:
+    from weightcast.publisher.weights.config import AdapterConfig
 
 _PAGE = 4096
 _TELL_SECONDS = 2.0
@@ -84,6 +88,8 @@ class HandOver:
         """addresses"""
         self._headers: dict[str, bytes] = {}
         self._telling: threading.Thread | None = None
+        self._adapters: dict[str, HandOver] = {}
+        """by component, with slots of their own"""
         self._export.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._export.check()
         require("hand-over directory", self._export.directory, HAND_OVER_NEEDS)
@@ -103,6 +109,8 @@ class HandOver:
         """What was put stays there for the publisher."""
         for slot in list(self._maps):
             self._unmap(slot)
+        for each in self._adapters.values():
+            each.close()
         self._own.release()
 
     def put(
@@ -111,6 +119,8 @@ class HandOver:
         *,
         step: SupportsIndex | None = None,
         timeout: float = 60.0,
+        component: str = MAIN,
+        adapter_config: AdapterConfig = None,
     ) -> Handed:
         """Copies the tensors, which may change when this returns. The newest wins: earlier ones that are not
         being read are replaced.
@@ -119,12 +129,44 @@ class HandOver:
             named_tensors: (HF name, tensor): torch on any device, numpy, `RawTensor`, `cast_like`'s.
             step: The trainer's step.
             timeout: To wait for a slot, in seconds.
+            component: `adapter/NAME`: the tensors are those of `peft.get_peft_model_state_dict(model)`. Its
+                newest wins over its own earlier ones alone.
+            adapter_config: Of an adapter, required: `peft_config.to_dict()`, or peft's file.
 
         Raises:
             RetryLater: The memory is too small, or no slot became free in time. The publisher keeps what was
                 complete before.
-            Refused: Not a tensor that a file can hold.
+            Refused: Not a tensor that a file can hold, or an adapter without a configuration.
         """
+        if component != MAIN:
+            # blake3 and more, which a trainer without adapters does not need
+            from weightcast.publisher.weights.config import adapter_config as written
+
+            handed = self._of(component)._put(named_tensors, step, timeout, written(adapter_config))
+        else:
+            handed = self._put(named_tensors, step, timeout)
+        self._tell()
+        return handed
+
+    def _of(self, component: str) -> HandOver:
+        from weightcast.shared.channel.components import check_name
+
+        if component not in self._adapters:
+            one = HandOver(self._export.directory / check_name(component))
+            one._export = Export(one._export.directory, ADAPTER_MODEL)
+            self._adapters[component] = one
+        return self._adapters[component]
+
+    def _put(
+        self,
+        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        step: SupportsIndex | None,
+        timeout: float,
+        config: Mapping[str, bytes] | None = None,
+    ) -> Handed:
+        """`config`: None for main."""
+        if config is not None and ADAPTER_CONFIG not in config:
+            raise Refused("adapter_config is missing", remedy="give peft_config.to_dict() with component=")
         number = whole_step(step)
         given = [(spec_of(name, tensor), tensor) for name, tensor in pairs_of(named_tensors)]
         twice = [name for name, count in Counter(spec.name for spec, _ in given).items() if count > 1]
@@ -134,7 +176,7 @@ class HandOver:
         given.sort(key=lambda one: one[0].nbytes // max(1, one[0].elements), reverse=True)
         slot, lock = self._free_slot(timeout)
         try:
-            handed = self._write(slot, given, number)
+            return self._write(slot, given, number, config or {})
         except OSError as error:
             raise RetryLater(
                 f"{self._export.directory}: {error.strerror or error}",
@@ -142,8 +184,6 @@ class HandOver:
             ) from error
         finally:
             lock.release()
-        self._tell()
-        return handed
 
     def _free_slot(self, timeout: float) -> tuple[str, FileLock]:
         """The one with the older weights, unless it is being read."""
@@ -162,7 +202,9 @@ class HandOver:
                 )
             time.sleep(_TRY_EVERY)
 
-    def _write(self, slot: str, given: Sequence[_Given], step: int | None) -> Handed:
+    def _write(
+        self, slot: str, given: Sequence[_Given], step: int | None, files: Mapping[str, bytes]
+    ) -> Handed:
         self._export.withdraw(slot)
         header = _header([spec for spec, _ in given])
         nbytes = len(header) + sum(spec.nbytes for spec, _ in given)
@@ -171,6 +213,8 @@ class HandOver:
         for spec, tensor in given:
             _copy(tensor, spec, memory, at)
             at += spec.nbytes
+        for name, data in files.items():
+            durable.replace(self._export.slot(slot) / name, data)
         self._sequence += 1
         handed = Handed(self._name, self._sequence, slot, step, nbytes)
         self._export.commit(handed)
@@ -282,9 +326,10 @@ class Handed:
 
 @dataclass(frozen=True)
 class Export:
-    """Where things lie; refuses links."""
+    """Where things lie; refuses links. `file`: of a slot's weights."""
 
     directory: Path
+    file: str = WEIGHTS
 
     def check(self) -> None:
         """Raises Refused when the directory, or a slot, is a link."""
@@ -299,7 +344,7 @@ class Export:
         return self.directory / slot
 
     def weights(self, slot: str) -> Path:
-        return self.slot(slot) / WEIGHTS
+        return self.slot(slot) / self.file
 
     def record(self, slot: str) -> Path:
         return self.directory / f"{slot}.json"

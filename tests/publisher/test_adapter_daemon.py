@@ -125,6 +125,26 @@ def test_a_save_with_an_adapter_is_not_consumed(places: Places) -> None:
         office.publish_loop.close()
 
 
+@pytest.mark.parametrize("failpoint", ["", "inbox.published", "inbox.aside", "inbox.buried"])
+def test_saves_of_adapters_are_consumed(places: Places, failpoint: str) -> None:
+    office = Office(places, consume=True)
+    office.publish_loop.start()
+    save = save_adapter(places.watch / ".unfinished", adapter(1))
+    save_adapter(save / "math", adapter(11))
+    save.rename(places.watch / "checkpoint-1")
+    if failpoint:
+        with interrupted_at(failpoint):
+            stepped(office, DEFAULT, 1)
+        office.publish_loop.close()
+        office = Office(places, consume=True)
+        office.publish_loop.start()
+    try:
+        wait_until(lambda: [office.step(), list(places.watch.iterdir())][1] == [])
+        assert (version_of(places, DEFAULT), version_of(places, MATH)) == (1, 1)
+    finally:
+        office.publish_loop.close()
+
+
 def test_what_was_there_before_is_left_alone(places: Places, office: Office) -> None:
     office.publish_loop.close()
     save_in(places.watch / "checkpoint-1", 1)
@@ -173,6 +193,10 @@ def test_a_refused_adapter_keeps_nothing_else_from_being_published(places: Place
 def test_a_kill_leaves_no_checkpoint_out_and_publishes_none_twice(
     places: Places, office: Office, failpoint: str
 ) -> None:
+    # main has more versions than the adapter
+    for step in (1, 2, 3):
+        write(places.watch / ".main", changed(base_tensors(), step)).rename(places.watch / f"step_{step}")
+        wait_until(lambda step=step: [office.step(), places.latest()][1] == f"{step:06d}")  # type: ignore[misc]
     save_in(places.watch / "checkpoint-1", 1)
     stepped(office, DEFAULT, 1)
     save_in(places.watch / "checkpoint-2", 2)

@@ -6,11 +6,20 @@ from collections.abc import Callable
 
 from weightcast.publisher.daemon.sources import observation
 from weightcast.publisher.daemon.sources.layouts import Unpublished
-from weightcast.publisher.daemon.sources.watched import WatchedDirectory, WatchedJob, component_of
+from weightcast.publisher.daemon.sources.watched import (
+    DEFAULT,
+    WatchedDirectory,
+    WatchedJob,
+    component_of,
+    memory_of,
+)
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.errors import Refused
-from weightcast.shared.files.paths import is_directory
+from weightcast.shared.channel.components import ADAPTER
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
+from weightcast.shared.files.paths import is_directory, matching
 
+_MEMORY = memory_of(ADAPTER).removesuffix(".json")
 _REMEDY = "rename the adapter to letters, digits and ._-, or publish it with `POST /v1/publish`"
 
 
@@ -20,6 +29,8 @@ class WatchedAdapters:
     def __init__(self, watched: WatchedDirectory) -> None:
         self._directory, self._settings, self._own = watched.directory, watched.settings, watched.own
         self._of: dict[str, WatchedDirectory] = {}
+        for memory in sorted(matching(LocalPaths(self._settings.local).room, f"{_MEMORY}*.json")):
+            self._add(ADAPTER + memory.stem.removeprefix(_MEMORY))
         self.left: tuple[Unpublished, ...] = ()
         """those with names that no component can have"""
 
@@ -35,6 +46,8 @@ class WatchedAdapters:
 
     def next(self, publisher: RunPublisher) -> WatchedJob | None:
         known = set(self._of)
+        for each in self._of.values():
+            each.finish()
         for name in self._found():
             if name not in known:
                 # an earlier process may have begun with it
@@ -47,6 +60,9 @@ class WatchedAdapters:
     def of(self, component: str) -> WatchedDirectory | None:
         return self._of.get(component)
 
+    def _add(self, name: str) -> None:
+        self._of[name] = WatchedDirectory(self._directory, self._settings, component=name)
+
     def _found(self) -> list[str]:
         """The components that are there."""
         names, left = set[str](), []
@@ -57,5 +73,6 @@ class WatchedAdapters:
                 left.append(Unpublished(directory, error.message, _REMEDY))
         self.left = tuple(left)
         for name in names - self._of.keys():
-            self._of[name] = WatchedDirectory(self._directory, self._settings, component=name)
-        return sorted(names)
+            self._add(name)
+        # peft's default adapter has the others below it: it is consumed once these are
+        return sorted(names, key=lambda name: (name == DEFAULT, name))

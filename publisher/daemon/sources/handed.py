@@ -1,4 +1,5 @@
-"""The publisher's side of a hand-over: the newest complete slot, and a memory of what became of it."""
+"""The publisher's side of a hand-over: the newest complete slot of main and of each adapter, and a memory of
+what became of them."""
 
 from __future__ import annotations
 
@@ -7,15 +8,20 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from weightcast.publisher.components import AdapterWeights, tensors_of
 from weightcast.publisher.daemon.sources.source import Memory, SourceJob, new_request
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.publisher.trainer.handover import Export, Handed
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import Refused, RetryLater
+from weightcast.shared.channel.components import ADAPTER
+from weightcast.shared.channel.run_files import is_adapter
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.status import Failure
+from weightcast.shared.files.paths import is_own_directory
 
 _LIMIT = 64 << 10
 
@@ -37,21 +43,43 @@ class _Taken(BaseModel, frozen=True):
 class HandOverSource:
     """Used by one thread. `memory`: the file that survives restarts."""
 
-    def __init__(self, directory: Path, memory: Path, rules: ExportRules = NO_RULES) -> None:
-        """Raises DamagedFile for a memory that is not one of ours."""
-        self.export, self.rules = Export(directory), rules
+    def __init__(
+        self, directory: Path, memory: Path, rules: ExportRules = NO_RULES, component: str = MAIN
+    ) -> None:
+        """`component`: whose slots it has; that of `main` looks for adapters in directories of their names.
+        Raises DamagedFile for a memory that is not one of ours."""
+        self.export, self.rules, self.component = Export(directory), rules, component
+        self._path = memory
         self._memory = Memory(memory, _Taken(), _LIMIT, "remove it")
+        self._adapters: dict[str, HandOverSource] = {}
 
     def resume(self, publisher: RunPublisher) -> None:
         """What was being published has become a version, or is new again."""
         taken = self._memory.value
         if taken.before is not None:
-            made = publisher.made_for(taken.request, taken.before)
+            made = publisher.made_for(taken.request, taken.before, self.component)
             self._memory.store(_Taken() if made is None else taken.model_copy(update={"before": None}))
+        for each in self._adapters.values():
+            each.resume(publisher)
 
     def next(self, publisher: RunPublisher) -> HandOverJob | None:
+        """Of main first, on which adapters were trained."""
         handed = self.newest()
-        return None if handed is None else HandOverJob(self, publisher, handed)
+        if handed is not None:
+            return HandOverJob(self, publisher, handed)
+        self._look_for_adapters(publisher)
+        jobs = (each.next(publisher) for each in self._adapters.values())
+        return next((job for job in jobs if job is not None), None)
+
+    def _look_for_adapters(self, publisher: RunPublisher) -> None:
+        room = self.export.directory / ADAPTER
+        for path in sorted(room.iterdir()) if self.component == MAIN and is_own_directory(room) else ():
+            name = ADAPTER + path.name
+            if name not in self._adapters and is_adapter(name) and is_own_directory(path):
+                memory = self._path.with_name(f"{self._path.stem}-{name.replace('/', '-')}.json")
+                self._adapters[name] = HandOverSource(path, memory, component=name)
+                # an earlier process may have begun with it
+                self._adapters[name].resume(publisher)
 
     def newest(self) -> Handed | None:
         """The newest complete slot, unless it or a later one was taken before."""
@@ -108,15 +136,25 @@ class HandedWeights(CheckpointWeights):
         self._lock.release()
 
 
+class HandedAdapter(HandedWeights, AdapterWeights):
+    """A slot is as a directory of peft."""
+
+
 class HandOverJob(SourceJob):
     def __init__(self, source: HandOverSource, publisher: RunPublisher, handed: Handed) -> None:
         self._source, self._publisher, self._handed = source, publisher, handed
         self.name = f"{source.export.slot(handed.slot)} #{handed.sequence}"
-        self.step = handed.step
+        self.step, self.component = handed.step, source.component
+
+    def target(self, publisher: RunPublisher) -> RunPublisher:
+        return publisher.component(self.component, lambda: tensors_of(self._weights()))
+
+    def _weights(self) -> HandedWeights:
+        kind = HandedWeights if self.component == MAIN else HandedAdapter
+        return kind(self._source.export, self._handed)
 
     def open(self) -> NewWeights:
-        weights = HandedWeights(self._source.export, self._handed)
-        return self._publisher.adapted(weights, self._source.rules)
+        return self.target(self._publisher).adapted(self._weights(), self._source.rules)
 
     def begin(self, version: int) -> str:
         return self._source.begin(self._handed, version)

@@ -26,6 +26,7 @@ from weightcast.publisher.daemon.sources.inbox import (
     InboxMemory,
     InboxOutcome,
     Marks,
+    holds_weights,
     may_be_checkpoint,
 )
 from weightcast.publisher.daemon.sources.layouts import ROOT, Unpublished, parents_of, step_of
@@ -46,7 +47,6 @@ from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.hf_checkpoint import ADAPTER_MODEL
 from weightcast.shared.files.paths import exists, is_directory, is_link, is_own_directory, matching
 
-_MEMORY = "inbox.json"
 _EXISTING = "before the first version, restart with --existing to publish them; later, `POST /v1/publish`"
 _REMEDY = "remove the file: present checkpoints then count as published"
 _LIMIT = 256 << 20
@@ -61,24 +61,29 @@ _PAUSE = Backoff(0.5, 300.0)
 
 log = get_log("inbox")
 
-
+DEFAULT = f"{ADAPTER}default"
 _SAVE = re.compile(r"((checkpoint|global_?step|step|iter|epoch)[-_]?)?\d+", re.ASCII | re.IGNORECASE)
+
+
+def memory_of(component: str) -> str:
+    return "inbox.json" if component == MAIN else f"inbox-{component.replace('/', '-')}.json"
 
 
 def component_of(name: str) -> str:
     """Of a directory with an adapter, relative to the watched one: in peft's own layout a save has its
     default adapter in itself, and others in directories of their names. Raises Refused."""
     *above, last = name.split("/")
-    return check_name(ADAPTER + (last if above and not _SAVE.fullmatch(last) else "default"))
+    return DEFAULT if not above or _SAVE.fullmatch(last) else check_name(ADAPTER + last)
 
 
 class Consumer:
     """Of one watched directory and thread."""
 
-    def __init__(self, directory: Path, inbox: Inbox) -> None:
+    def __init__(self, directory: Path, inbox: Inbox, is_ours: Callable[[str, Path], bool]) -> None:
+        """`is_ours`: whether a directory that was set aside, by name and path, is for this inbox."""
         self.changed: set[str] = set()
         """published, and not what was published any more"""
-        self._directory, self._inbox = directory, inbox
+        self._directory, self._inbox, self._is_ours = directory, inbox, is_ours
         self._unfinished = {ROOT}
         """published, and kept from being deleted by an error of the disk; ROOT: there may be leftovers"""
         self._warned: set[str] = set()
@@ -115,7 +120,8 @@ class Consumer:
         try:
             delete_leftovers(self._directory, self._inbox.entries)
             for name in set_aside(self._directory, self._inbox.entries):
-                self._try(name, consume_aside)
+                if self._is_ours(name, _aside(self._directory / name)):
+                    self._try(name, consume_aside)
         except OSError as error:
             self._unfinished |= names | {ROOT}
             self._warn(ROOT, error)
@@ -183,10 +189,11 @@ def _left_behind(watch: Path, names: Iterable[str], prefix: str) -> list[Path]:
 
 def _require_known(at: Path, directory: Path, known: Marks) -> None:
     """`directory`: what it was called when it was published."""
+    names = {mark.name for mark in known}
     if is_link(at):
         problem = "it is a link"
-    elif exists(at / ADAPTER_MODEL):
-        problem = "it holds an adapter"
+    elif ADAPTER_MODEL in names and any(map(holds_weights, names - {ADAPTER_MODEL})):
+        problem = "it holds full weights and an adapter"
     elif not _only_files(at):
         problem = "it holds links or directories"
     elif known != all_files(at):
@@ -271,12 +278,12 @@ class WatchedDirectory:
         self._present: frozenset[str] | None = None
         """what the last look saw"""
         self._place = os.path.realpath(directory)
-        memory = _MEMORY if self.is_main else f"inbox-{component.replace('/', '-')}.json"
-        self._memory = Memory(LocalPaths(settings.local).room / memory, InboxMemory(), _LIMIT, _REMEDY)
+        memory = LocalPaths(settings.local).room / memory_of(component)
+        self._memory = Memory(memory, InboxMemory(), _LIMIT, _REMEDY)
         known = self._memory.value
         self.is_first = known.watch != self._place
         self.inbox = Inbox(settings, known.by_name(self._place))
-        self._consumer = Consumer(directory, self.inbox)
+        self._consumer = Consumer(directory, self.inbox, self._consumes)
 
     @property
     def is_main(self) -> bool:
@@ -308,14 +315,18 @@ class WatchedDirectory:
     def next(self, publisher: RunPublisher) -> WatchedJob | None:
         """Raises RetryLater when the directory is not there."""
         failpoint("inbox.looked", self.directory)
-        if self.settings.consume:
-            self._consumer.finish()
+        self.finish()
         found = self._look()
         choice = self.inbox.choose(found.unknown, time.monotonic())
         self._waiting = (*choice.waiting, *found.unreadable)
         self._tell()
         self.inbox.forget_vanished(found.names)
         return None if choice.chosen is None else WatchedJob(self, publisher, choice, choice.chosen)
+
+    def finish(self) -> None:
+        """What was left of checkpoints being deleted."""
+        if self.settings.consume:
+            self._consumer.finish()
 
     def _look(self) -> observation.Observation:
         # Being put back does not count: the writer may be at it.
@@ -339,6 +350,9 @@ class WatchedDirectory:
         with contextlib.suppress(Refused):
             return component_of(name) == self.component
         return False
+
+    def _consumes(self, name: str, at: Path) -> bool:
+        return not exists(at / ADAPTER_MODEL) if self.is_main else self._is_ours(name)
 
     def _has_arrived(self, name: str, files: Marks) -> bool:
         """Until something in it changes: it may be written again in its place. Nothing in it when it arrived:
@@ -451,7 +465,7 @@ class WatchedDirectory:
         self._told |= {(each.name, each.reason) for each in new}
 
     def consume(self, name: str) -> None:
-        if self.settings.consume and self.is_main:
+        if self.settings.consume:
             self._consumer.consume(name)
 
     def store(self) -> None:
