@@ -366,7 +366,7 @@ def start_haproxy(stack: ExitStack, gate_port: int, port: int) -> subprocess.Pop
     root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     main = (HERE.parents[1] / "deploy/haproxy/haproxy.cfg").read_text()
     (root / "haproxy.cfg").write_text(main.replace("bind :8300", f"bind 127.0.0.1:{port}"))
-    (root / "gates.cfg").write_text(shown([("host", f"127.0.0.1:{gate_port}")], "haproxy"))
+    (root / "gates.cfg").write_text(shown([("host", "http", f"127.0.0.1:{gate_port}")], "haproxy"))
     return stack.enter_context(child("haproxy", "-db", "-f", root / "haproxy.cfg", "-f", root / "gates.cfg"))
 
 

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
-from weightcast.publisher.channel_init import init_channel
-from weightcast.publisher.channel_repair import ask_for_repair, repair_channel, sign_channel
-from weightcast.publisher.components import component_local
-from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.maintenance.orders import order_rollback
-from weightcast.publisher.maintenance.prune import (
-    GRACE_SECONDS,
-    ActiveHosts,
-    empty_trash,
-    is_due,
-    what_to_prune,
-)
-from weightcast.publisher.maintenance.prune import prune as carry_out
-from weightcast.publisher.maintenance.repair import Repairs
-from weightcast.publisher.maintenance.retention import Retention, Verdict
+from weightcast.publisher.maintenance.retention import GRACE_SECONDS, Retention, Verdict
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel import pins
@@ -32,7 +19,6 @@ from weightcast.shared.channel.components import component_store, read_component
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import Pointer, index_key
 from weightcast.shared.channel.signing import load_private_key
-from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.cli.channel import base_facts, exit_code_of, show_problems
 from weightcast.shared.cli.options import (
     Number,
@@ -47,24 +33,14 @@ from weightcast.shared.cli.options import (
     unfenced_option,
 )
 from weightcast.shared.cli.output import Output, facts_table, time_text
-from weightcast.shared.cli.settings_options import settings_command, show_settings_command
 from weightcast.shared.daemon.environment import working_threads
-from weightcast.shared.daemon.logs import setup_logs
 from weightcast.shared.files.hf_checkpoint import left_text, side_files
 from weightcast.shared.files.paths import ChannelAddress, printable
 
+if TYPE_CHECKING:
+    from weightcast.publisher.maintenance.repair import Repairs
+
 _MADE = ("run_id", "created", "frozen", "aliases", "tensors", "elements", "full_bytes", "root")
-
-show_settings = show_settings_command("publisher", PublisherSettings)
-
-
-@settings_command(PublisherSettings, "Publish what the trainer writes, until stopped.")
-def run(settings: PublisherSettings) -> None:
-    # the web framework costs a second of start-up that one-shots need not pay
-    from weightcast.publisher.daemon.daemon import run_publisher
-
-    setup_logs(settings.log_format, settings.log_level)
-    run_publisher(settings)
 
 
 @click.command
@@ -87,6 +63,10 @@ def repair(
 ) -> None:
     """Repair a channel with its components, and move unreadable versions aside (to .trash). A running
     publisher does the repair; the command waits for it."""
+    from weightcast.publisher.channel_repair import ask_for_repair, repair_channel
+    from weightcast.publisher.components import component_local
+    from weightcast.publisher.maintenance.repair import Repairs
+
     output = Output(json=as_json)
     run, done = open_store(channel), Repairs()
     stores = [run]
@@ -149,6 +129,9 @@ def init(
     as_json: bool,
 ) -> None:
     """Create a channel from the checkpoint that the run starts from."""
+    from weightcast.publisher.channel_init import init_channel
+    from weightcast.shared.checkpoint.update.sources import open_base
+
     aliases = dict(map(_alias, alias))
     output = Output(json=as_json)
     with output.progress("reading the base", None) as advance:
@@ -196,6 +179,8 @@ def init(
 @json_option
 def sign(channel: ChannelAddress, sign_key: Path, as_json: bool) -> None:
     """Sign every version of a channel: to introduce signatures, or to replace a key."""
+    from weightcast.publisher.channel_repair import sign_channel
+
     output = Output(json=as_json)
     key = load_private_key(sign_key)
     with output.progress(f"reading {channel}", None) as advance:
@@ -246,6 +231,8 @@ def prune(
 ) -> None:
     """Move versions that nobody needs to the trash, and empty it. A running publisher does this itself with
     --keep-versions or --keep-hours."""
+    from weightcast.publisher.maintenance.prune import ActiveHosts, is_due, what_to_prune
+
     retention = Retention(keep_versions, keep_hours, host_versions)
     if not retention.bounded:
         raise click.BadParameter("give --keep-versions, --keep-hours or both")
@@ -276,6 +263,9 @@ def _opened(channel: ChannelAddress) -> tuple[Channel, Pointer]:
 
 def _prune(channel: Channel, verdict: Verdict, grace_seconds: float) -> int:
     """Returns how many were deleted."""
+    from weightcast.publisher.maintenance.prune import empty_trash
+    from weightcast.publisher.maintenance.prune import prune as carry_out
+
     try:
         claimed = claim(channel.store, this_process(), take_over=False)
     except Refused as error:
@@ -369,6 +359,8 @@ def _require_published(channel: ChannelAddress, version: int) -> None:
 @json_option
 def rollback(channel: ChannelAddress, to: int, as_json: bool) -> None:
     """Publish an older version's bytes again and hold publishing until `resume`."""
+    from weightcast.publisher.maintenance.orders import order_rollback
+
     order = order_rollback(open_store(channel), to)
     _say(
         f"rollback to version {to} ordered; publishing is held until `weightcast channel resume`",

@@ -1,4 +1,4 @@
-"""Commands of the subscriber, and `doctor`, which asks engines too; `sync` has a module of its own."""
+"""Commands `run-engine` and `doctor`, which asks engines too."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from rich.console import Console
 
 from weightcast.shared.base.errors import OK, USAGE, EngineFailed, Refused
-from weightcast.shared.cli.options import Number, any_channel_option, json_option, local_option, option, path
+from weightcast.shared.cli.options import (
+    Number,
+    any_channel_option,
+    ca_option,
+    json_option,
+    key_option,
+    local_option,
+    option,
+    path,
+)
 from weightcast.shared.cli.output import Output
-from weightcast.shared.cli.settings_options import settings_command, show_settings_command
 from weightcast.shared.daemon.logs import get_log, setup_logs
-from weightcast.shared.doctor.examine import examine, show_findings
-from weightcast.shared.doctor.rules import Finding, Role, counts, exit_code
 from weightcast.shared.doctor.sizing import (
     DEFAULT_THREADS,
     GET_PRICE,
@@ -29,9 +35,7 @@ from weightcast.shared.doctor.sizing import (
     show_plan,
     sizing,
 )
-from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.shared.files.paths import ChannelAddress
-from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.engines.base import (
     BadEngineOption,
     EngineFacts,
@@ -39,26 +43,12 @@ from weightcast.subscriber.engines.base import (
     parse_engine,
     unreachable,
 )
-from weightcast.subscriber.engines.host import HostEngine
-from weightcast.subscriber.engines.inspect import judge_engines
-from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.engines.launch import PROBE_SECONDS, run_engine
-from weightcast.subscriber.engines.wire import Key, Keys, Wire
+
+if TYPE_CHECKING:
+    from weightcast.shared.doctor.rules import Finding, Role
+    from weightcast.subscriber.engines.wire import Wire
 
 log = get_log("run-engine")
-PROBING = Timeouts(connect=PROBE_SECONDS, probe=PROBE_SECONDS, control=PROBE_SECONDS)
-NO_KEY = Key(remedy="give --engine with api_key_env= in place of --ready-url, or a URL without a key")
-
-
-show_settings = show_settings_command("subscriber", SubscriberSettings)
-
-
-@settings_command(SubscriberSettings, "Follow a channel and reload the engines, until stopped.")
-def run(settings: SubscriberSettings) -> None:
-    # the web framework costs a second of start-up that one-shots need not pay
-    from weightcast.subscriber.daemon.daemon import run_subscriber
-
-    run_subscriber(settings)
 
 
 class NoProbe(Refused):
@@ -92,6 +82,8 @@ def start_engine(
     load_deadline: float,
 ) -> None:
     """Start an engine while no version is patched in. Signals are passed on; ends with its exit code."""
+    from weightcast.subscriber.engines.launch import run_engine
+
     setup_logs()
     local = local.absolute()
     loaded = _loaded(engine, ready_url, local)
@@ -101,16 +93,23 @@ def start_engine(
 
 def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[[], bool]:
     """Whether the engine, or the URL, answers; a hindrance is logged once. An unfit engine has loaded too."""
+    from weightcast.subscriber.engines.host import HostEngine
+    from weightcast.subscriber.engines.kinds import open_engine
+    from weightcast.subscriber.engines.launch import PROBE_SECONDS
+    from weightcast.subscriber.engines.wire import Key, Keys, Wire
+
     look: Callable[[], EngineFacts]
+    timeouts = Timeouts(connect=PROBE_SECONDS, probe=PROBE_SECONDS, control=PROBE_SECONDS)
     if engine is not None and ready_url is None:
-        look = HostEngine(open_engine(parse_engine(engine, local), timeouts=PROBING)).probe
+        look = HostEngine(open_engine(parse_engine(engine, local), timeouts=timeouts)).probe
     elif ready_url is not None and engine is None:
         try:
             url = parse_engine(f"webhook={ready_url}", local).url
         except BadEngineOption as error:
             given = f"--ready-url: {ready_url!r} cannot be asked"
             raise NoProbe(given, remedy="give http[s]://HOST/...") from error
-        look = partial(_look_at, Wire(url, PROBING, Keys(NO_KEY)))
+        key = Key(remedy="give --engine with api_key_env= in place of --ready-url, or a URL without a key")
+        look = partial(_look_at, Wire(url, timeouts, Keys(key)), PROBE_SECONDS)
     else:
         given = "neither" if engine is None else "both"
         raise NoProbe(
@@ -130,9 +129,9 @@ def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[
     return loaded
 
 
-def _look_at(wire: Wire) -> EngineFacts:
+def _look_at(wire: Wire, seconds: float) -> EngineFacts:
     try:
-        return EngineFacts(reachable=200 <= wire.get("", PROBE_SECONDS).require_key().status < 300)
+        return EngineFacts(reachable=200 <= wire.get("", seconds).require_key().status < 300)
     except EngineFailed as failure:
         return unreachable(failure)
 
@@ -150,8 +149,18 @@ _MOST_SECONDS, _MOST = 1e9, 1_000_000
     envvar="WEIGHTCAST_ENGINE",
     help="Inference engine KIND=URL[,KEY=VALUE...]; repeatable.",
 )
-@option("--role", type=click.Choice(get_args(Role)), help="What runs on this machine; unset: both.")
+@option(
+    "--role", type=click.Choice(["publisher", "subscriber"]), help="What runs on this machine; unset: both."
+)
 @option("--timeout", type=Number(0.1, 3600), default=30.0, help="Seconds that each check may take.")
+@option(
+    "--tls-cert",
+    type=path,
+    envvar="WEIGHTCAST_TLS_CERT",
+    help="PEM file with a daemon's certificate: check its dates, names, key and authority.",
+)
+@key_option
+@ca_option
 @option("--plan", type=path, help="HF checkpoint: say what a run of it will need; no weights are read.")
 @option("--density", type=Number(0, 1), default=0.01, help="Plan: share of elements that a version changes.")
 @option(
@@ -189,6 +198,9 @@ def doctor(
     engine: Sequence[str],
     role: Role | None,
     timeout: float,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    ca: Path | None,
     plan: Path | None,
     link: float,
     as_json: bool,
@@ -196,12 +208,18 @@ def doctor(
 ) -> None:
     """Check this machine, its file systems and engines, or say what a run will need (--plan). Changes
     nothing."""
+    from weightcast.shared.doctor.certificates import judge_certificate
+    from weightcast.shared.doctor.examine import examine, show_findings
+    from weightcast.shared.doctor.rules import counts, exit_code
+    from weightcast.subscriber.engines.inspect import judge_engines
+
     asked = Workload(link=link * 1e9, **workload)
     weights = None if plan is None else _weights(plan)
     found = None if weights is None else sizing(weights, asked)
     findings: list[Finding] = []
-    if plan is None or channel is not None or local is not None or engine:
+    if plan is None or channel is not None or local is not None or engine or tls_cert is not None:
         findings += examine(channel, local, role, timeout)
+        findings += [] if tls_cert is None else judge_certificate(tls_cert, tls_key, ca)
         findings += judge_engines(engine, Path.cwd() if local is None else local.absolute(), timeout)
 
     def show(console: Console) -> None:
@@ -220,6 +238,8 @@ def doctor(
 
 def _weights(model: Path) -> Weights:
     """Reads headers alone. Raises Refused for a directory without a checkpoint."""
+    from weightcast.shared.files.hf_checkpoint import open_checkpoint
+
     try:
         return Weights.of(open_checkpoint(model, follow_links=True, need_index=False).table)
     except FileNotFoundError as error:

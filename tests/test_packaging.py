@@ -149,7 +149,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    (source / "README.md").touch()
+    (source / "deploy").mkdir()
+    shutil.copy(ROOT / "deploy" / "package.md", source / "deploy")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(room), str(source)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

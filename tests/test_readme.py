@@ -57,3 +57,8 @@ def test_the_list_of_pages_has_every_page() -> None:
         if not path.name.startswith(("README", "benchmarks-"))
     ]
     assert [name for name in pages if f"({name})" not in listed] == []
+
+
+def test_the_text_for_package_indexes_links_nowhere_relative() -> None:
+    links = re.findall(r"\]\(([^)]*)\)", (ROOT / "deploy" / "package.md").read_text())
+    assert [link for link in links if not link.startswith("https://")] == []

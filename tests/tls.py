@@ -33,9 +33,11 @@ class Authority:
         return builder.not_valid_before(now - 3 * _DAY).not_valid_after(now + days * _DAY)
 
     def issue(self, name: str, address: str = "127.0.0.1", days: int = 1) -> Path:
-        """A file with a certificate for an IP address, valid for so many days, and its key."""
+        """A file with a certificate for an IP address and gates.example, valid for so many days, and its
+        key."""
         key = ec.generate_private_key(ec.SECP256R1())
-        also = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
+        names = [x509.IPAddress(ipaddress.ip_address(address)), x509.DNSName("gates.example")]
+        also = x509.SubjectAlternativeName(names)
         made = self._signed(name, key, days).add_extension(also, False).sign(self._key, hashes.SHA256())
         file = self._directory / f"{name}.pem"
         secret = key.private_bytes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import (
     AfterValidator,
@@ -18,17 +18,14 @@ from pydantic import (
 )
 
 from weightcast.publisher.maintenance.retention import Retention
-from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.publish.stitch import Layout, check_layout
 from weightcast.publisher.weights.config import CARRY_CONFIG
-from weightcast.publisher.weights.export_rules import BadRule, ExportRules
 from weightcast.publisher.weights.precision import NonFinite
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.layout import CHANNEL_JSON
 from weightcast.shared.channel.signing import load_private_key
-from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
 from weightcast.shared.daemon.settings import (
@@ -45,6 +42,10 @@ from weightcast.shared.files.paths import (
     require_directory,
     require_places,
 )
+
+if TYPE_CHECKING:
+    from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+    from weightcast.publisher.weights.export_rules import ExportRules
 
 THREADS = 2
 """at most, unless set: the trainer needs the cores"""
@@ -174,10 +175,11 @@ class PublisherSettings(ServiceSettings):
     @field_validator("rename", mode="after")
     @classmethod
     def _renames(cls, texts: list[str]) -> list[str]:
-        try:
-            ExportRules.of(False, texts, ())
-        except BadRule as error:
-            raise ValueError(str(error)) from error
+        from weightcast.publisher.weights.export_rules import ExportRules
+
+        problem = problem_of(lambda: ExportRules.of(False, texts, ()))
+        if problem:
+            raise ValueError(problem)
         return texts
 
     @field_validator("sign_key", mode="after")
@@ -193,6 +195,8 @@ class PublisherSettings(ServiceSettings):
     def _problems(self) -> Iterator[str]:
         yield problem_of(lambda: require_places(self.channel, self.local))
         if self.base is not None:
+            from weightcast.shared.checkpoint.update.sources import open_base
+
             yield problem_of(partial(open_base, self.base))
         elif not self.has_channel:
             yield f"base: required to make the channel {self.channel} (--base)"
@@ -224,6 +228,9 @@ class PublisherSettings(ServiceSettings):
 
     @property
     def upkeep(self) -> UpkeepOptions:
+        # its imports take longer than help
+        from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+
         if self.layout == "stitch":
             return UpkeepOptions(history_share=self.history_share)
         return UpkeepOptions(
@@ -239,6 +246,8 @@ class PublisherSettings(ServiceSettings):
     @property
     def rules(self) -> ExportRules:
         """For exports, whatever way they come."""
+        from weightcast.publisher.weights.export_rules import ExportRules
+
         return ExportRules.of(self.cast, self.rename, self.drop)
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from weightcast.publisher.maintenance.retention import Retention, Situation, Verdict, decide
+from weightcast.publisher.maintenance.retention import GRACE_SECONDS, Retention, Situation, Verdict, decide
 from weightcast.publisher.publish.commit import PRUNED, PUT_AWAY
 from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
@@ -31,7 +31,6 @@ from weightcast.shared.files import durable
 from weightcast.shared.files.paths import exists
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
-GRACE_SECONDS = 3600.0
 _NOTE, _NOTE_LIMIT = "pruned.json", 4096
 _PRUNED = re.compile(r"weight_v\d{6,15}-(\d{1,15})-[0-9a-f]{8}\.pruned", re.ASCII)
 

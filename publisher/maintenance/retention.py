@@ -10,12 +10,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weightcast.shared.channel.channel import Shown
+if TYPE_CHECKING:
+    from weightcast.shared.channel.channel import Shown
 
 _HOUR = 3600.0
+GRACE_SECONDS = 3600.0
+"""that pruned versions stay in the trash"""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from pathlib import Path
 from weightcast.publisher.maintenance.multi_step_deltas import multi_step_deltas, write_multi_step
 from weightcast.publisher.maintenance.orders import standing
 from weightcast.publisher.maintenance.prune import (
-    GRACE_SECONDS,
     ActiveHosts,
     empty_trash,
     forget_hosts,
@@ -26,7 +25,7 @@ from weightcast.publisher.maintenance.prune import (
     what_to_prune,
 )
 from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
-from weightcast.publisher.maintenance.retention import Retention, cheapest
+from weightcast.publisher.maintenance.retention import GRACE_SECONDS, Retention, cheapest
 from weightcast.publisher.publish.anchors import Full, write_anchor
 from weightcast.publisher.publish.commit import Signer, drop_strays, drop_unfinished
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted

@@ -1,32 +1,17 @@
-"""Commands `mirror run` and `mirror sync`."""
+"""Command `mirror sync`."""
 
 from __future__ import annotations
 
 import click
 
 from weightcast.publisher.maintenance.retention import Retention
-from weightcast.publisher.mirror.mirror import Mirror, MirrorOptions
-from weightcast.publisher.mirror.settings import MirrorPlaces, MirrorSettings
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.cli.options import json_option, option, trusted_key_option
 from weightcast.shared.cli.output import Output, facts_table
-from weightcast.shared.cli.settings_options import settings_command, show_settings_command
-from weightcast.shared.daemon.logs import setup_logs
 from weightcast.shared.files.paths import ChannelAddress, channel_address
 
 _SHOWN = ("run_id", "channel", "local", "local_version", "versions", "bytes", "mended")
-
-show_settings = show_settings_command("mirror", MirrorSettings)
-
-
-@settings_command(MirrorSettings, "Follow a channel and copy it into another one, until stopped.")
-def run(settings: MirrorPlaces) -> None:
-    # the web framework costs a second of start-up that one-shots need not pay
-    from weightcast.publisher.mirror.daemon import MirrorDaemon
-
-    setup_logs(settings.log_format, settings.log_level)
-    MirrorDaemon(settings).run()
 
 
 @click.command
@@ -54,6 +39,8 @@ def sync(
     as_json: bool,
 ) -> None:
     """Copy what a channel has and another one lacks, once."""
+    from weightcast.publisher.mirror.mirror import Mirror, MirrorOptions
+
     options = MirrorOptions(Retention(keep_versions), trust=Trust.load(trusted_key), take_over=take_over)
     output = Output(json=as_json)
     with output.progress(f"copying {source}", None) as advance:

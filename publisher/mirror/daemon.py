@@ -169,3 +169,7 @@ class MirrorDaemon:
             run_daemon(app, step, self._wakeup, settings, on_stop=self._close, loop=loop, stop=stop)
         if self.refused is not None:
             raise self.refused
+
+
+def run_mirror(settings: MirrorPlaces) -> None:
+    MirrorDaemon(settings).run()

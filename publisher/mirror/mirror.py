@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from weightcast.publisher.maintenance.prune import (
-    GRACE_SECONDS,
     ActiveHosts,
     empty_trash,
     held_versions,
@@ -23,7 +22,7 @@ from weightcast.publisher.maintenance.prune import (
     raise_horizon,
     what_to_prune,
 )
-from weightcast.publisher.maintenance.retention import Retention, Situation, cheapest, decide
+from weightcast.publisher.maintenance.retention import GRACE_SECONDS, Retention, Situation, cheapest, decide
 from weightcast.publisher.maintenance.upkeep import sweep
 from weightcast.publisher.publish.commit import (
     Files,

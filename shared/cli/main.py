@@ -28,20 +28,27 @@ from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import exists, printable
 
 _PUBLISHER, _SUBSCRIBER = "weightcast.publisher.commands", "weightcast.subscriber.commands"
-_GATEWAY = "weightcast.subscriber.gateway.commands"
 _MIRROR, _CLI = "weightcast.publisher.mirror.commands", "weightcast.shared.cli"
+_DAEMONS = {
+    "publisher": "weightcast.publisher.daemon",
+    "subscriber": "weightcast.subscriber.daemon",
+    "gateway": "weightcast.subscriber.gateway",
+    "mirror": "weightcast.publisher.mirror",
+}
+"""packages with the modules `settings` and `daemon`"""
+_RUN, _SETTINGS = "run", "settings"
 COMMANDS: dict[str, tuple[str, str]] = {
     "publish": (f"{_PUBLISHER}_publish:publish", "Publish one checkpoint as the channel's next version."),
     "sync": (f"{_SUBSCRIBER}_sync:sync", "Bring a local checkpoint and engines to the target once."),
     "publisher": ("", "The publisher, next to the trainer."),
-    "publisher run": (f"{_PUBLISHER}:run", "Publish what the trainer writes, until stopped."),
+    "publisher run": (_RUN, "Publish what the trainer writes, until stopped."),
     "subscriber": ("", "The subscriber, on every rollout host."),
-    "subscriber run": (f"{_SUBSCRIBER}:run", "Follow a channel and reload the engines, until stopped."),
+    "subscriber run": (_RUN, "Follow a channel and reload the engines, until stopped."),
     "mirror": ("", "Channels copied into other regions."),
-    "mirror run": (f"{_MIRROR}:run", "Copy a channel into another one, until stopped."),
+    "mirror run": (_RUN, "Copy a channel into another one, until stopped."),
     "mirror sync": (f"{_MIRROR}:sync", "Copy a channel into another one, once."),
     "gateway": ("", "One URL in front of all hosts' engines."),
-    "gateway run": (f"{_GATEWAY}:run", "One URL in front of the engines of all hosts, until stopped."),
+    "gateway run": (_RUN, "One URL in front of the engines of all hosts, until stopped."),
     "run-engine": (f"{_SUBSCRIBER}:start_engine", "Start an engine while no version is patched in."),
     "status": (f"{_CLI}.status:status", "Show a daemon's state, version and problem."),
     "wake": (f"{_CLI}.status:wake", "Make a daemon poll and retry now."),
@@ -70,13 +77,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "keygen": (f"{_CLI}.channel:keygen", "Make a key that signs versions."),
     "config": ("", "Settings of the daemons."),
     "config show": ("", "Effective settings of a daemon, and their source."),
-    "config show publisher": (f"{_PUBLISHER}:show_settings", "Settings of `weightcast publisher run`."),
-    "config show gateway": (f"{_GATEWAY}:show_settings", "Settings of `weightcast gateway run`."),
-    "config show mirror": (f"{_MIRROR}:show_settings", "Settings of `weightcast mirror run`."),
-    "config show subscriber": (f"{_SUBSCRIBER}:show_settings", "Settings of `weightcast subscriber run`."),
+    **{
+        f"config show {side}": (_SETTINGS, f"Effective settings of `weightcast {side} run`.")
+        for side in _DAEMONS
+    },
 }
-"""By name: where it is, and a line for the help of its group; a group is nowhere, and comes before what is in
-it."""
+"""By name: where it is (`_RUN`, `_SETTINGS`: of a daemon), and a line for the help of its group; a group is
+nowhere, and comes before what is in it."""
 _SECTIONS = {
     "Run": ("publisher", "subscriber", "gateway", "mirror", "publish", "sync"),
     "Watch": ("status", "fleet", "wait", "wake"),
@@ -134,7 +141,16 @@ class LazyCommand(click.Command):
     def load(self) -> click.Command:
         module, _, name = self._place.partition(":")
         try:
-            command: click.Command = getattr(import_module(module), name)
+            command: click.Command
+            if self._place in (_RUN, _SETTINGS):
+                # imports pydantic
+                from weightcast.shared.cli.settings_options import daemon_command
+
+                side = self._words.removeprefix("config show ").removesuffix(" run")
+                module = _DAEMONS[side]
+                command = daemon_command(side, module, self.short_help or "", shows=self._place == _SETTINGS)
+            else:
+                command = getattr(import_module(module), name)
         # missing modules, missing names, shared libraries that do not load
         except (ImportError, AttributeError, OSError) as error:
             raise click.UsageError(

@@ -126,6 +126,26 @@ unfenced_option = option(
 token_option = option("--token", envvar="WEIGHTCAST_TOKEN", help="Bearer token of the daemon.")
 
 
+ca_option = option(
+    "--ca",
+    type=path,
+    envvar="WEIGHTCAST_CA",
+    help="PEM file with the authorities of https; unset: the system's.",
+)
+cert_option = option(
+    "--tls-cert",
+    type=path,
+    envvar="WEIGHTCAST_TLS_CERT",
+    help="PEM file with a certificate for daemons that require one.",
+)
+key_option = option(
+    "--tls-key",
+    type=path,
+    envvar="WEIGHTCAST_TLS_KEY",
+    help="PEM file with the private key of --tls-cert; unset: in the same file.",
+)
+
+
 def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
     """Adds --token, --ca, --tls-cert, --tls-key. The command takes `token` and `trust_for`, as Daemon."""
 
@@ -135,28 +155,7 @@ def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
 
         command(*given, trust_for=partial(client_context, ca=ca, cert=tls_cert, key=tls_key), **named)
 
-    added = [
-        token_option,
-        option(
-            "--ca",
-            type=path,
-            envvar="WEIGHTCAST_CA",
-            help="PEM file with the authorities of https; unset: the system's.",
-        ),
-        option(
-            "--tls-cert",
-            type=path,
-            envvar="WEIGHTCAST_TLS_CERT",
-            help="PEM file with a certificate for daemons that require one.",
-        ),
-        option(
-            "--tls-key",
-            type=path,
-            envvar="WEIGHTCAST_TLS_KEY",
-            help="PEM file with the private key of --tls-cert; unset: in the same file.",
-        ),
-    ]
-    for each in reversed(added):
+    for each in (key_option, cert_option, ca_option, token_option):
         run = each(run)
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from weightcast.shared.cli.options import json_option, option, path
 from weightcast.shared.cli.output import Output
+from weightcast.shared.daemon.logs import setup_logs
 from weightcast.shared.daemon.settings import (
     DaemonSettings,
     ReportSettings,
@@ -44,9 +46,24 @@ def settings_command(cls: type[S], help: str) -> Callable[[Callable[[S], None]],
     return command_of
 
 
-def show_settings_command(side: str, cls: type[DaemonSettings]) -> click.Command:
-    """The command `config show SIDE`: takes the options of the daemon and prints its effective settings."""
+def daemon_command(side: str, package: str, help: str, *, shows: bool) -> click.Command:
+    """The command `SIDE run`, or `config show SIDE`, with the same options. The package has the modules
+    `settings` and `daemon`. Raises ImportError, AttributeError, OSError."""
+    cls: type[DaemonSettings] = getattr(import_module(f"{package}.settings"), f"{side.capitalize()}Settings")
+    if shows:
+        return _show_command(cls, help)
 
+    @settings_command(cls, help)
+    def run(settings: DaemonSettings) -> None:
+        # the web framework costs a second of start-up that one-shots need not pay
+        daemon = import_module(f"{package}.daemon")
+        setup_logs(settings.log_format, settings.log_level)
+        getattr(daemon, f"run_{side}")(settings)
+
+    return run
+
+
+def _show_command(cls: type[DaemonSettings], help: str) -> click.Command:
     @option("--changed", is_flag=True, help="Leave out settings that have their default.")
     @json_option
     def show(config: Path | None, changed: bool, as_json: bool, **flags: Any) -> None:
@@ -55,7 +72,6 @@ def show_settings_command(side: str, cls: type[DaemonSettings]) -> click.Command
         sizes = {doc.name for doc in describe_settings(cls) if doc.type == "size"}
         Output(json=as_json).result({"settings": shown}, lambda console: _show(console, shown, sizes))
 
-    help = f"Effective settings of `weightcast {side} run` with these options."
     command = click.command(cls=SettingsCommand, help=help)(show)
     command.params[:0] = _options(cls)
     return command

@@ -46,7 +46,7 @@ from weightcast.shared.daemon.metrics import error_kind
 from weightcast.shared.daemon.settings import DaemonSettings
 from weightcast.shared.daemon.status import Failure, LoopStatus, Snapshot
 from weightcast.shared.daemon.timing import Backoff, jittered
-from weightcast.shared.daemon.tls import invalid_now
+from weightcast.shared.daemon.tls import read_certificate
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_error, disk_text
 from weightcast.shared.files.paths import is_directory
@@ -256,7 +256,8 @@ def run_daemon(
     app.state.stopping = stop.is_set
     _forget_port(settings.port_file)
     tls = settings.server_tls()
-    if settings.tls_cert is not None and (reason := invalid_now(settings.tls_cert)):
+    reason = "" if settings.tls_cert is None else read_certificate(settings.tls_cert).invalid_now
+    if reason:
         log.warning("certificate not valid: callers refuse it", file=str(settings.tls_cert), reason=reason)
     with listen(settings.host, settings.port) as listener:
 

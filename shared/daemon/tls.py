@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -125,18 +126,32 @@ def client_context(
     return context
 
 
-def invalid_now(cert: Path) -> str:
-    """Why callers refuse a certificate by its dates; empty when they do not."""
+@dataclass(frozen=True)
+class Certificate:
+    """`names`: by which callers may ask for it."""
+
+    names: tuple[str, ...]
+    valid_from: datetime
+    valid_until: datetime
+
+    @property
+    def invalid_now(self) -> str:
+        """Why callers refuse it by its dates; empty when they do not."""
+        now = datetime.now(UTC)
+        if now > self.valid_until:
+            return f"expired at {self.valid_until:%Y-%m-%d %H:%M} UTC"
+        return f"not valid before {self.valid_from:%Y-%m-%d %H:%M} UTC" if now < self.valid_from else ""
+
+
+def read_certificate(file: Path) -> Certificate:
+    """The first one in the file: a daemon's own. Raises ValueError."""
     # takes long to import
     from cryptography import x509
 
-    own = x509.load_pem_x509_certificate(cert.read_bytes())
-    now = datetime.now(UTC)
-    if now > own.not_valid_after_utc:
-        return f"expired at {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
-    if now < own.not_valid_before_utc:
-        return f"not valid before {own.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
-    return ""
+    own = x509.load_pem_x509_certificate(file.read_bytes())
+    also = [each.value for each in own.extensions if isinstance(each.value, x509.SubjectAlternativeName)]
+    names = (str(name.value) for each in also for name in each)
+    return Certificate(tuple(names), own.not_valid_before_utc, own.not_valid_after_utc)
 
 
 def tls_error_of(error: BaseException | None) -> ssl.SSLError | None:

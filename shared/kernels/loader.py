@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llvmlite import binding
 from numpy.typing import NDArray
 
 from weightcast.shared.files.paths import exists
@@ -171,7 +170,10 @@ DESTRUCTOR = "NRT_MemInfo_call_dtor"
 
 
 @cache
-def _engine() -> binding.ExecutionEngine:
+def _engine() -> Any:
+    # llvmlite takes 35 ms, and help needs no kernel
+    from llvmlite import binding
+
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     if binding.address_of_symbol(DESTRUCTOR) is None:
@@ -249,6 +251,8 @@ class _Loaded:
         if self._returns.size > 8 * (_RESULT_WORDS - 1):
             raise ImportError(f"kernel {name} returns {self._returns.size} bytes: too much")
         self._words = struct.Struct(f"{8 * _RESULT_WORDS}x{''.join(map(_letters, arguments))}")
+        from llvmlite import binding
+
         engine = _engine()
         engine.add_object_file(binding.object_file.ObjectFileRef.from_data(code.code))
         engine.finalize_object()

@@ -27,7 +27,7 @@ from weightcast.shared.checkpoint.state.state import Phase
 from weightcast.shared.checkpoint.update.sources import open_base
 from weightcast.shared.checkpoint.verify.hashing import Scrub
 from weightcast.shared.daemon.http import StrictRoute, make_app
-from weightcast.shared.daemon.logs import get_log, setup_logs
+from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import Stop, Wakeup, Watcher, begun, run_daemon
 from weightcast.shared.daemon.metrics import DiskMetrics, new_registry, watch_loop
 from weightcast.shared.daemon.reporter import open_reporter
@@ -267,5 +267,4 @@ class Subscriber:
 
 
 def run_subscriber(settings: SubscriberSettings) -> None:
-    setup_logs(settings.log_format, settings.log_level)
     Subscriber(settings).run()

@@ -39,7 +39,6 @@ from weightcast.subscriber.engines.base import (
 from weightcast.subscriber.engines.rules import ReloadOrder
 from weightcast.subscriber.gate.conditions import UpdatePolicy
 from weightcast.subscriber.groups.messages import LEASE_LIMIT
-from weightcast.subscriber.sync.options import parse_target
 
 MOST_MEMBERS = 256
 _UpToADay = Annotated[float, Field(gt=0, le=86400)]
@@ -144,6 +143,8 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     @field_validator("target", mode="after")
     @classmethod
     def _check_target(cls, value: str) -> str:
+        from weightcast.subscriber.sync.options import parse_target
+
         problem = problem_of(lambda: parse_target(value))
         if problem:
             raise ValueError(problem)

@@ -127,3 +127,7 @@ class GatewayDaemon:
         )
         app.router.lifespan_context = self.gateway.live
         run_daemon(app, self._step, self._wakeup, self._settings, loop=self._loop, most=MOST_CONNECTIONS)
+
+
+def run_gateway(settings: GatewaySettings) -> None:
+    GatewayDaemon(settings).run()

@@ -232,6 +232,7 @@ class World:
         def run() -> None:
             if record is not None:
                 record_syncs(record)
+            setup_logs()
             run_subscriber(settings)
 
         self._seeds_seen = 0
@@ -243,7 +244,12 @@ class World:
         settings = self._host_settings(
             self.member_local, "member", group_follower=True, port=self._member_port
         )
-        self.member = fork(lambda: run_subscriber(settings), self.root / "member.log", order)
+
+        def run() -> None:
+            setup_logs()
+            run_subscriber(settings)
+
+        self.member = fork(run, self.root / "member.log", order)
         return self.member
 
     @property

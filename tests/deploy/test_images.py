@@ -48,7 +48,7 @@ def test_the_build_context_holds_what_is_copied(stages: dict[str, Stage]) -> Non
 
 
 def test_the_wheel_is_built_from_all_packages(stages: dict[str, Stage]) -> None:
-    assert {"shared/", "publisher/", "subscriber/", "pyproject.toml", "README.md"} <= copied(stages)
+    assert {"shared/", "publisher/", "subscriber/", "pyproject.toml", "deploy/package.md"} <= copied(stages)
 
 
 def test_images_do_not_run_as_root_and_compile_where_they_may_write(stages: dict[str, Stage]) -> None:

@@ -75,7 +75,8 @@ READERS = {
 
 @pytest.mark.parametrize("daemon", DAEMONS)
 def test_a_daemon_takes_no_setting_that_it_does_not_read(daemon: type[ServiceSettings]) -> None:
-    sources = [path for room in READERS[daemon] for path in (DEPLOY.parent / room).rglob("*.py")]
+    rooms = (*READERS[daemon], "shared/cli")
+    sources = [path for room in rooms for path in (DEPLOY.parent / room).rglob("*.py")]
     text = "\n".join(path.read_text() for path in sources)
     names = [doc.name for doc in describe_settings(daemon)]
     assert [name for name in names if not re.search(rf"(settings|self)\.{name}\b", text)] == []

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from core_cases import Tensor, write_checkpoint
 from in_process import Command
+from tls import Authority
 from waiting import wait_until
 
 from weightcast.publisher.api import Publisher
@@ -428,3 +429,16 @@ def test_exit_codes() -> None:
     assert exit_code([failure(5)]) == 5
     assert exit_code([failure(5), failure(3)]) == 3
     assert exit_code([failure(3), failure(4), failure(5)]) == 4
+
+
+def test_certificates_are_judged_by_dates_names_key_and_authority(doctor: Doctor, tmp_path: Path) -> None:
+    ours, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+    good, soon, old = (ours.issue(name, days=days) for name, days in (("good", 40), ("soon", 1), ("old", -1)))
+    asked = doctor("--tls-cert", good, "--ca", ours.file)
+    assert asked.code == 0 and "gates.example" in asked.finding("tls", "trust")["says"]
+    assert doctor("--tls-cert", good, "--ca", stranger.file).bad() == {("tls", "trust")}
+    assert doctor("--tls-cert", good, "--tls-key", soon).bad() == {("tls", "files")}
+    assert doctor("--tls-cert", old).bad() == {("tls", "dates")}
+    asked = doctor("--tls-cert", soon)
+    assert asked.code == 0 and asked.finding("tls", "dates")["level"] == "warning"
+    assert asked.finding("tls", "trust")["level"] == "warning"

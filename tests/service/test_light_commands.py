@@ -1,4 +1,4 @@
-"""What `publish` and `sync` do without: they are called for every version, and imports take long."""
+"""What `publish`, `sync` and help do without: imports take long."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from weightcast.publisher import init_channel
 from weightcast.shared.daemon.status import VERSION
 
 HEAVY = (
-    "asyncio", "cryptography", "email", "fastapi", "httpx", "importlib.metadata", "numba",
+    "asyncio", "cryptography", "email", "fastapi", "httpx", "importlib.metadata", "llvmlite", "numba",
     "prometheus_client", "pydantic", "rich", "ssl", "starlette", "structlog", "torch",
     "uvicorn",
 )  # fmt: skip
@@ -50,7 +51,14 @@ def imported_by(*arguments: object) -> tuple[dict[str, object], set[str]]:
     *printed, last = done.stdout.splitlines()
     code, modules = json.loads(last)
     assert code == 0, done.stdout
-    return json.loads(printed[-1]), set(modules) & set(HEAVY)
+    report = json.loads(printed[-1]) if "--json" in arguments else {}
+    return report, set(modules) & set(HEAVY)
+
+
+@pytest.mark.parametrize("command", ["publisher run", "subscriber run", "doctor", "channel tag"])
+def test_help_loads_neither_kernels_nor_frameworks(command: str) -> None:
+    _, heavy = imported_by(*command.split(), "--help")
+    assert heavy <= {"pydantic", "rich", "email", "importlib.metadata"}
 
 
 def test_commands_of_every_version_import_no_framework(tmp_path: Path) -> None:
@@ -60,10 +68,13 @@ def test_commands_of_every_version_import_no_framework(tmp_path: Path) -> None:
     places = ("--channel", channel, "--base", base, "--json")
     report, heavy = imported_by("publish", new, "--local", tmp_path / "publisher", *places)
     # a machine without kept kernels compiles them
-    assert heavy <= {"numba", "email", "importlib.metadata"} and report["version"] == 1
+    assert heavy <= {"numba", "llvmlite", "email", "importlib.metadata"} and report["version"] == 1
     status, heavy = imported_by("sync", "--local", tmp_path / "host", *places)
     # its settings are the daemon's
-    assert heavy <= {"numba", "email", "importlib.metadata", "pydantic"} and status["local_version"] == 1
+    assert (
+        heavy <= {"numba", "llvmlite", "email", "importlib.metadata", "pydantic"}
+        and status["local_version"] == 1
+    )
 
 
 def test_a_result_that_nobody_reads_changes_no_exit_code(tmp_path: Path) -> None:

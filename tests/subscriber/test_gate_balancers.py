@@ -3,6 +3,7 @@ programs, with `weightcast fleet --format` as their list of servers."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import threading
@@ -10,7 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,6 +21,7 @@ from gate_kit import LONG, Engine, Host
 from hosts import Run, Site
 from in_process import Command
 from ports import free_port
+from tls import Authority
 from waiting import wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -42,6 +46,11 @@ def haproxy(root: Path, list_gates: Callable[[str], str]) -> Iterator[tuple[str,
 def nginx(root: Path, list_gates: Callable[[str], str]) -> Iterator[tuple[str, Callable[[], None]]]:
     port, gates = free_port(), root / "gates.list"
     part = (DEPLOY / "nginx" / "gates.conf").read_text().replace("listen 8300", f"listen 127.0.0.1:{port}")
+    if authority := os.environ.get("WEIGHTCAST_CA"):
+        trusted = f"proxy_ssl_trusted_certificate {authority}; proxy_ssl_name gates.example;"
+        part = part.replace(
+            "proxy_pass http://gates;", f"proxy_pass https://gates_tls; proxy_ssl_verify on; {trusted}"
+        )
     (root / "gates.conf").write_text(part.replace("/etc/nginx/gates.list", str(gates)))
     gates.write_text(list_gates("nginx"))
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -149,6 +158,31 @@ def test_hosts_join_update_and_leave_and_no_request_fails(
         assert set(callers.end()) == {200}
 
 
+@pytest.mark.parametrize(
+    "balancer",
+    [pytest.param(haproxy, marks=pytest.mark.haproxy), pytest.param(nginx, marks=pytest.mark.nginx)],
+)
+def test_gates_with_tls_are_asked_over_tls(
+    site: Site,
+    run: Run,
+    weightcast: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    balancer: Callable[..., Any],
+) -> None:
+    authority = Authority(site.root)
+    monkeypatch.setenv("WEIGHTCAST_CA", str(authority.file))
+    Host(site, run, Engine(site), options=("--tls-cert", str(authority.issue("host"))))
+    run.publish()
+
+    def list_gates(form: str) -> str:
+        return weightcast("fleet", "--channel", run.channel, "--format", form).out
+
+    wait_until(lambda: '"scheme": "https"' in list_gates("json"))
+    with balancer(site.root, list_gates) as (url, _):
+        asked = partial(httpx.post, f"{url}/v1/completions", json={"prompt": "p"}, trust_env=False)
+        wait_until(lambda: asked().status_code == 200, passing=(httpx.TransportError,))
+
+
 def test_a_report_cannot_write_into_a_configuration(site: Site, run: Run, weightcast: Command) -> None:
     host = Host(site, run, Engine(site), options=("--gate-url", "http://gates.example:8350"))
     host.publish()
@@ -158,7 +192,7 @@ def test_a_report_cannot_write_into_a_configuration(site: Site, run: Run, weight
     assert weightcast(*fleet, "haproxy").out.count(" gates.example:8350 check\n") == 2
     host.kill()
     [report] = (run.channel / "hosts").glob("*.json")
-    for evil in ("http://h:1 check\\nbackend x", "http://h:1;}", "http://u@h:1", "https://h:1", "http://h"):
+    for evil in ("http://h:1 check\\nbackend x", "http://h:1;}", "http://u@h:1", "ftp://h:1", "http://h"):
         report.write_text(report.read_text().replace("http://gates.example:8350", evil))
         assert '"address"' not in weightcast(*fleet, "json").out
         report.write_text(report.read_text().replace(evil, "http://gates.example:8350"))
