@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import click
 from rich.console import Console
@@ -23,6 +24,7 @@ from weightcast.publisher.maintenance.prune import (
 from weightcast.publisher.maintenance.prune import prune as carry_out
 from weightcast.publisher.maintenance.repair import Repairs
 from weightcast.publisher.maintenance.retention import Retention, Verdict
+from weightcast.publisher.weights.quantise import SchemeName, quantise_checkpoint
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel import pins
@@ -127,6 +129,18 @@ def _show_repairs(console: Console, done: Repairs) -> None:
     show_problems(done.left)
     for note in done.notes:
         console.print(printable(note))
+
+
+@click.command
+@click.argument("source", type=path, help="HF checkpoint directory in bf16 or fp32.")
+@click.argument("target", type=path, help="New directory, the base of a quantised run.")
+@option("--scheme", type=click.Choice(get_args(SchemeName)), required=True, help="Format of the weights.")
+@json_option
+def quantise(source: Path, target: Path, scheme: SchemeName, as_json: bool) -> None:
+    """Quantise a checkpoint, with the quantization_config that engines need. Requires torch."""
+    quantise_checkpoint(source, target, scheme)
+    facts = {"target": str(target), "scheme": scheme}
+    Output(json=as_json).result(facts, lambda console: console.print(facts_table(facts.items())))
 
 
 @click.command

@@ -45,6 +45,11 @@ class _Torch:
 torch: Any = _Torch()
 
 
+def torch_dtype(dtype: str) -> Any:
+    """Of its safetensors name."""
+    return getattr(torch, next(name for name, own in _NUMPY_NAMES.items() if own == dtype))
+
+
 @dataclass(frozen=True)
 class RawTensor:
     """Bytes with a dtype that numpy may have no name for. `data`: a buffer, C order, little-endian."""
