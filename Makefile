@@ -75,7 +75,7 @@ TRAINERS := .venv-trainers
 $(TRAINERS)/.installed: constraints-trainers.txt pyproject.toml
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -q -c $< torch
-	$(@D)/bin/python -m pip install -q -c $< transformers trl peft hypothesis pytest pytest-timeout -e .
+	$(@D)/bin/python -m pip install -q -c $< transformers trl peft compressed-tensors hypothesis pytest pytest-timeout -e .
 # verl asks for an older transformers, and for what its checkpoint engine does without
 	$(@D)/bin/python -m pip install -q -c $< codetiming hydra-core ray tensordict
 	$(@D)/bin/python -m pip install -q --no-deps -c $< verl

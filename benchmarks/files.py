@@ -87,12 +87,12 @@ class Model:
         layers = 0 if experts else len(shapes) - 1
         width = next(iter(shapes.values()))[1]
         period = min(_PERIOD, nbytes // 2)
-        self._tensors = [
+        self.tensors = [
             _Tensor(name, shape, n * _STRIDE % period) for n, (name, shape) in enumerate(shapes.items())
         ]
         self._norms = {f"model.layers.{n}.norm.weight": (1, width) for n in range(layers)}
         self._ring = Masters(period, seed)
-        self.elements = sum(tensor.words for tensor in self._tensors) + layers * width
+        self.elements = sum(tensor.words for tensor in self.tensors) + layers * width
         self.nbytes = 2 * self.elements
 
     def step(self, density: float) -> None:
@@ -147,15 +147,15 @@ class Model:
                     file.write(piece.data)
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
-        return {tensor.name: tensor.shape for tensor in self._tensors} | self._norms
+        return {tensor.name: tensor.shape for tensor in self.tensors} | self._norms
 
     def _all(self) -> Iterator[tuple[str, Iterator[Words]]]:
-        for tensor in self._tensors:
-            yield tensor.name, self._cut(tensor)
+        for tensor in self.tensors:
+            yield tensor.name, self.pieces(tensor)
         for name, (_, width) in self._norms.items():
             yield name, iter([np.full(width, 0x3F80, np.uint16)])
 
-    def _cut(self, tensor: _Tensor) -> Iterator[Words]:
+    def pieces(self, tensor: _Tensor) -> Iterator[Words]:
         at, left = tensor.begin, tensor.words
         while left:
             piece = self._ring.words[at : at + left]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from weightcast.publisher.trainer.handover import HandOver
     from weightcast.publisher.trainer.precision import CastWeights, cast_like
     from weightcast.publisher.weights.given import RawTensor, Shard
+    from weightcast.publisher.weights.quantise import Quantiser, quantise, quantise_checkpoint
     from weightcast.shared.channel.rate import Rate
 
 __all__ = [
@@ -23,11 +24,14 @@ __all__ = [
     "PublishReport",
     "Publisher",
     "PublisherOptions",
+    "Quantiser",
     "Rate",
     "RawTensor",
     "Shard",
     "cast_like",
     "init_channel",
+    "quantise",
+    "quantise_checkpoint",
 ]
 _MODULES = {
     "CastWeights": "trainer.precision",
@@ -36,11 +40,14 @@ _MODULES = {
     "PublishReport": "publish.publish_job",
     "Publisher": "api",
     "PublisherOptions": "api",
+    "Quantiser": "weights.quantise",
     "Rate": "api",
     "RawTensor": "weights.given",
     "Shard": "weights.given",
     "cast_like": "trainer.precision",
     "init_channel": "channel_init",
+    "quantise": "weights.quantise",
+    "quantise_checkpoint": "weights.quantise",
 }
 
 

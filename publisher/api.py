@@ -583,6 +583,7 @@ class Publisher:
         cast: bool = False,
         rename: Iterable[str] = (),
         drop: Iterable[str] = (),
+        quantise: str | None = None,
         component: str = MAIN,
         main_version: SupportsIndex | None = None,
     ) -> PublishReport:
@@ -596,6 +597,7 @@ class Publisher:
             cast: Round floating-point tensors to the run's dtypes.
             rename: `A=B`: prefixes, or patterns with as many `*`.
             drop: Globs of tensors to leave out.
+            quantise: The base's format, of `weightcast.publisher.weights.quantise`.
             component: As in `publish`.
             main_version: As in `publish`.
 
@@ -603,7 +605,8 @@ class Publisher:
             Refused: The checkpoint does not fit the run, or changes while it is read.
         """
         publisher, belongs = self._for(component, lambda: AdapterWeights(Path(directory)), main_version)
-        read = functools.partial(publisher._open_checkpoint, directory, ExportRules.of(cast, rename, drop))
+        rules = ExportRules.of(cast, rename, drop, quantise)
+        read = functools.partial(publisher._open_checkpoint, directory, rules)
         return publisher._publish_weights(
             read, step=step, advance=advance, watching=watching, trained_on=belongs
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import click
 from rich.console import Console
 
 from weightcast.publisher.maintenance.retention import GRACE_SECONDS, Retention, Verdict
+from weightcast.publisher.weights.precision import SchemeName
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel import pins
@@ -107,6 +108,20 @@ def _show_repairs(console: Console, done: Repairs) -> None:
     show_problems(done.left)
     for note in done.notes:
         console.print(printable(note))
+
+
+@click.command
+@click.argument("source", type=path, help="HF checkpoint directory in bf16 or fp32.")
+@click.argument("target", type=path, help="New directory, the base of a quantised run.")
+@option("--scheme", type=click.Choice(get_args(SchemeName)), required=True, help="Format of the weights.")
+@json_option
+def quantise(source: Path, target: Path, scheme: SchemeName, as_json: bool) -> None:
+    """Quantise a checkpoint, with the quantization_config that engines need. Requires torch."""
+    from weightcast.publisher.weights.quantise import quantise_checkpoint
+
+    quantise_checkpoint(source, target, scheme)
+    facts = {"target": str(target), "scheme": scheme}
+    Output(json=as_json).result(facts, lambda console: console.print(facts_table(facts.items())))
 
 
 @click.command

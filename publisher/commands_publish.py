@@ -22,7 +22,7 @@ from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.publisher.weights.config import CARRY_CONFIG, CONFIG, check_config, config_text
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
 from weightcast.publisher.weights.match import match
-from weightcast.publisher.weights.precision import NonFinite
+from weightcast.publisher.weights.precision import NonFinite, SchemeName
 from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import WeightcastError
@@ -104,6 +104,11 @@ if TYPE_CHECKING:
     help="What to do with elements that become NaN or infinite.",
 )
 @option("--carry-config", is_flag=True, help=CARRY_CONFIG)
+@option(
+    "--quantise",
+    type=click.Choice(get_args(SchemeName)),
+    help="Format of the base; the checkpoint is quantised to it.",
+)
 @option("--cast", is_flag=True, help="Round floating-point tensors to the base's dtypes.")
 @option(
     "--rename",
@@ -125,6 +130,7 @@ def publish(
     skip_span: int,
     anchor: bool,
     publish_rate: int | None,
+    quantise: SchemeName | None,
     cast: bool,
     rename: tuple[str, ...],
     drop: tuple[str, ...],
@@ -133,7 +139,7 @@ def publish(
 ) -> None:
     """Publish one checkpoint as the channel's next version."""
     output = Output(json=as_json)
-    rules = ExportRules.of(cast, rename, drop)
+    rules = ExportRules.of(cast, rename, drop, quantise)
     options = PublisherOptions(
         threads=working_threads(threads),
         trusted_keys=others.pop("trusted_key"),
@@ -146,7 +152,7 @@ def publish(
     if component == MAIN:
         nbytes = _look(run, checkpoint, local, base, options.take_over, rules).table.nbytes
     elif rules != NO_RULES:
-        raise click.BadParameter("--cast, --rename and --drop are for main")
+        raise click.BadParameter("--quantise, --cast, --rename and --drop are for main")
     else:
         nbytes = _add(run, component, checkpoint, options)
     with (
@@ -192,8 +198,9 @@ def _look(
         raise Held.by(order)
     refuse_local(checkpoint, local)
     with contextlib.closing(CheckpointWeights(checkpoint)) as weights:
-        adapted = adapt(weights, rules, file, described.table)
-        match(adapted.table, described.table, file, partial=False, by_flags=True)
+        if not rules.quantise:  # which takes long, and is done once
+            adapted = adapt(weights, rules, file, described.table)
+            match(adapted.table, described.table, file, partial=False, by_flags=True)
         own = next((known for known in (local, base) if known is not None and exists(known / CONFIG)), None)
         if own is not None:
             check_config(checkpoint / CONFIG, own, described.files)

@@ -20,7 +20,7 @@ from pydantic import (
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.publish.stitch import Layout, check_layout
 from weightcast.publisher.weights.config import CARRY_CONFIG
-from weightcast.publisher.weights.precision import NonFinite
+from weightcast.publisher.weights.precision import NonFinite, SchemeName
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Encoding
@@ -105,6 +105,8 @@ class PublisherSettings(ServiceSettings):
     """Delete a watched checkpoint after it is published."""
     hand_over: Path | None = None
     """Memory-backed directory through which a trainer hands over weights (HandOver)."""
+    quantise: SchemeName | None = None
+    """Quantise exports to this format, that of the base; requires torch."""
     cast: bool = False
     """Round floating-point tensors of exports to the base's dtypes."""
     rename: list[str] = Field([])
@@ -248,7 +250,7 @@ class PublisherSettings(ServiceSettings):
         """For exports, whatever way they come."""
         from weightcast.publisher.weights.export_rules import ExportRules
 
-        return ExportRules.of(self.cast, self.rename, self.drop)
+        return ExportRules.of(self.cast, self.rename, self.drop, self.quantise)
 
     @property
     def worker_threads(self) -> int:

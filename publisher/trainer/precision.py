@@ -11,7 +11,14 @@ import numpy as np
 
 from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import ties_of
-from weightcast.publisher.weights.given import CastTensor, RawTensor, dtype_of, in_torch, pairs_of, torch
+from weightcast.publisher.weights.given import (
+    CastTensor,
+    RawTensor,
+    dtype_of,
+    in_torch,
+    pairs_of,
+    torch_dtype,
+)
 from weightcast.publisher.weights.match import resolve
 from weightcast.publisher.weights.precision import STORED, rounded, rounds
 from weightcast.shared.base.elements import TensorTable
@@ -63,7 +70,7 @@ def cast_like(
         if not rounds(has, wanted):
             raise Refused(
                 f"{name} is {has}, but the run has {wanted}: rounding cannot convert it",
-                remedy="quantise before publishing (docs/trainers.md)",
+                remedy="quantise before publishing (docs/quantised.md)",
             )
         cast.append((name, CastTensor(tensor, wanted, _converted)))
         tensors, elements = tensors + 1, elements + int(np.prod(tensor.shape, dtype=np.int64))
@@ -83,5 +90,4 @@ def _converted(tensor: Any, dtype: str) -> Any:
         found = dtype_of("", tensor)
         flat = tensor.flat if isinstance(tensor, RawTensor) else np.ascontiguousarray(tensor).reshape(-1)
         return RawTensor(dtype, tuple(tensor.shape), rounded(flat.view(STORED[found]), found, dtype))
-    kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    return tensor.detach().to(kinds[dtype])
+    return tensor.detach().to(torch_dtype(dtype))

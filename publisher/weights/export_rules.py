@@ -1,5 +1,5 @@
-"""What an export needs to become the run's weights: tensors left out, renamed, cast (`--drop`, `--rename`,
-`--cast`), in that order. Everything is counted; a rule that matches nothing is noted."""
+"""What an export needs to become the run's weights: quantised, tensors left out, renamed, cast (`--quantise`,
+`--drop`, `--rename`, `--cast`), in that order. A rule that matches nothing is noted."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from weightcast.publisher.weights.match import frozen_tensors, resolve
 from weightcast.publisher.weights.precision import STORED, rounded, rounds
+from weightcast.publisher.weights.quantise import QuantisedWeights
 from weightcast.publisher.weights.tensors import Adapted, NewWeights
 from weightcast.shared.base.elements import DTYPES, Chunk, TensorSpec, TensorTable, Words
 from weightcast.shared.base.errors import USAGE, Refused
@@ -60,16 +61,19 @@ class Rename(NamedTuple):
 @dataclass(frozen=True)
 class ExportRules:
     """`drop`: globs of names as the export has them. `rename`: the first that applies counts. `cast`:
-    floating-point tensors are rounded to the run's dtypes."""
+    floating-point tensors are rounded to the run's dtypes. `quantise`: a scheme, or empty."""
 
     cast: bool = False
     rename: tuple[Rename, ...] = ()
     drop: tuple[str, ...] = ()
+    quantise: str = ""
 
     @classmethod
-    def of(cls, cast: bool, rename: Iterable[str], drop: Iterable[str]) -> ExportRules:
+    def of(
+        cls, cast: bool, rename: Iterable[str], drop: Iterable[str], quantise: str | None = None
+    ) -> ExportRules:
         """Raises BadRule."""
-        return cls(cast, tuple(map(Rename.of, rename)), tuple(drop))
+        return cls(cast, tuple(map(Rename.of, rename)), tuple(drop), quantise or "")
 
     def renamed(self, name: str) -> tuple[str, Rename | None]:
         """With the rule that applied."""
@@ -97,6 +101,8 @@ def adapt(weights: NewWeights, rules: ExportRules, file: ChannelFile, table: Ten
     or a tensor that the run needs is dropped; `weights` stay open then."""
     if rules == NO_RULES:
         return weights
+    if rules.quantise:
+        weights = QuantisedWeights(weights, rules.quantise)
     plan = _planned(weights.table, rules, table, tuple(file.aliases.items()), file.frozen)
     return AdaptedWeights(weights, plan)
 

@@ -65,6 +65,11 @@ def to_host(tensor: Any) -> Any:
     return tensor.cpu()
 
 
+def torch_dtype(dtype: str) -> Any:
+    """Of its safetensors name."""
+    return getattr(torch, next(name for name, own in _NUMPY_NAMES.items() if own == dtype))
+
+
 @dataclass(frozen=True)
 class RawTensor:
     """Bytes with a dtype that numpy may have no name for. `data`: a buffer, C order, little-endian."""

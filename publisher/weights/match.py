@@ -152,7 +152,9 @@ class _Misfit:
                 "round with --cast (in Python cast=True)" if self.by_flags else "round with `cast_like`"
             )
         if False in kinds:
-            said.append("quantise as the base is before publishing")
+            said.append(
+                "quantise with --quantise" if self.by_flags else "quantise as the base is: `Quantiser`"
+            )
         rename = self._rename()
         if rename is not None:
             old, new = rename

@@ -12,6 +12,8 @@ from weightcast.shared.base.elements import Chunk, TensorTable, Words, kind_of
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.codec.changes import Changes
 
+SchemeName = Literal["fp8-block", "fp8-channel", "int8-channel", "mxfp8", "nvfp4"]
+"""of `weights.quantise`"""
 FLOATS = ("F64", "F32", "F16", "BF16")
 STORED: Mapping[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 """how an array of the dtype is stored; numpy has no bfloat16"""

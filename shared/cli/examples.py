@@ -65,6 +65,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "local verify --local /data/policy",
         f"local verify {_HOST} --repair",
     ),
+    "quantise": ("quantise /models/base /models/base-fp8 --scheme fp8-block",),
     "keygen": ("keygen --out /etc/weightcast",),
     "config show publisher": (f"config show publisher --changed{_ON}{_PUBLISHER}",),
     "config show subscriber": (f"config show subscriber --changed{_ON}{_HOST}",),

@@ -74,6 +74,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "channel resume": (f"{_PUBLISHER}:resume", "Resume publishing after a rollback."),
     "local": ("", "Inspect local checkpoints."),
     "local verify": (f"{_CLI}.local:verify", "Compare every byte with its version, and repair."),
+    "quantise": (f"{_PUBLISHER}:quantise", "Quantise a checkpoint: the base of a quantised run."),
     "keygen": (f"{_CLI}.channel:keygen", "Make a key that signs versions."),
     "config": ("", "Settings of the daemons."),
     "config show": ("", "Effective settings of a daemon, and their source."),
@@ -89,7 +90,7 @@ _SECTIONS = {
     "Watch": ("status", "fleet", "wait", "wake"),
     "Channel": ("channel", "keygen"),
     "Host": ("local", "run-engine"),
-    "Tools": ("doctor", "config", "bench"),
+    "Tools": ("doctor", "quantise", "config", "bench"),
 }
 """of the help: first words of commands"""
 _CHECKOUT = Path(__file__).parents[2]
