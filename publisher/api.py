@@ -282,7 +282,7 @@ class Publisher:
         if self.store.component != MAIN:
             return
         rank, encoding = self._rank, self._encoding
-        options = replace(self._options, carry_config=True, post_write=None)
+        options = replace(self._options, carry_config=True)
 
         def opened(store: Store, own: Path) -> Publisher:
             number, ranks = rank.number, rank.world_size
