@@ -269,7 +269,7 @@ class Publisher:
             rank=self._rank.number,
             world_size=self._rank.world_size,
             encoding=self._encoding,
-            options=replace(self._options, carry_config=True, post_write=None),
+            options=replace(self._options, carry_config=True),
         )
         nested._of = Channel.open(self.store, self._trust)
         return nested

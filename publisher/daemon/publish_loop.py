@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,13 @@ from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, Stopped, WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import current_epoch
-from weightcast.shared.channel.components import REGISTRY, Component, component_store, read_components
+from weightcast.shared.channel.components import (
+    COMPONENTS,
+    REGISTRY,
+    Component,
+    component_store,
+    read_components,
+)
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
 from weightcast.shared.channel.rate import Rate
@@ -169,7 +175,17 @@ def _hook(settings: PublisherSettings) -> PostWrite | None:
         return None
 
     def post_write(version: int, directory: ChannelAddress, phase: str) -> None:
-        run_hook(command, version=version, directory=directory, phase=phase, deadline_seconds=deadline)
+        # channel, "components", "adapter", NAME, and perhaps the version
+        below = str(directory).removeprefix(str(settings.channel)).strip("/").split("/")
+        component = "/".join(below[1:3]) if below[0] == COMPONENTS else MAIN
+        run_hook(
+            command,
+            version=version,
+            directory=directory,
+            phase=phase,
+            deadline_seconds=deadline,
+            more={"WEIGHTCAST_COMPONENT": component},
+        )
 
     return post_write
 
@@ -214,7 +230,8 @@ class PublishLoop:
         self._disk = DiskMetrics(registry, {"channel": settings.channel, "local": settings.local})
         self._look_due, self._owner_due = Due(_LOOK_SECONDS), Due(_LOOK_SECONDS)
         self._components_due, self._shown_due = Due(_LOOK_SECONDS), Due(_LOOK_SECONDS)
-        self._scrub = Scrub(int(settings.verify_rate), stop=stop.is_set)
+        self._scrubs = defaultdict[str, Scrub](partial(Scrub, int(settings.verify_rate), stop=stop.is_set))
+        """of the local checkpoints, by component"""
         self._check = ChannelCheck(int(settings.verify_rate))
         self._background: Upkeep | None = None
         self._full_bytes = 0
@@ -313,12 +330,12 @@ class PublishLoop:
             self._publish(job)
             self._wakeup.set()
         self.record.patched(publisher.settle())
-        publisher.verify_some(self._scrub)
+        publisher.verify_some(self._scrubs[MAIN])
         self.record.repaired(publisher.check_channel(self._check))
 
     def _care(self) -> None:
-        """Opens the run's adapters and carries out what was ordered for them. One that fails keeps neither
-        main nor the others from being published."""
+        """Opens the run's adapters, carries out what was ordered for them, and checks them. One that fails
+        keeps neither main nor the others from being published."""
         publisher = self._owned
         if not self._components_due.take():
             return
@@ -330,6 +347,7 @@ class PublishLoop:
                     nested = publisher.component(each.name)
                     nested.work_in_background()
                     nested.obey_orders()
+                    nested.verify_some(self._scrubs[each.name])
                 elif publisher.components is not None:
                     publisher.components.drop(each.name)
 
@@ -467,7 +485,7 @@ class PublishLoop:
         publisher, background = self._publisher, self._background
         self.record.show(
             inbox=None if self._watched is None else self._watched.status(),
-            verify=self._scrub.status,
+            verify=self._scrubs[MAIN].status,
             ready=not problem,
             not_ready_reasons=(problem,) if problem else (),
         )

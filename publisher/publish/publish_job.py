@@ -191,7 +191,7 @@ class CommonOptions:
     """full weights beside every Nth version; 0: none"""
     post_write: PostWrite | None = None
     """called as `post_write(version, directory, phase)`, with the phase `version` when the files are there
-    and `pointer` when `latest` names them; `directory` of a bucket is its URL, as text"""
+    and `pointer` when `latest` names them, for adapters too; `directory` of a bucket is its URL, as text"""
     non_finite: NonFinite = "allow"
     """`refuse`: a delta in which elements become NaN or infinite is not published"""
 

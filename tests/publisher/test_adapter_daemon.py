@@ -273,6 +273,34 @@ def test_another_publisher_of_an_adapter_does_not_end_the_daemon(
             again.publish_loop.close()
 
 
+def test_hooks_and_checks_are_for_adapters_too(places: Places, tmp_path: Path) -> None:
+    calls, hook = tmp_path / "calls", tmp_path / "hook.sh"
+    said = '"$WEIGHTCAST_COMPONENT $WEIGHTCAST_PHASE $WEIGHTCAST_VERSION $WEIGHTCAST_DIR"'
+    hook.write_text(f"#!/bin/sh\necho {said} >> {calls}\n")
+    hook.chmod(0o755)
+    office = Office(places, post_write=str(hook))
+    office.publish_loop.start()
+    try:
+        save_in(places.watch / "checkpoint-1" / "math", 1)
+        stepped(office, MATH, 1)
+        write(places.watch / ".other", changed(base_tensors(), 3)).rename(places.watch / "step_3")
+        wait_until(lambda: [office.step(), places.latest()][1] == "000001")
+        nested = places.channel / "components" / MATH
+        assert calls.read_text().splitlines() == [
+            f"{MATH} version 1 {nested}/weight_v000001",
+            f"{MATH} pointer 1 {nested}",
+            f"main version 1 {places.channel}/weight_v000001",
+            f"main pointer 1 {places.channel}",
+        ]
+        # a flipped bit in the publisher's own copy
+        [local] = (places.local / ".weightcast" / "components" / MATH).glob("*.safetensors")
+        data = local.read_bytes()
+        local.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        wait_until(lambda: [office.step(), local.read_bytes() == data][1])
+    finally:
+        office.publish_loop.close()
+
+
 def test_a_damaged_registry_keeps_main_published(places: Places, office: Office) -> None:
     save_in(places.watch / "checkpoint-1", 1)
     stepped(office, DEFAULT, 1)
