@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -36,7 +36,7 @@ from weightcast.shared.channel.components import (
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.run_files import FORMAT
-from weightcast.shared.checkpoint.local_updater import LocalUpdater
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position
 from weightcast.shared.checkpoint.verify.hashing import Credit, Scrub
 from weightcast.shared.daemon.timing import Backoff, Due
@@ -235,7 +235,7 @@ class Adapters:
                 self._credit.spend(self._exported.verify(exported))
             elif one.updater is not None and one.updater.local is not None:
                 self._credit.spend(one.updater.local.table.nbytes)
-                one.updater.rehash(self._host.advance)
+                one.updater.rehash()
                 if one.updater.repairable:
                     raise NeedsReseed(one.updater.trouble)
             return False
@@ -278,8 +278,10 @@ class Adapters:
             one = self._adapter(name)
             if one.updater is None:
                 store = component_store(self._store, ADAPTER + name)
-                options = replace(self._host.updater.options, visible_seconds=self._visible_seconds)
-                options = replace(options, on_phase=_pass, on_wait=_pass, before_replay=_pass)
+                of_main = self._host.updater.options
+                options = UpdaterOptions(
+                    of_main.threads, self._visible_seconds, of_main.pre_read, wait=of_main.wait
+                )
                 one.updater = LocalUpdater(store, self._exported.followed(name), None, options)
         for one in self._adapters.values():
             if one.name not in wanted and one.updater is not None:
@@ -521,10 +523,9 @@ class Adapters:
 
     def _in_use(self, engine: HostEngine, one: _Adapter, version: int) -> bool:
         traffic = self._engines.traffic
-        if traffic is not None and traffic.uses(engine.name, one.name, version):
-            return True
-        if traffic is not None and not self._options.adapters_plain_names:
-            return False
+        uses = traffic is not None and traffic.uses(engine.name, one.name, version)
+        if uses or (traffic is not None and not self._options.adapters_plain_names):
+            return uses
         now = self._host.clock()
         return now - one.old_since.setdefault(version, now) < GRACE_SECONDS
 
@@ -559,7 +560,3 @@ class Adapters:
                 remedy="" if one.error is None else one.error.remedy,
                 ready=bool(loaded) or one.target == 0,
             )
-
-
-def _pass(given: object) -> None:
-    pass
