@@ -68,6 +68,7 @@ _LOOK_SECONDS = 0.5
 )
 @option("--adapters", multiple=True, help="LoRA adapters to follow, by name or pattern; repeatable; none; *.")
 @option("--adapters-kept", type=click.IntRange(1, 64), help="Versions of each that engines keep loaded; 2.")
+@option("--adapters-plain-names", is_flag=True, default=None, help="vLLM also serves the newest as NAME.")
 @option(
     "--allow-base-drift",
     is_flag=True,

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.console import Console
 from weightcast.shared.base.errors import DamagedFile, Refused, counted
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.components import ADAPTER, open_component
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
@@ -78,7 +80,7 @@ def verify(
     trusted_key: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Compare every byte of a local checkpoint, and optionally of engines, with its version."""
+    """Compare every byte of a local checkpoint, its adapters, and optionally of engines, with its version."""
     output, count = Output(json=as_json), working_threads(threads)
     if name and not engine:
         raise BadSettings("--name needs --engine", remedy="the files of a local checkpoint are read whole")
@@ -122,7 +124,14 @@ def inspect_local(local: Path, threads: int, advance: Advance | None = None) -> 
     if not is_directory(paths.room):
         raise Refused(f"{local} is not a local checkpoint", remedy="give the --local of a daemon")
     with FileLock(paths.patch).holding(shared=True, seconds=LOCK_SECONDS):
-        return inspect(local, threads=threads, advance=advance)
+        found = inspect(local, threads=threads, advance=advance)
+    found.faults += _adapters(local).faults(threads, advance)
+    return found
+
+
+def _adapters(local: Path) -> Any:
+    """By name: of the side that loads them into engines."""
+    return import_module("weightcast.subscriber.sync.exported").ExportedAdapters(local / "adapters")
 
 
 def repair_local(
@@ -135,10 +144,9 @@ def repair_local(
 ) -> Repaired | None:
     """Engines are marked as in doubt and reloaded by the next sync. Raises RetryLater
     while a daemon owns the checkpoint."""
-    opened = Channel.open(open_store(channel), trust)
-    with closing(
-        LocalUpdater(opened.store, local, base, UpdaterOptions(threads, visible_seconds=0.0))
-    ) as updater:
+    opened, adapters = Channel.open(open_store(channel), trust), _adapters(local)
+    options = UpdaterOptions(threads, visible_seconds=0.0)
+    with closing(LocalUpdater(opened.store, local, base, options)) as updater:
         updater.recover_state(opened, advance)
         if opened.base is not None:
             restore_base(LocalPaths(local), opened.base)
@@ -149,6 +157,13 @@ def repair_local(
         if now is not None:
             ways = repair_sources(opened, now.state.position.version, now.table, base)
             repair_files(now, [way.weights for way in ways])
+        for name in adapters.left():
+            component = open_component(opened, ADAPTER + name)
+            with closing(LocalUpdater(component.store, adapters.followed(name), None, options)) as follower:
+                follower.load(component, advance)
+                follower.rehash(advance)
+                follower.update_to(component, advance=advance)
+        list(adapters.scan())  # deletes what differs; the next sync exports it again
     return done
 
 

@@ -18,6 +18,8 @@ from typing import Any, Self
 
 import httpx
 
+from weightcast.subscriber.gate.conditions import batch_of
+
 Body = Mapping[str, Any]
 _RETRIED = (409, 429, 503)
 _LEAST_PAUSE = 0.05
@@ -86,9 +88,11 @@ class Client:
         ca: str | None = None,
         cert: str | None = None,
     ) -> None:
-        trust = ssl.create_default_context(cafile=ca)
-        if cert is not None:
-            trust.load_cert_chain(cert)
+        trust: ssl.SSLContext | bool = url.lower().startswith("https:")
+        if trust:
+            trust = ssl.create_default_context(cafile=ca)
+            if cert is not None:
+                trust.load_cert_chain(cert)
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -152,9 +156,7 @@ class Client:
 
     async def _ask(self, body: Body, headers: Mapping[str, str]) -> Piece:
         path = _path(body)
-        prompts = body[_prompt_of(body)]
-        is_batch = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
-        if path != "/generate" and body.get("n", 1) == 1 and not is_batch:
+        if path != "/generate" and body.get("n", 1) == 1 and batch_of(body) is None:
             # an update leaves nothing of an answer of vLLM that is not streamed
             options = {"include_usage": True, "continuous_usage_stats": True}
             body = {**body, "stream": True, "stream_options": options}

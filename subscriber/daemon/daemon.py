@@ -40,7 +40,7 @@ from weightcast.subscriber.daemon.report import describe
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.daemon.wiring import open_engines, open_gate, open_lead, options_of
 from weightcast.subscriber.engines.live import EngineVerify
-from weightcast.subscriber.groups.messages import HOLD_PATH, RELEASE_PATH
+from weightcast.subscriber.groups.messages import ADAPTERS_PATH, HOLD_PATH, RELEASE_PATH
 from weightcast.subscriber.status import GateStatus, HostStatus, UpdateStatus
 from weightcast.subscriber.sync.group_follower import GroupFollower, Post
 from weightcast.subscriber.sync.host import Callbacks, known
@@ -231,6 +231,7 @@ class Subscriber:
             routes.post(HOLD_PATH, name="hold")(post.take)
             routes.get(HOLD_PATH, name="look")(post.look)
             routes.post(RELEASE_PATH, name="release")(post.release)
+            routes.post(ADAPTERS_PATH, name="adapters")(self.sync.adapters.share)
             app.include_router(routes)
         return app
 

@@ -66,6 +66,8 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     """LoRA adapters to follow: names or patterns; may be repeated; none: no adapters."""
     adapters_kept: int = Field(2, ge=1, le=64)
     """Versions of each adapter that engines keep loaded."""
+    adapters_plain_names: bool = False
+    """vLLM also serves an adapter's newest version under its plain name, for clients without the gate."""
     allow_base_drift: bool = False
     """Load adapters over other main weights than they were trained on."""
     pre_read: _Command | None = None

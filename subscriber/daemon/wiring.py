@@ -51,6 +51,7 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         group_patch=settings.group_patch,
         adapters=() if settings.adapters == ("none",) else settings.adapters,
         adapters_kept=settings.adapters_kept,
+        adapters_plain_names=settings.adapters_plain_names,
         allow_base_drift=settings.allow_base_drift,
     )
 
@@ -93,6 +94,11 @@ def open_engines(
         raise BadEngineOption(
             f"--reload rolling: {', '.join(mapping)} map the same files and must be paused together; "
             "use together, or copies=true for engines that copy their weights"
+        )
+    others = [spec.name for spec in specs if spec.kind != "vllm"]
+    if settings.adapters_plain_names and others:
+        raise BadEngineOption(
+            f"--adapters-plain-names: {others[0]} cannot move a name: let clients ask for it at the --gate"
         )
     engines: list[Adapter] = []
     if specs:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from weightcast.shared.base.errors import EngineFailed
@@ -54,6 +54,48 @@ log = logging.getLogger("engines")
 
 class NoAdapters(EngineFailed):
     """The engine, as it was started, loads no LoRA adapters."""
+
+
+@dataclass(frozen=True)
+class AdapterLimits:
+    """LoRA options that an engine was started with: `told`, its own settings, empty where it does not say.
+    `modules`, `slots`: what two of them are called there. `drops`: beyond its slots it unloads adapters."""
+
+    told: Mapping[str, object] = field(default_factory=dict)
+    modules: str = ""
+    slots: str = ""
+    drops: bool = False
+
+    @property
+    def most(self) -> int | None:
+        found = self.told.get(self.slots)
+        return found if isinstance(found, int) else None
+
+    def require(self, name: str, config: Mapping[str, object]) -> None:
+        """Raises EngineFailed where an adapter with this adapter_config.json does not fit."""
+        most, modules = self.told.get("max_lora_rank"), self.told.get(self.modules)
+        pattern, wanted = config.get("rank_pattern"), config.get("target_modules")
+        ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
+        rank = max((each for each in ranks if isinstance(each, int)), default=0)
+        if isinstance(most, int) and rank > most:
+            problem, option = f"has rank {rank}", f"--max-lora-rank {most}"
+        elif isinstance(wanted, list) and isinstance(modules, list) and (more := _lacking(wanted, modules)):
+            problem, option = f"adapts {more[0]}", f"--lora-target-modules {' '.join(modules)}"
+        else:
+            return
+        remedy = "restart it with the adapter's rank, or more, and all of its target_modules"
+        raise EngineFailed(f"{name} {problem}, the engine was started with {option}", remedy=remedy)
+
+
+_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+_FUSED |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+
+
+def _lacking(wanted: Iterable[object], modules: Iterable[object]) -> list[str]:
+    """Engines compute some layers together, and adapt these together."""
+    names = [{str(each).rpartition(".")[2] for each in some} for some in (wanted, modules)]
+    asked, there = ({_FUSED.get(name, name) for name in some} for some in names)
+    return [] if "all" in there else sorted(asked - there)
 
 
 @contextmanager
@@ -103,6 +145,10 @@ class Adapter(ABC):
     def relabel(self, label: str) -> Confirmation:
         """New name for the same weights; `status-only` where the engine has no labels."""
 
+    def adapter_limits(self) -> AdapterLimits:
+        """As the process of the last look was started. NoAdapters where that is without LoRA."""
+        return AdapterLimits()
+
     def adapters(self) -> Mapping[str, str]:
         """Directory of each LoRA adapter that it has loaded, by name. NoAdapters where it takes none."""
         raise NoAdapters(f"{self.spec.shown_url} takes no adapters", remedy="give --adapters none")
@@ -142,6 +188,12 @@ class TakesAdapters(Adapter):
     _lora_routes: ClassVar[str] = "/v1"
     _lora_start: ClassVar[str]
     """how it is started so that it takes adapters"""
+
+    def _limits(self, told: object, modules: str, slots: str, *, drops: bool) -> AdapterLimits:
+        if not isinstance(told, dict):
+            text = f"{self.spec.shown_url} was started without --enable-lora"
+            raise NoAdapters(text, remedy=self._lora_start)
+        return AdapterLimits(told, modules, slots, drops)
 
     def adapters(self) -> Mapping[str, str]:
         reply = self._wire.get("/v1/models", self._timeouts.probe).require_ok(LOG)

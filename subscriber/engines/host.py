@@ -20,7 +20,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Reade
 from weightcast.shared.checkpoint.state.state import EngineState, LocalState, Mark, Phase, Step
 from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
 from weightcast.shared.daemon.timing import Backoff
-from weightcast.subscriber.engines.adapter import Adapter, LiveAdapter, guarded
+from weightcast.subscriber.engines.adapter import Adapter, AdapterLimits, LiveAdapter, guarded
 from weightcast.subscriber.engines.base import (
     Confirmation,
     EngineFacts,
@@ -149,6 +149,7 @@ class HostEngine:
         """raises EngineFailed where it may not be paused"""
         self.facts = _UNSEEN
         """as of the last look"""
+        self.limits = AdapterLimits()
         self.last: EngineResult | None = None
         """what its last reload by this process came to"""
         self.failures = 0
@@ -174,6 +175,10 @@ class HostEngine:
         self.before_pause()
         with guarded(self.spec):
             self._loader.pause()
+
+    def read_limits(self) -> None:
+        with guarded(self.spec):
+            self.limits = self.adapter.adapter_limits()
 
     def adapters(self) -> Mapping[str, str]:
         with guarded(self.spec):

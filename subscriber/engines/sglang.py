@@ -28,6 +28,7 @@ from weightcast.subscriber.engines.adapter import (
     LOG,
     NONE,
     UNKNOWN,
+    AdapterLimits,
     LiveAdapter,
     PluginAnswer,
     Server,
@@ -133,6 +134,11 @@ class SGLang(TakesAdapters, Server):
                 remedy="start SGLang without --speculative-draft-model-path, or give drafter=keep",
             )
         return drafter
+
+    def adapter_limits(self) -> AdapterLimits:
+        told = self._told or {}
+        lora = told if told.get("enable_lora", True) else None
+        return self._limits(lora, "lora_target_modules", "max_loaded_loras", drops=True)
 
     def _start_of(self, settings: Mapping[str, object]) -> str | None:
         """The seed is drawn at each start; how long the start took came with 0.5.2x."""

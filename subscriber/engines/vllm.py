@@ -23,6 +23,7 @@ from weightcast.subscriber.engines.adapter import (
     LOG,
     NONE,
     UNKNOWN,
+    AdapterLimits,
     Identities,
     LiveAdapter,
     PluginAnswer,
@@ -103,6 +104,11 @@ class VLLM(_LoRA, Server):
     def _ask_settings(self, seconds: float) -> Mapping[str, object]:
         """Empty from releases without it."""
         return self._wire.get("/server_info?config_format=json", seconds).require_key().told()
+
+    def adapter_limits(self) -> AdapterLimits:
+        """Adapters beyond `max_cpu_loras` are read from disk again when they are asked for."""
+        told = _config(self._told or {}).get("lora_config", {})
+        return self._limits(told, "target_modules", "max_cpu_loras", drops=False)
 
     def pause(self) -> None:
         # A reload leaves the prefix cache as it is: only the pause clears it.

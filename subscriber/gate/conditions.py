@@ -208,13 +208,18 @@ def with_members(body: bytes, added: Mapping[str, str]) -> bytes:
     return json.dumps(value).encode()
 
 
+def batch_of(asked: Mapping[str, Any]) -> list[Any] | None:
+    """The prompts of a request that lists them; None: it has one prompt."""
+    given = next((asked[name] for name in ("prompt", "text", "input_ids") if name in asked), None)
+    return given if isinstance(given, list) and given and isinstance(given[0], list | str) else None
+
+
 def answers_of(body: bytes) -> int:
     """How many a request asks for: `n` to each of its prompts."""
     with suppress(ValueError, AttributeError, LookupError, RecursionError, TypeError):
         asked = json.loads(body)
-        prompts = next((asked[name] for name in ("prompt", "text", "input_ids") if name in asked), None)
-        count = len(prompts) if isinstance(prompts, list) and isinstance(prompts[0], list | str) else 1
-        return count * int(asked.get("n") or (asked.get("sampling_params") or {}).get("n") or 1)
+        each = asked.get("n") or (asked.get("sampling_params") or {}).get("n") or 1
+        return len(batch_of(asked) or [0]) * int(each)
     return 1
 
 

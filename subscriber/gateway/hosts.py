@@ -179,7 +179,8 @@ class Hosts:
         elif status == 401:
             return self.failed(host, "its gate refuses the token; set WEIGHTCAST_GATE_TOKEN")
         elif not facts.get("retryable"):
-            self._serves(host, None)
+            # null where no engine is open: one that is may only lack an adapter
+            self._serves(host, _version(facts, "served"))
         return NotAdmitted(status, error)
 
     def failed(self, host: Host, reason: str) -> NotAdmitted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from pydantic import TypeAdapter, ValidationError
@@ -10,7 +11,15 @@ from pydantic import TypeAdapter, ValidationError
 from weightcast.shared.base.errors import EngineFailed
 from weightcast.subscriber.engines.base import NO_ROUTE, Timeouts
 from weightcast.subscriber.engines.wire import Key, Keys, Reply, Wire
-from weightcast.subscriber.groups.messages import HOLD_PATH, RELEASE_PATH, Hold, Order, Release
+from weightcast.subscriber.groups.messages import (
+    ADAPTERS_PATH,
+    HOLD_PATH,
+    RELEASE_PATH,
+    AdaptersUsed,
+    Hold,
+    Order,
+    Release,
+)
 
 MOST_SECONDS = 5.0
 """for an answer, which needs no work"""
@@ -38,6 +47,10 @@ class MemberClient:
 
     def look(self) -> Hold:
         return self._hold(self._wire.get(HOLD_PATH, self._seconds))
+
+    def adapters(self, used: AdaptersUsed) -> Mapping[str, object]:
+        reply = self._wire.post(ADAPTERS_PATH, asdict(used), self._seconds)
+        return reply.require_ok("see that host's subscriber; run the same release on every host").fields()
 
     def close(self) -> None:
         self._wire.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from weightcast.shared.base.errors import EngineFailed, Refused, RetryLater
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.checkpoint.state.state import LocalState, Position
-from weightcast.subscriber.groups.messages import Hold, Order, Release
+from weightcast.subscriber.groups.messages import AdaptersUsed, Hold, Order, Release
 from weightcast.subscriber.status import GroupStatus, MemberStatus
 
 if TYPE_CHECKING:
@@ -262,6 +262,12 @@ class Lead:
                 f"group member {line.member.url}: {line.failure}" for line in self._lines if line.failure
             ),
         )
+
+    def share_adapters(self, labels: Iterable[str]) -> Mapping[str, Mapping[str, object]]:
+        """Tells every member which exported adapters the engines use. Returns what each has exported: digests
+        by label, by the member's URL. Raises EngineFailed."""
+        used = AdaptersUsed(tuple(sorted(labels)))
+        return {member.url: member.adapters(used) for member in self.members}
 
     def _next_term(self) -> int:
         self._term += 1

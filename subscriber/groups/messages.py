@@ -1,4 +1,5 @@
-"""What the hosts of an engine group send each other: `POST /v1/hold`, `POST /v1/release`, `GET /v1/hold`.
+"""What the hosts of an engine group send each other: `POST /v1/hold`, `POST /v1/release`, `GET /v1/hold`,
+`POST /v1/adapters`.
 
 A leader orders; a follower answers with what it does for the order that it has, which need not be the one
 that just came: an order of a lower term, or of another leader while a lease runs, is not taken. Plain values,
@@ -17,7 +18,7 @@ from weightcast.shared.checkpoint.state.state import Position
 NAME_LIMIT = 300
 REASON_LIMIT = 1000
 LEASE_LIMIT = 3600.0
-HOLD_PATH, RELEASE_PATH = "/v1/hold", "/v1/release"
+HOLD_PATH, RELEASE_PATH, ADAPTERS_PATH = "/v1/hold", "/v1/release", "/v1/adapters"
 
 Name = Annotated[str, MaxLen(NAME_LIMIT)]
 Leader = Annotated[str, MinLen(1), MaxLen(NAME_LIMIT)]
@@ -62,6 +63,16 @@ class Release:
     leader: Leader
     term: Number
     served: bool = False
+
+
+@dataclass(frozen=True)
+class AdaptersUsed:
+    """Versions of adapters (math@17) that the leader's engines have loaded, or are about to. The answer has
+    all that are exported on the follower: digests by name. It deletes none of these."""
+
+    __pydantic_config__: ClassVar = _NOTHING_MORE
+
+    labels: Annotated[tuple[Name, ...], MaxLen(1 << 16)] = ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -36,13 +36,15 @@ from weightcast.shared.channel.components import (
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.run_files import FORMAT
-from weightcast.shared.checkpoint.local_updater import LocalUpdater
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position
+from weightcast.shared.checkpoint.verify.hashing import Credit, Scrub
 from weightcast.shared.daemon.timing import Backoff, Due
 from weightcast.shared.files import durable
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 from weightcast.subscriber.engines.adapter import NoAdapters
 from weightcast.subscriber.engines.host import HostEngine
+from weightcast.subscriber.groups.messages import AdaptersUsed
 from weightcast.subscriber.status import AdapterStatus
 from weightcast.subscriber.sync.exported import Exported, ExportedAdapters
 from weightcast.subscriber.sync.host import StepHost, known
@@ -104,7 +106,16 @@ class Adapters:
         """engines that are given all that is kept, since they started"""
         self._failed: dict[tuple[str, str], tuple[int, float, WeightcastError]] = {}
         """by engine and name, or by adapter alone: failures in a row, when the next try is due, why"""
-        self._saving = threading.Lock()
+        self._saving, self._sharing = threading.Lock(), threading.Lock()
+        self._shared: Set[str] | None = None
+        """what the group's members were told that its engines use"""
+        self._leader_uses: Set[str] | None = None
+        """of a follower: as it was told; None: not since the start"""
+        self._present: dict[str, str] = {}
+        """digests of all that is exported, by label"""
+        self._credit: Credit | None = None
+        """of background verify, and how many local checkpoints and versions that has read"""
+        self._verified = 0
         self._run: Channel | None = None
         self._visible_seconds = min(host.options.visible_seconds, _VISIBLE_SECONDS)
         self._looks = Due(0.0 if self._store.renames else _REGISTRY_SECONDS, host.clock)
@@ -124,7 +135,13 @@ class Adapters:
         try:
             self._read_registry()
         except (WeightcastError, OSError) as error:
-            self._host.degrade(f"adapters: {known(error).message}")
+            self._host.adapters_trouble = f"adapters: {known(error).message}"
+            self._host.degrade(self._host.adapters_trouble)
+        if self._listed or self._adapters:
+            self._host.adapters_trouble = ""
+        for pattern in self._options.adapters if self._listed else ():
+            if pattern != "*" and not any(fnmatchcase(name, pattern) for name in self._adapters):
+                self._host.degrade(f"--adapters {pattern} matches no adapter of the run")
         if self._engines.traffic is not None:
             followed = {name: one.target or 0 for name, one in self._adapters.items() if self._wanted(one)}
             self._engines.traffic.name_adapters({**dict.fromkeys(self._others), **followed})
@@ -163,6 +180,10 @@ class Adapters:
         for one in list(self._adapters.values()):
             self._bring(one, engines, follow)
         self._new.clear()
+        if self._host.lead.members and self._shared != (used := self._used()):
+            with suppress(EngineFailed):  # the next step tells them
+                self._host.lead.share_adapters(used)
+                self._shared = used
 
     def _bring(self, one: _Adapter, engines: Sequence[HostEngine], follow: bool) -> None:
         """One adapter to its newest version, as far as it goes."""
@@ -178,12 +199,13 @@ class Adapters:
         except (WeightcastError, OSError) as error:
             one.error, one.here = known(error), None
             self._fail("", one.name, one.error)
-        kept = self._kept(one)  # those that belong to the main weights here
         for engine in engines:
+            kept = self._kept(one, engine)  # those that belong to the main weights here
             self._load(engine, one, kept)  # and record
+            self._name(engine, one, kept)
             self._offer(engine, one, kept)
             self._unload_old(engine, one, kept)
-        self._delete_old(one, kept)
+        self._delete_old(one, self._kept(one))
 
     def withdraw(self, engine: HostEngine) -> None:
         """Before the engine is paused for other main weights. Raises EngineFailed where it keeps one."""
@@ -197,6 +219,36 @@ class Adapters:
         with suppress(NoAdapters):
             self._unload_strange(engine, engine.adapters(), ())
         failpoint("adapter.withdrawn")
+
+    def verify_some(self, scrub: Scrub) -> bool:
+        """Reads a local checkpoint or an exported version whole, the next one at each turn that the rate of
+        `scrub` allows. What differs is taken from engines. Returns whether there is something to repair."""
+        self._credit = self._credit or Credit(scrub.status.rate, self._host.clock)
+        self._credit.earn()
+        all_here = [(one, each) for one in self._adapters.values() for each in (None, *one.versions.values())]
+        if self._credit.left <= 0 or not all_here:
+            return False
+        self._verified += 1
+        one, exported = all_here[self._verified % len(all_here)]
+        try:
+            if exported is not None:
+                self._credit.spend(self._exported.verify(exported))
+            elif one.updater is not None and one.updater.local is not None:
+                self._credit.spend(one.updater.local.table.nbytes)
+                one.updater.rehash()
+                if one.updater.repairable:
+                    raise NeedsReseed(one.updater.trouble)
+            return False
+        except (WeightcastError, OSError) as error:
+            scrub.fault(f"adapter {one.name}: {known(error).message}")
+        one.here = None
+        if exported is not None:
+            del one.versions[exported.version]
+            for engine in self._engines.engines:
+                self._offer(engine, one, self._kept(one, engine))
+                self._look_at(engine)
+            self._exported.delete(exported)
+        return True
 
     def _adapter(self, name: str) -> _Adapter:
         return self._adapters.setdefault(name, _Adapter(name, None))
@@ -226,8 +278,10 @@ class Adapters:
             one = self._adapter(name)
             if one.updater is None:
                 store = component_store(self._store, ADAPTER + name)
-                options = replace(self._host.updater.options, visible_seconds=self._visible_seconds)
-                options = replace(options, on_phase=_pass, on_wait=_pass, before_replay=_pass)
+                of_main = self._host.updater.options
+                options = UpdaterOptions(
+                    of_main.threads, self._visible_seconds, of_main.pre_read, wait=of_main.wait
+                )
                 one.updater = LocalUpdater(store, self._exported.followed(name), None, options)
         for one in self._adapters.values():
             if one.name not in wanted and one.updater is not None:
@@ -242,7 +296,8 @@ class Adapters:
         if one.channel is None or self._store.renames:
             one.channel = open_component(self._run, ADAPTER + one.name, one.channel)
         one.target = (one.channel.pointer() or Pointer(0)).version
-        if one.target and one.target != one.here and one.target not in one.versions:
+        is_here = one.target in (None, 0, one.here, *one.versions)
+        if one.updater.repairable or not is_here:
             one.updater.update_to(one.channel, advance=self._host.advance)
             one.here = None if one.updater.state is None else one.updater.state.position.version
 
@@ -277,19 +332,41 @@ class Adapters:
     def _fits(self, of: Exported) -> bool:
         return self._options.allow_base_drift or (self._main is not None and of.main_root == self._main.root)
 
-    def _kept(self, one: _Adapter) -> list[Exported]:
-        """Newest first."""
+    def _kept(self, one: _Adapter, engine: HostEngine | None = None) -> list[Exported]:
+        """Newest first. `engine`: those for which it has room, the newest in any case."""
         fit = [each for each in one.versions.values() if self._wanted(one) and self._fits(each)]
-        return sorted(fit, key=lambda each: -each.version)[: self._options.adapters_kept]
+        most = self._options.adapters_kept
+        if engine is not None and (slots := engine.limits.most) is not None:
+            each = slots // max(1, sum(map(self._wanted, self._adapters.values())))
+            most = min(most, max(1, each - self._options.adapters_plain_names))
+        return sorted(fit, key=lambda each: -each.version)[:most]
+
+    def _used(self) -> Set[str]:
+        """Labels of exported versions that engines have loaded."""
+        loaded = {digest for each in self._loaded.values() for digest in each.digests.values()}
+        return {each.label for each in self._all_exported() if each.digest in loaded}
+
+    def _all_exported(self) -> list[Exported]:
+        return [each for one in self._adapters.values() for each in one.versions.values()]
+
+    def share(self, used: AdaptersUsed) -> dict[str, str]:
+        """Of a follower; by any thread."""
+        with self._sharing:
+            self._leader_uses = frozenset(used.labels)
+            return self._present
 
     def _delete_old(self, one: _Adapter, kept: Sequence[Exported]) -> None:
-        loaded = {label for each in self._loaded.values() for label in each.digests}
-        newest = max(one.versions, default=None)
-        for each in list(one.versions.values()):
-            waits = self._wanted(one) and each.version == newest and not self._is_past(each)
-            if not (waits or each in kept or each.label in loaded):
-                self._exported.delete(each)
-                del one.versions[each.version]
+        newest, old = max(one.versions, default=None), list[Exported]()
+        with self._sharing:
+            used = self._used() | (self._leader_uses or set())
+            for each in list(one.versions.values()):
+                waits = self._wanted(one) and each.version == newest and not self._is_past(each)
+                unheard = self._options.group_follower and self._leader_uses is None
+                if not (waits or unheard or each in kept or each.label in used):
+                    old.append(one.versions.pop(each.version))
+            self._present = {each.label: each.digest for each in self._all_exported()}
+        for each in old:
+            self._exported.delete(each)
         if not self._wanted(one) and not one.versions:
             self._exported.forget(one.name)
             del self._adapters[one.name]
@@ -303,18 +380,18 @@ class Adapters:
         if before.process != process:
             before = _Loaded()
             self._failed = {key: each for key, each in self._failed.items() if key[0] != engine.name}
-        own = {e.label: e for one in self._adapters.values() for e in one.versions.values()}
+        own = {(name, e.digest): e for e in self._all_exported() for name in (e.label, e.name)}
         try:
             there = engine.adapters()
             trusted = {
                 label: digest
                 for label, digest in before.digests.items()
-                if label in own
-                and (own[label].digest, self._path(engine, own[label])) == (digest, there.get(label))
+                if (each := own.get((label, digest))) and self._path(engine, each) == there.get(label)
             }
             if self._loaded.get(engine.name) != (now := _Loaded(process, trusted)):
                 self._record(engine, now)
             self._unload_strange(engine, there, trusted)
+            engine.read_limits()
             self._failed.pop((engine.name, ""), None)
         except EngineFailed as failure:
             self._fail(engine.name, "", failure)
@@ -323,7 +400,7 @@ class Adapters:
         """What the engine has of ours beyond what is `trusted`: loaded by a process that was killed, or over
         other main weights."""
         for label, path in there.items():
-            ours = label.rpartition("@")[0] in self._adapters or path.startswith(self._path(engine))
+            ours = label.partition("@")[0] in self._adapters or path.startswith(self._path(engine))
             if ours and label not in trusted:
                 engine.unload_adapter(label)
                 failpoint("adapter.unloaded")
@@ -340,27 +417,64 @@ class Adapters:
             try:
                 self._require_due(engine.name, "")
                 self._require_due(engine.name, each.label)
-                self._load_one(engine, each)
+                self._make_room(engine, one, kept)
+                self._load_one(engine, each.label, each)
                 self._failed.pop((engine.name, each.label), None)
             except EngineFailed as failure:
                 self._fail(engine.name, each.label, failure)
                 if each is kept[0]:
                     one.error = failure
 
-    def _load_one(self, engine: HostEngine, exported: Exported) -> None:
-        if engine.grouped:
-            raise NoAdapters("adapters are not loaded in engine groups yet", remedy="give --adapters none")
-        engine.load_adapter(exported.label, self._path(engine, exported))
+    def _make_room(self, engine: HostEngine, one: _Adapter, kept: Sequence[Exported]) -> None:
+        """Of an engine that would unload the adapter used least, whether or not requests use it."""
+        most, option = engine.limits.most, f"--{engine.limits.slots.replace('_', '-')}"
+        if not engine.limits.drops or most is None or len(self._of(engine)) < most:
+            return
+        self._offer(engine, one, kept)
+        self._unload_old(engine, one, kept)
+        if len(self._of(engine)) >= most:
+            raise EngineFailed(
+                f"engine {engine.name} has no room for adapter/{one.name}: it uses {most} others",
+                remedy=f"restart it with a higher {option}, or follow fewer by --adapters",
+            )
+
+    def _load_one(self, engine: HostEngine, name: str, exported: Exported) -> None:
+        """`name`: its label, or the adapter's own."""
+        engine.limits.require(f"adapter/{exported.name}", self._exported.config(exported))
+        for member, has in self._host.lead.share_adapters({*self._used(), exported.label}).items():
+            if has.get(exported.label) != exported.digest:
+                raise EngineFailed(
+                    f"group member {member} has not exported {exported.label} yet",
+                    remedy="it is asked again; see that host's subscriber, and its --adapters",
+                )
+        engine.load_adapter(name, self._path(engine, exported))
         failpoint("adapter.loaded")
-        there, before = engine.adapters(), {**self._of(engine), exported.label: exported.digest}
+        there, before = engine.adapters(), {**self._of(engine), name: exported.digest}
         left = {label: digest for label, digest in before.items() if label in there}
         self._record(engine, _Loaded(engine.facts.process, left))
-        newest = {kept[0].label for one in self._adapters.values() if (kept := self._kept(one))}
-        if lost := sorted(newest & before.keys() - left.keys()):
-            raise EngineFailed(
-                f"engine {engine.name} keeps {len(there)} adapters: {lost[0]} had to go for {exported.label}",
-                remedy="raise its limit (SGLang: --max-loaded-loras), or lower --adapters-kept",
-            )
+
+    def _name(self, engine: HostEngine, one: _Adapter, kept: Sequence[Exported]) -> None:
+        """Moves the adapter's own name to the newest loaded version. In between the engine has no such name:
+        replaced in place (`load_inplace`), vLLM would read the files again for every token."""
+        loaded = self._of(engine)
+        newest = next((each for each in kept if each.label in loaded), None)
+        if not self._options.adapters_plain_names or newest is None or loaded.get(one.name) == newest.digest:
+            return
+        try:
+            self._require_due(engine.name, one.name)
+            self._unload(engine, one.name)
+            self._load_one(engine, one.name, newest)
+            self._failed.pop((engine.name, one.name), None)
+        except EngineFailed as failure:
+            self._fail(engine.name, one.name, failure)
+            one.error = one.error or failure
+
+    def _unload(self, engine: HostEngine, label: str) -> None:
+        loaded = dict(self._of(engine))
+        if loaded.pop(label, None) is not None:
+            self._record(engine, _Loaded(engine.facts.process, loaded))
+            engine.unload_adapter(label)
+            failpoint("adapter.unloaded")
 
     def _of(self, engine: HostEngine) -> Mapping[str, str]:
         return self._loaded.get(engine.name, _Loaded()).digests
@@ -395,21 +509,23 @@ class Adapters:
 
     def _unload_old(self, engine: HostEngine, one: _Adapter, kept: Sequence[Exported]) -> None:
         """Once no request can be using it."""
-        loaded, names = dict(self._of(engine)), {each.label for each in kept}
-        for label in [each for each in loaded if each.rpartition("@")[0] == one.name and each not in names]:
-            if self._in_use(engine, one, int(label.rpartition("@")[2])):
+        names = {each.label for each in kept}
+        if kept and self._options.adapters_plain_names:
+            names.add(one.name)
+        for label in self._of(engine).keys() - names:
+            name, _, version = label.partition("@")
+            if name != one.name or (version and self._in_use(engine, one, int(version))):
                 continue
-            del loaded[label]
-            self._record(engine, _Loaded(engine.facts.process, dict(loaded)))
             try:
-                engine.unload_adapter(label)
-                failpoint("adapter.unloaded")
+                self._unload(engine, label)
             except EngineFailed as failure:
                 self._fail(engine.name, "", failure)
 
     def _in_use(self, engine: HostEngine, one: _Adapter, version: int) -> bool:
-        if self._engines.traffic is not None:
-            return self._engines.traffic.uses(engine.name, one.name, version)
+        traffic = self._engines.traffic
+        uses = traffic is not None and traffic.uses(engine.name, one.name, version)
+        if uses or (traffic is not None and not self._options.adapters_plain_names):
+            return uses
         now = self._host.clock()
         return now - one.old_since.setdefault(version, now) < GRACE_SECONDS
 
@@ -444,7 +560,3 @@ class Adapters:
                 remedy="" if one.error is None else one.error.remedy,
                 ready=bool(loaded) or one.target == 0,
             )
-
-
-def _pass(given: object) -> None:
-    pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,13 +14,16 @@ from annotated_types import Ge, MaxLen
 
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.index import file_record
 from weightcast.shared.channel.run_files import FORMAT, check_format, side_records, write_file_records
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers, grant_read_within
 from weightcast.shared.checkpoint.verify.hashing import hash_tensors
+from weightcast.shared.checkpoint.verify.inspect import Fault, inspect
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
 from weightcast.shared.digest.checksums import root
 from weightcast.shared.files import durable
+from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.shared.files.paths import is_directory
 from weightcast.shared.files.strict_json import Hex, Members, parse_object, write_object
@@ -28,6 +31,7 @@ from weightcast.shared.files.strict_json import Hex, Members, parse_object, writ
 CONFIG = "adapter_config.json"
 _RECORD, _RECORD_LIMIT = ".weightcast.json", 1 << 20
 _DRAFT = ".tmp"
+_LOADED = "engines that load it from here get wrong weights; its host exports it again"
 _OURS = re.compile(r".+-v\d{6,15}(\.tmp)?", re.ASCII | re.DOTALL).fullmatch
 
 
@@ -79,6 +83,25 @@ class ExportedAdapters:
             except (WeightcastError, FileNotFoundError):
                 self._remove(path)
 
+    def verify(self, exported: Exported) -> int:
+        """Reads every byte; returns how many. Raises DamagedFile, and OSError."""
+        path = self.directory / exported.directory
+        if _read(path) != exported:
+            raise DamagedFile(f"{path} is not {exported.label}")
+        return sum(file.stat().st_size for file in path.iterdir())
+
+    def faults(self, threads: int, advance: Advance | None = None) -> Iterator[Fault]:
+        """What is wrong with those of a host, for people. Nothing is changed."""
+        for name in self.left():
+            place = f"{self.directory.name}/.follow/{name}"
+            for fault in inspect(self.followed(name), threads=threads, advance=advance).faults:
+                yield Fault(f"{place}/{fault.file}", fault.problem, "its host repairs it")
+        for path in sorted(self.directory.glob("*-v*[0-9]")):
+            try:
+                _read(path)
+            except (WeightcastError, OSError) as error:
+                yield Fault(f"{self.directory.name}/{path.name}", error_text(error), _LOADED)
+
     def export(
         self, made: Exported, local: LocalCheckpoint, carried: Collection[str], readers: Readers | None
     ) -> None:
@@ -112,6 +135,10 @@ class ExportedAdapters:
         draft.rename(there)
         failpoint("adapter.exported", there)
         durable.sync_directory(self.directory)
+
+    def config(self, exported: Exported) -> Mapping[str, object]:
+        path = self.directory / exported.directory / CONFIG
+        return parse_object(durable.read_file(path, _RECORD_LIMIT), str(path))
 
     def delete(self, exported: Exported) -> None:
         self._remove(self.directory / exported.directory)

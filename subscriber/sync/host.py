@@ -154,6 +154,8 @@ class StepHost:
         )
         """what the pass knows, and what it last showed"""
         self.adapters: Callable[[], Iterable[AdapterStatus]] = tuple
+        self.adapters_trouble = ""
+        """why it is not known which there are"""
         self.usable = False
         """the local checkpoint is a version of this run, although it may be closed after an error"""
         self.error: WeightcastError | None = None
@@ -260,6 +262,7 @@ class StepHost:
                 if one.name not in serving
             ),
             *(f"adapter {one.name}: {one.error or 'not loaded yet'}" for one in adapters if not one.ready),
+            *filter(None, [self.adapters_trouble]),
         )
         for one in adapters:
             if one.ready and one.error:

@@ -98,5 +98,7 @@ class SyncOptions:
     """patterns of the names of adapters that are followed"""
     adapters_kept: int = 2
     """versions of each that engines keep loaded"""
+    adapters_plain_names: bool = False
+    """engines also know the newest version by the adapter's name alone"""
     allow_base_drift: bool = False
     """load adapters over other main weights than they were trained on"""

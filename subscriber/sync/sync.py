@@ -127,8 +127,11 @@ class Sync:
             self.updater.release()
             raise self.host.failed(error) from error
         finally:
+            is_damaged = self.adapters.verify_some(scrub)
             self.host.note(verify=scrub.status)
             self.host.tell()
+        if is_damaged:
+            self._pass()
 
     def verify_engines(self, verify: EngineVerify) -> dict[str, str]:
         """Has engines that are patched read a little of their memory. An engine with other words is in doubt,
@@ -166,7 +169,8 @@ class Sync:
             # the channel's troubles are not the engines'
             self.adapters.step(self.host.state if self.host.usable else None, follow=False)
             raise
-        self.adapters.step(self.host.state)
+        # a leader waits for its order
+        self.adapters.step(self.host.state, follow=self._order is None)
 
     def _bring_all(self) -> None:
         """Again after engines were reloaded in the middle of a wait, and once after damage was found here."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 import kept_beside
 from hollow import HollowFinder
@@ -26,6 +27,23 @@ def install() -> None:
     importlib.import_module("tvm_ffi")
     importlib.import_module("transformers.utils.import_utils").is_torchvision_greater_or_equal("0.27")
     sys.meta_path.append(HollowFinder(_is_hollow))  # type: ignore[arg-type]
+    unpin()
+
+
+def unpin() -> None:
+    """Layers under adapters pin memory, which torch refuses without CUDA."""
+    torch = importlib.import_module("torch")
+
+    def unpinned(make: Any) -> Any:
+        def made(*arguments: Any, **options: Any) -> Any:
+            options.pop("pin_memory", None)
+            return make(*arguments, **options)
+
+        return made
+
+    for name in ("tensor", "empty", "zeros", "arange", "ones_like"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor: tensor
 
 
 def main() -> None:

@@ -8,12 +8,15 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 import torch
+from live_world import install
 from ports import free_port
 from safetensors.torch import load_file, save_file
+from test_real_sglang import FULL, SGLangServer
 from vllm_world import (
     LONG,
     SHORT,
@@ -81,6 +84,13 @@ class Lora:
     def wait_loaded(self, label: str) -> None:
         name, _, version = label.partition("@")
         wait_until(lambda: self.loaded(name)[:1] == [int(version)], f"{label} loaded")
+        if "--adapters-plain-names" in self.host.extra:
+            path = f"/{name}-v{int(version):06d}"
+            wait_until(lambda: self.names().get(name, "").endswith(path), f"{label} under its plain name")
+
+    def names(self) -> dict[str, str]:
+        """Directories by name."""
+        return {card["id"]: card["root"] for card in self.server.fetch("/v1/models")["data"]}
 
     def misfits(self, answer: Answer, label: str, main: int) -> list[str]:
         """What a fresh load of the model with the adapter does not say."""
@@ -91,9 +101,10 @@ class Lora:
 
     def require(self, label: str, main: int) -> None:
         """The engine itself says so, also of prompts that are in its cache; and not what another says."""
-        for prompt in (SHORT, LONG, LONG):
-            answer = self.server.ask(prompt, model=label)
-            assert self.misfits(answer, label, main) == []
+        for name in (label, *({label.partition("@")[0]} & self.names().keys())):
+            for prompt in (SHORT, LONG, LONG):
+                answer = self.server.ask(prompt, model=name)
+                assert self.misfits(answer, label, main) == [], name
         assert self.misfits(answer, "", main), "the judge cannot tell an adapter from the model"
 
 
@@ -120,7 +131,7 @@ def lora(models: Path, judge: FreshLoad, tmp_path_factory: pytest.TempPathFactor
         one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", local)
         with Server(local, root / "vllm.log", arguments=arguments, environment=ALLOWED) as server:
             host = Host(root, run.channel, run.base, local, f"vllm={server.url}")
-            host.extra = ("--gate", str(port))
+            host.extra = ("--gate", str(port), "--adapters-plain-names")
             with running(host):
                 host.wait_served(0)
                 yield Lora(run, server, host, judge, server.through(f"http://127.0.0.1:{port}"))
@@ -128,14 +139,19 @@ def lora(models: Path, judge: FreshLoad, tmp_path_factory: pytest.TempPathFactor
 
 def test_every_version_under_traffic_is_a_fresh_load(lora: Lora) -> None:
     lora.wait_loaded(lora.publish())
-    stop, answers = threading.Event(), list[Answer]()
+    stop, answers, plain = threading.Event(), list[Answer](), list[tuple[int, Answer]]()
 
     def traffic(prompt: list[int]) -> None:
         while not stop.is_set():
             answers.append(lora.gate.ask(prompt, 24, model="math"))
 
-    with ThreadPoolExecutor(2) as pool:
+    def traffic_past_the_gate() -> None:
+        while not stop.is_set():
+            plain.append((len(lora.adapters), lora.server.ask(LONG, 24, model="math")))
+
+    with ThreadPoolExecutor(3) as pool:
         asking = [pool.submit(traffic, prompt) for prompt in (SHORT, LONG)]
+        asking.append(pool.submit(traffic_past_the_gate))
         try:
             for _ in range(VERSIONS):
                 label = lora.publish()
@@ -148,12 +164,23 @@ def test_every_version_under_traffic_is_a_fresh_load(lora: Lora) -> None:
     for answer in answers:
         assert answer.status == 200, answer.text
         assert lora.misfits(answer, answer.label["adapter"], 0) == [], answer.label
+    for newest, answer in plain:
+        near = list(lora.adapters)[max(0, newest - 3) : newest + 1]
+        moved = answer.status == 404
+        assert moved or any(lora.misfits(answer, label, 0) == [] for label in near), newest
+    moves = [
+        [each for _, each in group]
+        for gone, group in groupby(plain, lambda one: one[1].status == 404)
+        if gone
+    ]
+    longest = max((each[-1].ended - each[0].began for each in moves), default=0.0)
+    print(f"{len(plain)} requests past the gate, {len(moves)} moves seen, at most {1000 * longest:.0f} ms")
     seen = {answer.label["adapter"] for answer in answers}
     assert len(seen) > VERSIONS / 2, "traffic has met few versions"
     print(f"{len(answers)} answers under traffic, by {len(seen)} versions")
     wait_until(lambda: len(lora.loaded()) == 2, "older versions unloaded")
-    names = {card["id"] for card in lora.server.fetch("/v1/models")["data"]}
-    assert names == {"tiny", f"math@{VERSIONS}", f"math@{VERSIONS + 1}"}
+    wait_until(lambda: len(lora.names()) == 4, "older versions gone from the engine")
+    assert lora.names().keys() == {"tiny", "math", f"math@{VERSIONS}", f"math@{VERSIONS + 1}"}
 
 
 def test_main_weights_move_with_lora_enabled(lora: Lora) -> None:
@@ -162,7 +189,7 @@ def test_main_weights_move_with_lora_enabled(lora: Lora) -> None:
         main = lora.run.publish()
         wait_until(lambda: served(lora.host) == lora.run.newest, f"main version {main} served")
         wait_until(lambda: lora.loaded() == [] and not lora.host.ready, "the adapters of the old main gone")
-        assert [card["id"] for card in lora.server.fetch("/v1/models")["data"]] == ["tiny"]
+        assert lora.names().keys() == {"tiny"}
         assert lora.misfits(lora.gate.ask(LONG), "", main) == []
         label = lora.publish()
         lora.wait_loaded(label)
@@ -180,8 +207,10 @@ def test_an_engine_that_restarted_has_its_adapters_again(lora: Lora) -> None:
 
 
 def test_an_adapter_above_the_engines_rank_is_named(lora: Lora) -> None:
+    """Before it is loaded."""
     lora.publish("wide", rank=2 * MOST_RANK)
-    wait_until(lambda: "rank" in json.dumps(lora.host.status["adapters"]), "the refusal")
+    refusal = f"rank {2 * MOST_RANK}, the engine was started with --max-lora-rank {MOST_RANK}"
+    wait_until(lambda: refusal in json.dumps(lora.host.status["adapters"]), "the refusal")
     assert not lora.host.ready and lora.loaded("wide") == []
     assert lora.loaded("math")
     lora.run.publisher.retire("adapter/wide")
@@ -197,3 +226,38 @@ def test_a_server_without_lora_is_named(tmp_path: Path, lora: Lora) -> None:
     ):
         wait_until(lambda: "--enable-lora" in json.dumps(host.status["adapters"]), "the refusal")
         assert not host.ready and served(host) == lora.run.newest
+
+
+@pytest.mark.skipif(not FULL, reason="an environment that takes long to set up: make test-engines-full")
+def test_a_released_sglang_serves_versions_of_an_adapter(
+    models: Path, judge: FreshLoad, tmp_path: Path
+) -> None:
+    local = tmp_path / "local"
+    words = ("--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(MOST_RANK))
+    words += ("--lora-target-modules", *TARGETS, "--max-loras-per-batch", "2", "--max-loaded-loras", "2")
+    with Run(tmp_path, models / VARIANT) as run:
+        one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", local)
+        with SGLangServer(local, tmp_path, install(tmp_path / "plugin"), "", *words) as server:
+            host = Host(tmp_path, run.channel, run.base, local, f"sglang={server.url}")
+            port = free_port()
+            host.extra = ("--gate", str(port))
+            with running(host):
+                host.wait_served(0)
+                lora = Lora(run, server, host, judge, server.through(f"http://127.0.0.1:{port}"))
+                for _ in range(5):
+                    label = lora.publish()
+                    lora.wait_loaded(label)
+                    lora.require(label, 0)
+                    answer = lora.gate.ask(LONG, model="math")
+                    assert answer.label["adapter"] == label and lora.misfits(answer, label, 0) == []
+                assert lora.names().keys() >= set(list(lora.adapters)[-2:])
+                lora.publish("wide", rank=2 * MOST_RANK)
+                refusal = f"the engine was started with --max-lora-rank {MOST_RANK}"
+                wait_until(lambda: refusal in json.dumps(host.status["adapters"]), "the refusal")
+                run.publisher.retire("adapter/wide")
+                main = run.publish()
+                wait_until(lambda: served(host) == main, "the main weights moved")
+                assert not any(name.startswith("math@") for name in lora.names())
+                label = lora.publish()
+                lora.wait_loaded(label)
+                lora.require(label, main)

@@ -76,9 +76,9 @@ LIVE_VERSIONS = 10
 class SGLangServer(Server):
     """`sglang.launch_server` with the plugin installed beside it and its loader allowed."""
 
-    def __init__(self, local: Path, room: Path, site: Path, spread: str) -> None:
-        """`spread`: over `two ranks`, or empty."""
-        self._ranks = 2 if spread else 1
+    def __init__(self, local: Path, room: Path, site: Path, spread: str, *words: str) -> None:
+        """`spread`: over `two ranks`, or empty. `words`: more of its command."""
+        self._ranks, self._more_words = 2 if spread else 1, words
         self._plugin = {
             "PYTHONPATH": str(site),
             "WEIGHTCAST_PATCH_DIR": str(local / ".weightcast" / "engine"),
@@ -110,6 +110,7 @@ class SGLangServer(Server):
             *("--custom-weight-loader", LOADER),
             # it warms up with English words, which the models' vocabulary does not have
             *("--skip-server-warmup", "--tp", str(self._ranks)),
+            *self._more_words,
         ]
         return Process.start(self._log, command, self._environment())
 
@@ -125,8 +126,11 @@ class SGLangServer(Server):
         *,
         first: threading.Event | None = None,
         headers: Mapping[str, str] | None = None,
+        model: str | None = None,
     ) -> Answer:
+        """`model`: an adapter; None: none."""
         request = {
+            "lora_path": model,
             "input_ids": prompt,
             "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
             "return_logprob": True,

@@ -22,6 +22,7 @@ from test_live_host import (
     require_verified,
     served_under_traffic,
 )
+from test_real_adapters import ALLOWED, MOST_RANK, Lora, served
 from vllm_world import (
     COMMAND,
     HERE,
@@ -84,7 +85,8 @@ class PatchedOverTwo(SecondNode, PluginServer):
 class ReloadedOverTwo(SecondNode):
     def __init__(self, local: Path, there: Path, room: Path) -> None:
         self.there = there
-        super().__init__(local, room / "vllm.log", arguments=NODES)
+        arguments = (*NODES, "--enable-lora", "--max-lora-rank", str(MOST_RANK), "--max-cpu-loras", "4")
+        super().__init__(local, room / "vllm.log", arguments=arguments, environment=ALLOWED)
 
 
 @dataclass
@@ -201,8 +203,21 @@ def test_an_engine_whose_second_node_dies_comes_back_current(world: Over) -> Non
 
 @full
 def test_each_node_loads_its_own_hosts_files(models: Path, judge: FreshLoad, tmp_path: Path) -> None:
+    """Also of adapters, which both hosts have exported before the first node is asked to load one."""
     with two_hosts(tmp_path, models, judge, live=False) as world:
         for _ in range(3):
             version = served_under_traffic(world)
             World.require(world, version)
             assert world.member.status["local_version"] == version
+        lora = Lora(world.run, world.server, world.host, judge, world.server)
+        for _ in range(4):
+            label = lora.publish()
+            lora.wait_loaded(label)
+            lora.require(label, version)
+            assert world.member.status["adapters"][0]["loaded"][0] == len(lora.adapters)
+        version = world.run.publish()
+        wait_until(lambda: served(world.host) == version, "the main weights moved")
+        assert lora.names().keys() == {"tiny"}
+        label = lora.publish()
+        lora.wait_loaded(label)
+        lora.require(label, version)

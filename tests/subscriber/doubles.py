@@ -94,6 +94,8 @@ class Double:
         self.lora = True
         """started with LoRA"""
         self.most_adapters = 100
+        self.limits: dict[str, Any] = {}
+        """what it says of its LoRA options"""
         self.missing: set[str] = set()
         """routes that this release does not have"""
         self.in_front: Callable[[Call], Answer | None] = lambda call: None
@@ -217,6 +219,8 @@ class SGLangDouble(Double):
                 return self.change_adapter(call)
             case "GET", "/v1/models":
                 return self.models()
+            case "GET", "/server_info" if self.limits:
+                return Answer(200, {"enable_lora": self.lora, "random_seed": 1, **self.limits})
             case "GET", "/model_info" | "/get_model_info" | "/get_weight_version":
                 return Answer(200, {"model_path": self.source, "weight_version": self.label})
             case "GET", "/metrics":
@@ -300,6 +304,7 @@ class VLLMDouble(Double):
                 return Answer(200, {"version": "0.32.0"})
             case "GET", "/server_info":
                 config = {"device_config": {"device": "cuda"}, "speculative_config": self.speculative}
+                config["lora_config"] = self.limits if self.lora else None
                 return Answer(200, {"vllm_config": config, "vllm_env": {}, "system_env": {}})
             case "GET", "/metrics":
                 return self.metrics()

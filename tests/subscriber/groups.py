@@ -37,6 +37,13 @@ class _ReadsAll(Double):
         self.gate.set()
         self.reading = threading.Event()
         self.one_at_a_time = threading.Lock()
+        self.loads_of_adapters: list[set[str]] = []
+        """what each load of one found in all directories; empty where one had no such file"""
+
+    def load_adapter(self, name: str, path: str) -> str:
+        files = [each / "adapters" / Path(path).name / "adapter_model.safetensors" for each in self.dirs]
+        self.loads_of_adapters.append({self.digest_of(each) if each.exists() else "" for each in files})
+        return super().load_adapter(name, path)
 
     def shut(self) -> None:
         """The next load stops between the first directory and the others."""

@@ -214,7 +214,7 @@ class Run:
             self._publisher.write_anchor()
         return number
 
-    def publish_adapter(self, name: str = "math", main_version: int | None = None) -> str:
+    def publish_adapter(self, name: str = "math", main_version: int | None = None, **config: Any) -> str:
         """A version in which every byte is another one; returns its name in engines."""
         number = 1 + sum(label.startswith(f"{name}@") for label in self.adapters)
         label = f"{name}@{number}"
@@ -222,7 +222,7 @@ class Run:
         directory = self.root / label
         directory.mkdir()
         (directory / "adapter_model.safetensors").write_bytes(pack(made))
-        (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
+        (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, **config}))
         report = self._publisher.publish(
             directory, step=number, component=f"adapter/{name}", main_version=main_version
         )

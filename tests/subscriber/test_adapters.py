@@ -4,6 +4,7 @@ trained on, or the host says why not."""
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +17,7 @@ from hosts import VLLM, Host, Run, SGLang, Site
 from in_process import Command
 
 from weightcast.shared.base.failpoints import watch
+from weightcast.shared.checkpoint.verify.hashing import Scrub
 from weightcast.subscriber.status import AdapterStatus
 from weightcast.subscriber.sync.adapters import GRACE_SECONDS
 
@@ -87,6 +89,46 @@ def test_an_engine_without_lora_keeps_the_host_from_ready(
     engine.restart()
     engine.lora = True
     assert host.step().ready and engine.loaded == expected(run, "math@1")
+
+
+def test_an_adapter_never_fails_to_arrive_in_silence(site: Site, run: Run) -> None:
+    """The list of adapters cannot be read, or a name that is asked for is not in it."""
+    engine = VLLM()
+    host = site.host(run, engine, adapters=("math", "mth"))
+    run.publish_adapter()
+    registry = run.channel / "components.json"
+    whole = registry.read_bytes()
+    registry.write_bytes(whole[:-9])
+    assert not host.step().ready
+    [reason] = host.status.not_ready_reasons
+    assert reason.startswith("adapters:") and "components.json" in reason
+    registry.write_bytes(whole)
+    assert host.step().ready and engine.loaded == expected(run, "math@1")
+    assert host.status.degraded == ("--adapters mth matches no adapter of the run",)
+
+
+def test_a_stale_name_is_never_served(site: Site, run: Run, tmp_path: Path) -> None:
+    """An engine that restarts with older adapters preloaded under the run's names, and a directory that was
+    replaced."""
+    engine = VLLM()
+    host = site.host(run, engine)
+    for _ in range(2):
+        run.publish_adapter()
+        host.step()
+    engine.restart()
+    directory = host.local / "adapters" / "math-v000001"
+    engine.adapters["math@2"] = str(directory), run.adapters["math@1"]
+    engine.adapters["math"] = str(tmp_path), "stale"
+    engine.adapters["apart"] = str(tmp_path), "of somebody else"
+    assert host.step().ready
+    assert engine.loaded == {"apart": "of somebody else", **expected(run, "math@1", "math@2")}
+    newest = directory.with_name("math-v000002")
+    shutil.rmtree(newest)
+    shutil.copytree(directory, newest)
+    host.restart()
+    engine.restart()
+    engine.adapters["math@2"] = str(newest), run.adapters["math@1"]
+    assert host.step().ready and engine.loaded["math@2"] == run.adapters["math@2"]
 
 
 def test_an_engine_that_restarted_gets_all_that_is_kept(site: Site, run: Run) -> None:
@@ -170,14 +212,61 @@ def test_a_flipped_bit_in_an_exported_file_is_found_at_the_start(site: Site, run
     label = run.publish_adapter()
     host.step()
     weights = host.local / "adapters" / "math-v000001" / "adapter_model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-3] ^= 4
-    weights.write_bytes(data)
+    flip(weights)
     host.restart()
     assert host.step().ready
     assert engine.digest_of(weights) == run.adapters[label]
     assert engine.loaded == expected(run, label)
     assert len(engine.of(UNLOAD)) == 1, "an engine may read its files again"
+
+
+def flip(weights: Path) -> None:
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 4
+    weights.write_bytes(data)
+
+
+@pytest.mark.parametrize("place", ["math-v000002", "math-v000001", ".follow/math"])
+def test_background_verify_reads_adapters_too(site: Site, run: Run, place: str) -> None:
+    engine = VLLM()
+    host = site.host(run, engine, adapters_plain_names=True)
+    labels = []
+    for _ in range(2):
+        labels.append(run.publish_adapter())
+        assert host.step().ready
+    scrub = Scrub(1 << 30, clock=host.clock)
+    weights = host.local / "adapters" / place / "adapter_model.safetensors"
+    flip(weights)
+    for _ in range(4):
+        host.clock.at += 1
+        host.sync.verify_some(scrub)
+    assert host.status.verify is not None and host.status.verify.faults == 1
+    assert "adapter math" in host.status.verify.last_fault
+    assert host.status.ready
+    whole = labels[1:] if place == "math-v000001" else labels
+    assert engine.loaded == {"math": run.adapters["math@2"], **expected(run, *whole)}
+    assert exported(host) == [f"math-v{int(label[5:]):06d}" for label in whole]
+    assert place == "math-v000001" or engine.digest_of(weights) == run.adapters["math@2"]
+    assert len(engine.of(UNLOAD)) == {"math-v000002": 3, "math-v000001": 2, ".follow/math": 1}[place]
+
+
+def test_local_verify_and_repair_cover_adapters(site: Site, run: Run, weightcast: Command) -> None:
+    engine = VLLM()
+    host = site.host(run, engine)
+    run.publish_adapter()
+    host.step()
+    host.sync.close()
+    words = ("local", "verify", "--local", host.local, "--json")
+    assert weightcast(*words).code == 0
+    for place in ("math-v000001", ".follow/math"):
+        flip(host.local / "adapters" / place / "adapter_model.safetensors")
+    done = weightcast(*words)
+    files = [fault["file"] for fault in done.json["faults"]]
+    assert done.code == 3 and all(file.startswith("adapters/") for file in files) and len(files) >= 2
+    done = weightcast(*words, "--repair", "--channel", run.channel, "--base", run.base_dir)
+    assert done.code == 0 and done.json["intact"]
+    host.start()
+    assert host.step().ready and engine.loaded == expected(run, "math@1")
 
 
 def test_a_flipped_bit_in_what_is_followed_is_repaired_before_an_export(site: Site, run: Run) -> None:
@@ -187,9 +276,7 @@ def test_a_flipped_bit_in_what_is_followed_is_repaired_before_an_export(site: Si
     host.step()
     host.sync.close()
     weights = host.local / "adapters" / ".follow" / "math" / "adapter_model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-3] ^= 4
-    weights.write_bytes(data)
+    flip(weights)
     (host.local / "adapters" / "math-v000001" / "adapter_model.safetensors").unlink()
     host.start()
     host.step()
@@ -204,15 +291,13 @@ def test_a_copy_with_a_flipped_bit_is_not_exported(site: Site, run: Run) -> None
     label = run.publish_adapter()
     spoiled = list[Path]()
 
-    def flip(name: str, where: Path | None) -> None:
+    def spoil(name: str, where: Path | None) -> None:
         if name == "adapter.copied" and where is not None and not spoiled:
             weights = where / "adapter_model.safetensors"
             spoiled.append(weights)
-            data = bytearray(weights.read_bytes())
-            data[-3] ^= 4
-            weights.write_bytes(data)
+            flip(weights)
 
-    watch(flip)
+    watch(spoil)
     try:
         assert not host.step().ready
     finally:
@@ -297,16 +382,115 @@ def test_adapters_that_are_switched_off_are_taken_away(site: Site, run: Run) -> 
 
 def test_an_engine_that_is_full_is_named(site: Site, run: Run) -> None:
     engine = SGLang()
-    engine.most_adapters = 1
+    engine.limits = {"max_loaded_loras": 1}
     host = site.host(run, engine)
     for name in ("math", "code"):
         run.publish_adapter(name)
-    assert not host.step().ready
+    assert not host.step().ready and len(engine.loaded) == 1
     assert "--max-loaded-loras" in json.dumps(host.status.by_name(), default=str)
-    engine.most_adapters = 2
-    host.clock.at += 61
-    host.step()
+    engine.restart()
+    engine.limits = {"max_loaded_loras": 2}
     assert host.step().ready and len(engine.loaded) == 2
+
+
+@pytest.mark.parametrize("engine_class", [VLLM, SGLang])
+def test_an_adapter_that_cannot_fit_is_refused_before_it_is_loaded(
+    site: Site, run: Run, engine_class: type[VLLM | SGLang]
+) -> None:
+    engine = engine_class()
+    modules = "target_modules" if engine_class is VLLM else "lora_target_modules"
+    engine.limits = {"max_lora_rank": 16, modules: ["k_proj", "o_proj"]}
+    host = site.host(run, engine)
+    run.publish_adapter("wide", r=8, rank_pattern={"o_proj": 32})
+    run.publish_adapter("other", target_modules=["o_proj", "up_proj"])
+    run.publish_adapter("fits", r=16, target_modules=["model.layers.0.q_proj", "o_proj"])
+    assert not host.step().ready
+    found = {one.name: f"{one.error}; {one.remedy}" for one in host.status.adapters}
+    assert "adapter/wide has rank 32, the engine was started with --max-lora-rank 16" in found["wide"]
+    assert "adapter/other adapts gate_up_proj" in found["other"]
+    assert len([path for path in engine.paths() if "lora" in path]) == 1
+    assert engine.loaded == expected(run, "fits@1")
+    engine.restart()
+    engine.limits = {"max_lora_rank": 32}
+    assert host.step().ready and len(engine.loaded) == 3
+
+
+def test_an_engine_keeps_as_many_versions_as_it_has_room_for(site: Site, run: Run) -> None:
+    engine = VLLM()
+    engine.limits = {"max_cpu_loras": 3}
+    host = site.host(run, engine)
+    for name in ("math", "code"):
+        for _ in range(2):
+            run.publish_adapter(name)
+            host.step()
+            host.clock.at += GRACE_SECONDS + 1
+    assert host.step().ready and engine.loaded == expected(run, "math@2", "code@2")
+
+
+def test_a_full_engine_drops_no_version_that_requests_may_use(site: Site, run: Run) -> None:
+    engine = SGLang()
+    engine.most_adapters, engine.limits = 2, {"max_loaded_loras": 2}
+    host = site.host(run, engine, adapters_kept=3)
+    for _ in range(2):
+        run.publish_adapter()
+        host.step()
+    engine.calls.clear()
+    label = run.publish_adapter()
+    assert host.step().ready and only(host).loaded == (2, 1)
+    assert "no room for adapter/math" in only(host).error and "--max-loaded-loras" in only(host).remedy
+    assert engine.loaded == expected(run, "math@1", "math@2")
+    host.clock.at += GRACE_SECONDS + 1
+    assert host.step().ready and engine.loaded == expected(run, "math@2", label)
+    assert [path for path in engine.paths() if "lora" in path] == [
+        "/unload_lora_adapter",
+        "/load_lora_adapter",
+    ]
+
+
+def test_a_plain_name_moves_to_the_newest_version(site: Site, run: Run, tmp_path: Path) -> None:
+    """Also an old adapter that somebody else loaded under it is never served as the run's."""
+    engine = VLLM()
+    engine.adapters["math"] = str(tmp_path), "stale"
+    host = site.host(run, engine, adapters_plain_names=True)
+    for number in range(1, 4):
+        label = run.publish_adapter()
+        assert host.step().ready
+        assert engine.loaded["math"] == engine.loaded[label] == run.adapters[label], number
+    host.clock.at += GRACE_SECONDS + 1
+    host.step()
+    assert engine.loaded == {"math": run.adapters[label], **expected(run, "math@2", "math@3")}
+    host.restart()
+    engine.calls.clear()
+    assert host.step().ready and not [path for path in engine.paths() if "lora" in path]
+    engine.script(LOAD, Answer(500, {"error": {"message": "refused"}}))
+    run.publish_adapter()
+    assert host.step().ready and engine.loaded["math"] == run.adapters[label]
+    run.publish()
+    assert not host.step().ready and engine.loaded == {}
+    label = run.publish_adapter()
+    assert host.step().ready and engine.loaded == {"math": run.adapters[label], **expected(run, label)}
+    run.retire("math")
+    host.step()
+    assert "math" not in engine.loaded
+
+
+def test_a_plain_name_that_was_not_loaded_is_loaded_later(site: Site, run: Run) -> None:
+    engine = VLLM()
+    host = site.host(run, engine, adapters_plain_names=True)
+    label = run.publish_adapter()
+    engine.script(LOAD, engine.behave, Answer(500, {"error": {"message": "no memory"}}))
+    assert host.step().ready and "no memory" in only(host).error
+    assert engine.loaded == expected(run, label)
+    host.clock.at += 61
+    assert host.step().ready and engine.loaded == {"math": run.adapters[label], label: run.adapters[label]}
+
+
+def test_plain_names_are_refused_with_an_engine_that_cannot_move_them(
+    site: Site, run: Run, weightcast: Command
+) -> None:
+    words = ("--channel", run.channel, "--local", site.root / "host", "--adapters-plain-names")
+    done = weightcast("subscriber", "run", *words, "--engine", site.option(SGLang()))
+    assert done.code == 2 and "--adapters-plain-names" in done.err and "--gate" in done.err
 
 
 def test_a_refused_version_leaves_the_one_before(site: Site, run: Run) -> None:

@@ -610,6 +610,8 @@ class TestChoice:
         assert hosts.changes == before + 2
         refusal = hosts.choose(Conditions(), (), asked)
         assert isinstance(refusal, NotAdmitted) and refusal.status == 503
+        hosts.refused(first, 503, {"error": "of math this host serves none now", "served": 7, "target": 7})
+        assert first.version == 7, "it serves the model itself"
 
     def test_a_host_that_fails_is_left_out_for_a_bounded_time(self, hosts: Hosts) -> None:
         host = hosts.by_url["http://h0"]

@@ -49,6 +49,34 @@ def test_all_hosts_hold_a_version_while_the_engine_reads_it(site: Site, kind: ty
     assert len(engine.reads) == 3, "the same bytes are not read again"
 
 
+def test_an_adapter_is_loaded_once_all_hosts_have_exported_it(site: Site) -> None:
+    run, engine = site.run(), Copies()
+    group = Group(site, run, engine).start()
+    group.await_served(0)
+
+    def loaded(*versions: int) -> bool:
+        return any(one.loaded == versions for one in group.leader.status.adapters)
+
+    def at_the_member() -> list[str]:
+        return sorted(path.name for path in (group.member.local / "adapters").glob("*-v*"))
+
+    run.publish_adapter()
+    wait_until(lambda: loaded(1) and group.leader.status.ready, SECONDS)
+    group.member.stop()
+    run.publish_adapter()
+    wait_until(lambda: any("127.0.0.1" in one.error for one in group.leader.status.adapters), SECONDS)
+    assert engine.adapters.keys() == {"math@1"} and loaded(1)
+    group.member.start()
+    wait_until(lambda: loaded(2, 1), SECONDS)
+    assert at_the_member() == ["math-v000001", "math-v000002"]
+    run.publish()
+    wait_until(lambda: engine.held == run.digest(1) and not engine.adapters, SECONDS)
+    run.publish_adapter()
+    wait_until(lambda: loaded(3) and group.serves(1), SECONDS)
+    wait_until(lambda: at_the_member() == ["math-v000003"], SECONDS)
+    assert all(len(each) == 1 and "" not in each for each in engine.loads_of_adapters)
+
+
 def test_a_newer_version_during_the_reload_moves_nobody(site: Site) -> None:
     run, engine = site.run(), Copies()
     group = Group(site, run, engine).start()

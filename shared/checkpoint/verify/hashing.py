@@ -275,6 +275,11 @@ class Scrub:
         finally:
             self.status = replace(self.status, done_bytes=self._done, total_bytes=local.table.nbytes)
 
+    def fault(self, message: str) -> None:
+        """Found here, or by who reads other files in the background."""
+        faults = self.status.faults + 1
+        self.status = replace(self.status, faults=faults, last_fault=message, last_fault_at=self._now())
+
     def _may_read(self) -> bool:
         return self._credit.left > 0 or (self._reading is not None and self._reading.hurried)
 
@@ -337,8 +342,7 @@ class Scrub:
             return
         name, position = local.table[reading.tensor].name, local.state.position
         message = f"{local.directory}: {name} is no longer that of version {position.version}"
-        faults = self.status.faults + 1
-        self.status = replace(self.status, faults=faults, last_fault=message, last_fault_at=self._now())
+        self.fault(message)
         raise Differs(message, position, (name,), whole=False)
 
 
