@@ -125,29 +125,50 @@ class Llama(nn.Module):
 
 
 class Mixture(nn.Module):
-    """The experts' gates and ups in one parameter, their downs in another."""
+    """The experts' gates and ups in one parameter, their downs in another. A rank has some of the experts
+    (`by` "experts") or a slice of each. `packed`: the checkpoint has all experts in one tensor, transposed.
+    """
 
-    def __init__(self, experts: int, inner: int = 8, hidden: int = 16) -> None:
+    def __init__(
+        self, experts: int, rank: int = 0, ranks: int = 1, *, by: str = "experts", packed: bool = False
+    ) -> None:
         super().__init__()
-        self._inner = inner
-        self.up = nn.Parameter(torch.zeros(experts, 2 * inner, hidden), requires_grad=False)
-        self.down = nn.Parameter(torch.zeros(experts, hidden, inner), requires_grad=False)
+        self._packed, share = packed, (ranks, 1) if by == "experts" else (1, ranks)
+        own, inner = experts // share[0], 8 // share[1]
+        self._experts = range(rank * own, (rank + 1) * own) if share[0] > 1 else range(experts)
+        self._slice = slice(rank * inner, (rank + 1) * inner) if share[1] > 1 else slice(None)
+        self.up = nn.Parameter(torch.zeros(own, 2 * inner, 16), requires_grad=False)
+        self.down = nn.Parameter(torch.zeros(own, 16, inner), requires_grad=False)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
-            number, kind = name.split(".")
-            if kind == "down":
-                self.down.data[int(number)].copy_(tensor)
+            if self._packed:
+                turned = tensor.transpose(1, 2)
+                parts = {"down": turned} if name == "down" else dict(zip(("gate", "up"), turned.chunk(2, 1)))  # noqa: B905
+                for kind, part in parts.items():
+                    for number, expert in enumerate(self._experts):
+                        self._put(number, kind, part[expert])
             else:
-                at = 0 if kind == "gate" else self._inner
-                self.up.data[int(number)].narrow(0, at, self._inner).copy_(tensor)
+                expert, kind = name.split(".")
+                if int(expert) in self._experts:
+                    self._put(self._experts.index(int(expert)), kind, tensor)
+
+    def _put(self, number: int, kind: str, part: Tensor) -> None:
+        if kind == "down":
+            self.down.data[number].copy_(part[:, self._slice])
+        else:
+            gate, up = self.up.data[number].chunk(2)
+            (gate if kind == "gate" else up).copy_(part[self._slice])
 
     @classmethod
-    def checkpoint(cls, experts: int, inner: int = 8, hidden: int = 16) -> dict[str, Tensor]:
+    def checkpoint(cls, experts: int, *, packed: bool = False) -> dict[str, Tensor]:
         random = torch.Generator().manual_seed(experts)
-        shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-        names = [(number, kind) for number in range(experts) for kind in shapes]
-        return {f"{n}.{kind}": torch.randn(shapes[kind], generator=random) for n, kind in names}
+        if packed:
+            shapes = {"gate_up": (experts, 16, 16), "down": (experts, 8, 16)}
+        else:
+            kinds = {"gate": (8, 16), "up": (8, 16), "down": (16, 8)}
+            shapes = {f"{n}.{kind}": shape for n in range(experts) for kind, shape in kinds.items()}  # type: ignore[misc]
+        return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
 
 
 class ToyEngine:
@@ -156,6 +177,7 @@ class ToyEngine:
     def __init__(self, model: nn.Module, directory: Path) -> None:
         self.model, self.directory = model, directory
         self.refused: dict[int, str] = {}
+        self.packing: dict[int, Tensor] = {}
         self.said: str | None = None
         self.failures = 0
         """so many of the next synchronisations fail"""
@@ -173,6 +195,9 @@ class ToyEngine:
 
     def refusals(self) -> Mapping[int, str]:
         return self.refused
+
+    def orders(self) -> Mapping[int, Tensor]:
+        return self.packing
 
     def at_rest(self) -> AbstractContextManager[None]:
         return nullcontext()

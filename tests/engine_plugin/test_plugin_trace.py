@@ -66,9 +66,9 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, str, Tensor], object], Tensor, str
         "places in memory",
     ),
     "by its storage": (lambda m, n, t: t.untyped_storage() and m.w.data.copy_(t), W, "looked into"),
-    "transposed in part": (
-        lambda m, n, t: m.w.data[:, :5].copy_(t.t()),
-        W.t()[:5].contiguous(),
+    "turned over": (
+        lambda m, n, t: m.w.data.view(8, 3, 2).permute(2, 1, 0).copy_(t.view(2, 3, 8)),
+        W,
         "another order",
     ),
     "scaled": (lambda m, n, t: m.w.data.copy_(t * 2), W, "computed from it"),
@@ -113,6 +113,9 @@ TAKEN: dict[str, Callable[[nn.Module, str, Tensor], object]] = {
     "without data": lambda m, n, t: m.w.copy_(t),
     "transposed": lambda m, n, t: m.w.data.view(8, 6).copy_(t.t()),
     "transposed there": lambda m, n, t: m.w.data.view(8, 6).t().copy_(t),
+    "halves of it, transposed": lambda m, n, t: [
+        half.copy_(part.t()) for half, part in zip(m.w.data.view(8, 6).chunk(2), t.chunk(2, 1), strict=True)
+    ],
     "by rows": lambda m, n, t: [m.w.data[row].copy_(t[row]) for row in range(6)],
     "by columns": lambda m, n, t: [m.w.data.narrow(1, c, 4).copy_(t.narrow(1, c, 4)) for c in (0, 4)],
     "by chunks": lambda m, n, t: [a.copy_(b) for a, b in zip(m.w.chunk(3), t.chunk(3), strict=True)],

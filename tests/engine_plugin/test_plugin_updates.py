@@ -58,6 +58,34 @@ def test_twenty_updates_are_a_fresh_load(tmp_path: Path, dtype: torch.dtype, ran
     assert set(told["refused"]) == refused and told["next"] is None and not told["changed"]
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["one by one", "packed"])
+@pytest.mark.parametrize("by", ["experts", "slices"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_are_patched_on_the_ranks_that_hold_them(
+    tmp_path: Path, ranks: int, by: str, packed: bool
+) -> None:
+    def host(tensors: dict[str, torch.Tensor], room: Path) -> ToyHost:
+        return ToyHost(
+            [Mixture(6, rank, ranks, by=by, packed=packed) for rank in range(ranks)], tensors, room
+        )
+
+    base = Mixture.checkpoint(6, packed=packed)
+    engine = host(base, tmp_path)
+    engine.run("hold", 0, root(0), "0")
+    assert engine.run("state")["refused"] == {}
+    for version in range(1, 6):
+        target = some_changed(base, version)
+        engine.update(write_patch(engine.patches, base, target, version), str(version))
+        base = target
+    assert engine.live() == host(base, tmp_path / "fresh").live()
+    assert engine.run("digest", None, 0, 100)["lanes"] == {name: lanes(base[name]) for name in base}
+    before, target = engine.live(), {name: tensor.clone() for name, tensor in base.items()}
+    (target["down"][5] if packed else target["5.down"]).add_(1)
+    engine.update(write_patch(engine.patches, base, target, 6), "6")
+    touched = [now != then for now, then in zip(engine.live(), before, strict=True)]
+    assert touched == [by == "slices" or rank == ranks - 1 for rank in range(ranks)]
+
+
 def test_what_slices_cut_inside_a_word_of_the_digest_is_refused_by_name(tmp_path: Path) -> None:
     host = llama_host(tmp_path, torch.float8_e4m3fn, 4)
     assert host.run("state")["refused"] == {

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from patch_writer import bytes_of, root, some_changed, write_checkpoint, write_patch
-from plugin_models import Ranks
+from patch_writer import bytes_of, lanes, root, some_changed, write_checkpoint, write_patch
+from plugin_models import Mixture, Ranks
 from torch import Tensor, nn
 from weightcast_engine.update.front import Front
 from weightcast_engine.update.rank import Answer, EngineRank, Order
@@ -144,6 +144,80 @@ def test_8_bit_floats_and_their_scales_are_refused_by_name_and_the_rest_is_patch
     for name in ("embed.weight", "norm.weight"):
         assert vllm.live()[name] == bytes_of(target[name]).tobytes() != before[name]
     assert vllm.live()["proj.weight"] == before["proj.weight"]
+
+
+class UnquantizedFusedMoEMethod:
+    """Named as vLLM's."""
+
+    def __init__(self) -> None:
+        self.unquantized_backend = SimpleNamespace(name="FLASHINFER_CUTLASS", value="FlashInfer CUTLASS")
+        packs = SimpleNamespace(process_weights_after_loading=lambda layer: None)
+        self.moe_kernel = SimpleNamespace(fused_experts=packs)
+
+
+class Experts(Mixture):
+    """As vLLM keeps those that it packs."""
+
+    moe_config, activation = SimpleNamespace(), "silu"
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.quant_method = UnquantizedFusedMoEMethod()
+        self.w13_weight, self.w2_weight = (self._parameters.pop(name) for name in ("up", "down"))
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__({"up": "w13_weight", "down": "w2_weight"}.get(name, name))
+
+
+def halves_exchanged(weight: Tensor) -> Tensor:
+    return weight.unflatten(1, (2, -1)).flip(1).flatten(1, 2)
+
+
+PACKINGS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "halves exchanged": (halves_exchanged, True),
+    "interleaved pairs": (lambda weight: weight.unflatten(2, (-1, 2)).transpose(1, 2).contiguous(), True),
+    "doubled": (lambda weight: weight * 2, False),
+    "a row twice": (lambda weight: torch.cat((weight[:, :1], weight[:, :-1]), 1), False),
+    "experts exchanged": (lambda weight: weight.flip(0), False),
+    "padded": (lambda weight: nn.functional.pad(weight, (0, 8)), False),
+}
+
+
+@pytest.mark.parametrize("case", PACKINGS)
+def test_packed_experts_are_patched_where_packing_only_moves_elements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    pack, moves = PACKINGS[case]
+    packer = ModuleType("vllm.model_executor.layers.fused_moe.oracle.unquantized")
+
+    def convert(backend: object, *, moe_config: object, w13_weight: Tensor, w2_weight: Tensor) -> object:
+        return pack(w13_weight), w2_weight
+
+    packer.convert_to_unquantized_kernel_format = convert  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, packer.__name__, packer)
+
+    def packed(tensors: dict[str, Tensor]) -> Experts:
+        model = Experts()
+        model.load_weights(tensors.items())
+        model.w13_weight.data = pack(model.w13_weight.data).reshape(len(model.w13_weight), 16, -1)
+        return model
+
+    tensors = Mixture.checkpoint(4)
+    vllm = Vllm(tmp_path, packed(tensors), tensors)
+    vllm.run("hold", 0, root(0), "0")
+    refused = vllm.run("state")["refused"]
+    if not moves:
+        assert set(refused) == set(tensors), refused
+        assert "belongs to , whose experts are packed for FlashInfer CUTLASS" in refused.values()
+        return
+    assert refused == {}
+    file, target = vllm.patch(*tensors)
+    vllm.run("check", file)
+    vllm.run("pause", "wait")
+    vllm.run("apply", file, "1")
+    wanted = packed(target)
+    assert vllm.live() == {name: bytes_of(one).tobytes() for name, one in wanted.named_parameters()}
+    assert vllm.run("digest", None, 0, 100)["lanes"] == {name: lanes(one) for name, one in target.items()}
 
 
 def offload(

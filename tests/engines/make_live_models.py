@@ -119,7 +119,7 @@ def main(directory: Path) -> None:
         DeepseekV2ForCausalLM,
     )
     # a released SGLang computes these in float32 on a CPU, shared experts with Triton only
-    experts = Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16)
+    experts = Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=32)
     save(directory / "experts-fp32", experts, Qwen3MoeForCausalLM, torch.float32)
     save(
         directory / "latent-fp32",

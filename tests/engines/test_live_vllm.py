@@ -326,24 +326,26 @@ def test_installing_the_plugin_adds_one_line_to_pip_freeze(site: Path, tmp_path:
     assert frozen("") <= frozen(str(clean))
 
 
-def test_packed_experts_are_refused_by_name_and_the_rest_is_patched(
-    site: Path, judge: FreshLoad, live_models: Path, tmp_path: Path
+@pytest.mark.parametrize(("model", "dtype"), [("experts-fp32", "float32"), ("moe", "bfloat16")])
+def test_packed_experts_are_patched(
+    site: Path, judge: FreshLoad, live_models: Path, tmp_path: Path, model: str, dtype: str
 ) -> None:
-    """A mixture of experts: versions that leave those alone are patched, the others are loaded from disk."""
-    with started(live_models / "moe", tmp_path / "room", site, "--dtype", "bfloat16") as server:
+    """Mixtures of experts (Qwen3's and Qwen2's), packed by vLLM for a CPU's kernels: tokens and memory are
+    those of a fresh load, a start, and a reload, which packs anew."""
+    with started(live_models / model, tmp_path / "room", site, "--dtype", dtype) as server:
         world = LiveWorld(server, judge, tmp_path)
-        refused = [name for name in world.tensors if ".experts." in name]
-        state = server.state()
-        assert refused and sorted(state["refused"]) == sorted(refused)[:100]
-        assert all("packed for CPU" in said for said in state["refused"].values()), state["refused"]
-        first = server.ask(LONG)
+        assert server.state()["refused"] == {} and any(".experts." in name for name in world.tensors)
+        for _ in range(3):
+            patched = patched_otherwise(world, [])
+            # the judge computes in float32, and near ties other experts than in bfloat16 are chosen
+            assert dtype == "bfloat16" or world.errors(patched) == []
         reload_from_disk(world)
-        require_same(server.ask(LONG), first)
-        patched = patched_otherwise(world, refused)
-        status, told = server.post("check", file=world.write(world.next_tensors()))
-        assert (status, told["remedy"]) == (422, "reload this version from disk")
-        assert told["tensor"] in refused
-        require_same_from_disk(world, patched)
+        require_same(server.ask(LONG), patched)
+        assert server.state()["refused"] == {}
+        patched = patched_otherwise(world, [])
+        save_file(world.tensors, server.model / "model.safetensors", {"format": "pt"})
+        server.restart()
+        require_same(server.ask(LONG), patched)
 
 
 def test_latent_attention_is_patched_where_its_parts_are_views(

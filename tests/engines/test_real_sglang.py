@@ -77,8 +77,10 @@ class SGLangServer(Server):
     """`sglang.launch_server` with the plugin installed beside it and its loader allowed."""
 
     def __init__(self, local: Path, room: Path, site: Path, spread: str, *words: str) -> None:
-        """`spread`: over `two ranks`, or empty. `words`: more of its command."""
+        """`spread`: over `two ranks`, `two ranks of experts` that have different ones, or empty. `words`: more
+        of its command."""
         self._ranks, self._more_words = 2 if spread else 1, words
+        self._expert_ranks = 2 if spread.endswith("experts") else 1
         self._plugin = {
             "PYTHONPATH": str(site),
             "WEIGHTCAST_PATCH_DIR": str(local / ".weightcast" / "engine"),
@@ -110,7 +112,7 @@ class SGLangServer(Server):
             *("--custom-weight-loader", LOADER),
             # it warms up with English words, which the models' vocabulary does not have
             *("--skip-server-warmup", "--tp", str(self._ranks)),
-            *self._more_words,
+            *("--ep-size", str(self._expert_ranks), *self._more_words),
         ]
         return Process.start(self._log, command, self._environment())
 
@@ -514,6 +516,17 @@ def test_latent_attention_is_patched_with_its_copies(
             assert world.live["way"] == "live", world.live
             after = require_copies(world, sizes)
             assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+            require_resident(world)
+
+
+def test_ranks_with_different_experts_are_patched(site: Path, tmp_path: Path, judge: FreshLoad) -> None:
+    """Expert parallel, which SGLang computes on a GPU alone: memory is all that is looked at."""
+    model = make_live_models(tmp_path / "models") / EXPERTS
+    with served(tmp_path, model, site, judge, "two ranks of experts", NeverAsked) as world:
+        start_patching(world)
+        for _ in range(3):
+            world.host.wait_served(world.run.publish())
+            assert world.live["way"] == "live", world.live
             require_resident(world)
 
 

@@ -203,7 +203,7 @@ def with_mirrors(pieces: Sequence[Piece], mirrors: Sequence[Mirror]) -> Iterator
 
 def _holds(block: Block, other: Block) -> bool:
     """Whether the elements of a storage that `other` counts from lie in `block`, and all of it is one run."""
-    plain = block.rows == 1 and not block.columns
+    plain = block.rows == 1 and block.stride == 1
     return plain and block.target <= other.source and other.source_end <= block.target + block.run
 
 

@@ -73,7 +73,7 @@ class _Left:
     def ready(self) -> _Ready:
         flat = self.piece.flat
         elements, words = _chosen(self.piece.block, self.change, self.start, self.stop, flat.device)
-        places = _places(self.piece.block, elements)
+        places = self.piece.places(elements)
         return _Ready(flat, places, words, flat.gather(0, places))
 
 
@@ -106,7 +106,7 @@ class LiveUpdate:
             return (*Lanes(), *Lanes())
         near, numbers, at = _neighbours(part.piece, part.change.form, elements)
         lay = near.view(-1).gather(0, at)
-        self._keep(part, _Ready(part.piece.flat, _places(part.piece.block, elements), words, lay))
+        self._keep(part, _Ready(part.piece.flat, part.piece.places(elements), words, lay))
         old = sums(near.view(torch.int64).reshape(-1), numbers)
         near.view(-1).scatter_(0, at, words)
         return (*old, *sums(near.view(torch.int64).reshape(-1), numbers))
@@ -160,7 +160,7 @@ def _neighbours(piece: Piece, form: Form, elements: Tensor) -> tuple[Tensor, Ten
     numbers, row = torch.unique_consecutive(elements // per_word, return_inverse=True)
     wanted = numbers.unsqueeze(1) * per_word + torch.arange(per_word, device=flat.device)
     beyond = wanted >= form.elements
-    places = _places(piece.block, wanted.clamp_(max=form.elements - 1))
+    places = piece.places(wanted.clamp_(max=form.elements - 1))
     near = flat.gather(0, places.reshape(-1)).reshape(wanted.shape).masked_fill_(beyond, 0)
     return near, numbers, row * per_word + elements % per_word
 
@@ -170,52 +170,35 @@ def _chosen(
 ) -> tuple[Tensor, Tensor]:
     """Elements and new words of those changes [start, stop) that lie in the block."""
     elements, words = change.elements(start, stop, device), change.words[start:stop].to(device)
-    if block.rows == 1:
+    if block.key[1] == 1:
         return elements, words
     inside = (elements - block.source) % block.source_step < block.run
     return elements[inside], words[inside]
-
-
-def _places(block: Block, elements: Tensor) -> Tensor:
-    """In the storage, of elements that lie in the block."""
-    if block.rows == 1 and not block.columns:
-        return elements + (block.target - block.source)
-    far = elements - block.source
-    row = far // block.source_step
-    far.sub_(row * block.source_step)
-    if block.columns:
-        down = far // block.columns
-        far.sub_(down * block.columns).mul_(block.run // block.columns).add_(down)
-    return far.add_(row.mul_(block.target_step)).add_(block.target)
 
 
 def resident(piece: Piece, form: Form) -> Iterator[tuple[int, Lanes]]:
     """8-byte words and sums of a whole piece, in several parts which add up."""
     block, per_word = piece.block, form.per_word
     if block.rows == 1:
-        whole = max(1, block.columns) * per_word
-        step = max(1, PIECE * per_word // whole) * whole
-        for start in range(0, block.run, step):
-            yield _summed(piece, form, 0, 1, start, min(start + step, block.run))
+        for start in range(0, block.run, PIECE * per_word):
+            yield _summed(piece, form, 0, 1, start, min(start + PIECE * per_word, block.run))
         return
-    rows = max(1, PIECE * per_word // block.run)
+    # words may be over the end of a row that the next one follows
+    rows = max(1, PIECE // block.run) * per_word
     for row in range(0, block.rows, rows):
         yield _summed(piece, form, row, min(row + rows, block.rows), 0, block.run)
 
 
 def _summed(piece: Piece, form: Form, row: int, end: int, start: int, stop: int) -> tuple[int, Lanes]:
-    """Elements [start, stop) of the runs of rows [row, end): whole columns where these are transposed."""
+    """Elements [start, stop) of the runs of rows [row, end)."""
     block, per_word = piece.block, form.per_word
-    count = -(-(stop - start) // per_word)
-    words = torch.zeros(end - row, count * per_word, dtype=piece.flat.dtype, device=piece.flat.device)
-    columns = block.columns or stop - start
-    down, below = (1, block.run // columns) if block.columns else (0, 1)
-    seen = piece.flat.as_strided(
-        (end - row, (stop - start) // columns, columns),
-        (block.target_step, down, below),
-        block.target + row * block.target_step + (start // columns if block.columns else start),
-    )
-    words[:, : stop - start].unflatten(1, (-1, columns)).copy_(seen)
-    first = torch.arange(row, end, device=words.device) * block.source_step + (block.source + start)
-    numbers = (first // per_word).unsqueeze(1) + torch.arange(count, device=words.device)
+    seen = piece.runs(row, end, start, stop)
+    if block.source_step == block.run:
+        seen = seen.reshape(1, -1)
+    count = -(-seen.shape[1] // per_word)
+    words = torch.zeros(len(seen), count * per_word, dtype=seen.dtype, device=seen.device)
+    words[:, : seen.shape[1]] = seen
+    first = torch.arange(row, row + len(seen), device=words.device) * block.source_step
+    numbers = (first.add_(block.source + start) // per_word).unsqueeze(1)
+    numbers = numbers + torch.arange(count, device=words.device)
     return numbers.numel(), sums(words.view(torch.int64).reshape(-1), numbers.reshape(-1))

@@ -1,8 +1,8 @@
 """Which elements of a checkpoint's tensor lie where in an engine's storage: arithmetic, no IO, no torch.
 
 A *block* is a run of neighbouring elements, repeated with one step in the checkpoint's tensor and another in
-the storage: a row block of a tensor (one run), a column block (a run per row). A run may lie in the storage
-as a matrix that is transposed. Everything counts elements.
+the storage: a row block of a tensor (one run), a column block (a run per row). In the storage the elements of
+a run may have a stride: a matrix that is transposed, or a part of one. Everything counts elements.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise, product
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from weightcast_engine.update.elements import INTEGERS
 
 MOST_BLOCKS = 4096
 """of one copy: what is more scattered is not patched"""
+_MOST_PAIRS = 1 << 16
+"""of blocks that are compared to tell whether all are disjoint"""
 
 Key = tuple[int, int, int, int]
 """source, rows, source_step, run: which elements, wherever they lie"""
@@ -34,19 +36,19 @@ class Block:
     source_step: int
     target_step: int
     run: int
-    columns: int = 0
-    """of a transposed run, as [columns, run // columns]; 0: as in the checkpoint"""
+    stride: int = 1
+    """of a run's elements in the storage; other than 1 only where rows are one element apart there"""
 
     @property
     def key(self) -> Key:
-        return (self.source, self.rows, self.source_step, self.run)
+        return _key(self.source, self.rows, self.source_step, self.run)
 
     @property
     def place(self) -> Key:
         """Its elements in the storage, as `key` gives those of the checkpoint's tensor."""
-        if self.target_step == self.run:
-            return (self.target, 1, self.elements, self.elements)
-        return (self.target, self.rows, self.target_step, self.run)
+        if self.stride != 1:
+            return _key(self.target, self.run, self.stride, self.rows)
+        return _key(self.target, self.rows, self.target_step, self.run)
 
     @property
     def elements(self) -> int:
@@ -55,6 +57,10 @@ class Block:
     @property
     def source_end(self) -> int:
         return self.source + (self.rows - 1) * self.source_step + self.run
+
+
+def _key(start: int, rows: int, step: int, run: int) -> Key:
+    return (start, 1, rows * run, rows * run) if step == run else (start, rows, step, run)
 
 
 class Scattered(ValueError):
@@ -82,28 +88,20 @@ def blocks_of(source: View, target: View) -> tuple[Block, ...]:
     ]
     _check_apart(dims)
     dims = _merged(sorted(dims, key=lambda dim: -dim[1]))
-    run, columns = _run(dims)
+    run, stride = 1, 1
+    if dims and dims[-1][1] == 1:
+        run, _, stride = dims.pop()
     rows, near, far = dims.pop() if dims else (1, run, run)
     if math.prod(length for length, _, _ in dims) > MOST_BLOCKS or run == 1 < rows:
         raise Scattered("is laid out in another order than in the checkpoint")
+    if stride != 1 and far != 1 < rows:
+        raise Scattered("has its dimensions in another order than in the checkpoint")
     starts = _starts(dims, source.offset, target.offset)
-    return tuple(Block(first, place, rows, near, far, run, columns) for first, place in starts)
+    return tuple(Block(first, place, rows, near, far, run, stride) for first, place in starts)
 
 
 _Dims = list[tuple[int, int, int]]
 """length, step in the source, step in the target"""
-
-
-def _run(dims: _Dims) -> tuple[int, int]:
-    """Takes the last dimensions away that are a run: its elements, and its columns where it is transposed."""
-    if dims and dims[-1][1:] == (1, 1):
-        return dims.pop()[0], 0
-    if len(dims) > 1:
-        (rows, near, far), (columns, beside, below) = dims[-2:]
-        if (near, far, beside, below) == (columns, 1, 1, rows):
-            del dims[-2:]
-            return rows * columns, columns
-    return 1, 0
 
 
 def _check_apart(dims: _Dims) -> None:
@@ -137,36 +135,43 @@ def _starts(dims: _Dims, source: int, target: int) -> Iterator[tuple[int, int]]:
 def on_whole_words(key: Key, per_word: int, elements: int) -> bool:
     """Whether no 8-byte word of the tensor is partly in the block: the last word ends with the tensor."""
     source, rows, step, run = key
-    end = source + (rows - 1) * step + run
-    whole_run = run % per_word == 0 or (rows == 1 and end == elements)
+    whole_run = run % per_word == 0 or (rows == 1 and _end(key) == elements)
     return source % per_word == 0 and whole_run and (rows == 1 or step % per_word == 0)
 
 
 def tile(keys: Sequence[Key], elements: int) -> bool:
     """Whether these different blocks hold every element exactly once. False where that takes longer to tell
     than it is worth."""
-    ends = all(source + (rows - 1) * step + run <= elements for source, rows, step, run in keys)
+    ends = all(_end(key) <= elements for key in keys)
     return ends and sum(rows * run for _, rows, _, run in keys) == elements and disjoint(keys)
 
 
 def disjoint(keys: Iterable[Key]) -> bool:
-    ordered = sorted(keys)
-    flat = all(one[1] == 1 for one in ordered)
-    pairs: Iterable[tuple[Key, Key]] = pairwise(ordered)
-    if not flat:
-        if len(ordered) > 256:
-            return False
-        pairs = combinations(ordered, 2)
-    return all(_apart(one, other) for one, other in pairs)
+    """False, too, where that takes longer to tell than it is worth."""
+    ordered, pairs = sorted(keys), 0
+    for at, one in enumerate(ordered, 1):
+        while at < len(ordered) and ordered[at][0] < _end(one):
+            pairs += 1
+            if pairs > _MOST_PAIRS or not _apart(one, ordered[at]):
+                return False
+            at += 1
+    return True
+
+
+def _end(key: Key) -> int:
+    source, rows, step, run = key
+    return source + (rows - 1) * step + run
 
 
 def _apart(one: Key, other: Key) -> bool:
-    """`one` begins first. Blocks of one step are apart when their columns are, or their rows."""
-    if one[0] + (one[1] - 1) * one[2] + one[3] <= other[0]:
+    """`one` begins first. Blocks of one step are apart when their columns are, or their rows; so is a single
+    run between the rows of a block."""
+    if _end(one) <= other[0]:
         return True
-    step = one[2]
-    if one[1] == 1 or other[1] == 1 or step != other[2]:
+    steps = {key[2] for key in (one, other) if key[1] > 1}
+    if len(steps) != 1:
         return False
+    [step] = steps
     left, right = one[0] % step, other[0] % step
     within = left + one[3] <= step and right + other[3] <= step
     return within and (left + one[3] <= right or right + other[3] <= left)
@@ -179,6 +184,35 @@ class Piece:
     flat: Tensor
     """the whole storage, as integers as wide as an element"""
     block: Block
+    order: Tensor | None = None
+    """of a storage that is packed in units of one length: where each element of a unit is in it"""
+
+    def places(self, elements: Tensor) -> Tensor:
+        """In the storage, of elements of the tensor that are in the block."""
+        block = self.block
+        far = elements - block.source
+        if block.rows > 1 or block.stride != 1:
+            row = far // block.source_step
+            far.sub_(row * block.source_step).mul_(block.stride).add_(row.mul_(block.target_step))
+        return self._packed(far.add_(block.target))
+
+    def runs(self, row: int, end: int, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the runs of rows [row, end), as a matrix."""
+        block, shape = self.block, (end - row, stop - start)
+        first = block.target + row * block.target_step + start * block.stride
+        if self.order is None:
+            return self.flat.as_strided(shape, (block.target_step, block.stride), first)
+        rows, columns = (torch.arange(length, device=self.flat.device) for length in shape)
+        places = rows.unsqueeze(1) * block.target_step + columns * block.stride + first
+        return self.flat[self._packed(places)]
+
+    def _packed(self, places: Tensor) -> Tensor:
+        """From the layout before packing to the one after."""
+        if self.order is None:
+            return places
+        unit = places // len(self.order)
+        within = self.order[places - unit * len(self.order)]
+        return unit.mul_(len(self.order)).add_(within)
 
 
 def storage(tensor: Tensor) -> int:

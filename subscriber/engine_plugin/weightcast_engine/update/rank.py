@@ -17,11 +17,12 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weightcast_engine import FORMAT, VERSION
 from weightcast_engine.loader.derived import (
@@ -122,6 +123,10 @@ class EngineHere(ABC):
             if reason is not None:
                 found |= {storage(weight): f"belongs to {name}, {reason}" for weight in module.parameters()}
         return found
+
+    def orders(self) -> Mapping[int, Tensor]:
+        """Of packed storages: where each element of a unit is after packing (`places.Piece`)."""
+        return {}
 
     def at_rest(self) -> AbstractContextManager[None]:
         """What a loader of this engine expects around it."""
@@ -452,7 +457,9 @@ def _mapped(engine: EngineHere, forms: Mapping[str, Form]) -> tuple[Map, Sequenc
         **memory_shared(engine.model),
         **engine.refusals(),
     }
+    orders = engine.orders()
     for name, pieces in list(found.pieces.items()):
+        found.pieces[name] = tuple(replace(one, order=orders.get(storage(one.flat))) for one in pieces)
         reasons = [stored[key] for key in (storage(piece.flat) for piece in pieces) if key in stored]
         if reasons:
             found.refuse(name, reasons[0])

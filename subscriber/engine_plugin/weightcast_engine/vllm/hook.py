@@ -10,16 +10,21 @@ they keep plain ones here, because a patch would not reach a copy.
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from weightcast_engine.update import routes
 from weightcast_engine.update.elements import misplaced
 from weightcast_engine.update.front import Controls, Front
+from weightcast_engine.update.places import storage
 from weightcast_engine.update.rank import NOT_ENDED, Answer, EngineHere, EngineRank, Order
 
 METHOD = "weightcast"
@@ -39,6 +44,9 @@ _WEIGHTLESS = frozenset({"none", "ngram", "ngram_gpu", "suffix"})
 """ways to draft without a model"""
 _PLAIN_EXPERTS = frozenset({"TRITON", "BATCHED_TRITON"})
 """which compute with experts as a checkpoint has them"""
+_EXPERTS = ("w13_weight", "w2_weight")
+_DIGIT = 128
+"""below it, floats of any dtype hold every integer"""
 
 
 def register() -> None:
@@ -95,6 +103,8 @@ class VllmEngine(EngineHere):
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
+        self._orders: dict[object, Mapping[str, Tensor]] = {}
+        """of packed experts, by backend and shapes"""
 
     @property
     def model(self) -> Any:
@@ -135,13 +145,32 @@ class VllmEngine(EngineHere):
         method = type(getattr(module, "quant_method", None)).__name__
         if method not in _PLAIN_METHODS:
             return f"which computes by {method}"
-        experts = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
-        if experts is not None and experts.name not in _PLAIN_EXPERTS:
-            return f"whose experts are packed for {experts.value}"
+        backend = _packs_for(module)
+        if backend is not None and not self._order(module):
+            return f"whose experts are packed for {backend.value}"
         # a function that closes over nothing reads the weight that it is given
         if getattr(getattr(module, "cpu_linear", None), "__closure__", None):
             return "which computes with a packed copy"
         return None
+
+    def orders(self) -> Mapping[int, Tensor]:
+        packed = [module for module in self.model.modules() if _packs_for(module) is not None]
+        return {
+            storage(getattr(module, name)): order
+            for module in packed
+            for name, order in self._order(module).items()
+        }
+
+    def _order(self, module: Any) -> Mapping[str, Tensor]:
+        """Where vLLM's own packing moves the elements of one expert; nothing where it does more than that."""
+        weights = {name: getattr(module, name, None) for name in _EXPERTS}
+        if not all(_is_dense(weight) for weight in weights.values()):
+            return {}
+        known = (_packs_for(module).name, *((one.shape, one.dtype, one.device) for one in weights.values()))
+        if known not in self._orders:
+            with suppress(Exception):  # a packing of another form, of any kind
+                self._orders[known] = _traced_order(module, weights)
+        return self._orders.setdefault(known, {})
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -154,6 +183,68 @@ class VllmEngine(EngineHere):
         # vLLM remembers weights_path, so that a call without it may read another directory
         self._worker.reload_weights(weights_path=str(self.directory))
         _pack_experts_again(self.model)
+
+
+def _packs_for(module: Any) -> Any:
+    """The backend that this module's experts are packed for, if any."""
+    backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+    return None if backend is None or backend.name in _PLAIN_EXPERTS else backend
+
+
+def _is_dense(weight: Any) -> bool:
+    return (
+        isinstance(weight, Tensor)
+        and weight.dim() == 3
+        and weight.is_contiguous()
+        and weight.untyped_storage().nbytes() == weight.nbytes
+    )
+
+
+def _traced_order(module: Any, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Packs two experts whose elements are numbered, digit by digit, and finds where each number went.
+    Raises ValueError unless every element went to one place, within its expert and in both the same."""
+    lengths = {name: weight[0].numel() for name, weight in weights.items()}
+    found = {name: torch.zeros(2, length, dtype=torch.int64) for name, length in lengths.items()}
+    digit = 1
+    while digit < 2 * max(lengths.values()):
+        numbered = {}
+        for name, weight in weights.items():
+            numbers = torch.arange(2 * lengths[name]).view(2, *weight.shape[1:])
+            numbered[name] = (numbers // digit % _DIGIT).to(weight)
+        for name, packed in _pack(module, numbered).items():
+            found[name] += packed.reshape(2, -1).to("cpu", torch.int64) * digit
+        digit *= _DIGIT
+    orders = {}
+    for name, (first, second) in found.items():
+        length = lengths[name]
+        order = torch.full((length,), -1)
+        order[first] = torch.arange(length)
+        if (order < 0).any() or not torch.equal(second, first + length):
+            raise ValueError(f"{name}: packing is not one order of every expert's elements")
+        orders[name] = order.to(weights[name].device, torch.int32)
+    return orders
+
+
+def _pack(module: Any, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """As vLLM does with the experts of this module when it has loaded them."""
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import (  # type: ignore[import-not-found]
+        convert_to_unquantized_kernel_format,
+    )
+
+    method = module.quant_method
+    made = convert_to_unquantized_kernel_format(
+        method.unquantized_backend,
+        moe_config=copy.copy(module.moe_config),
+        w13_weight=weights["w13_weight"],
+        w2_weight=weights["w2_weight"],
+    )
+    layer: Any = nn.Module()
+    layer.moe_config, layer.activation = module.moe_config, module.activation
+    for name, weight in zip(_EXPERTS, made, strict=True):
+        layer.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+    experts = copy.copy(method.moe_kernel.fused_experts)
+    experts.process_weights_after_loading(layer)
+    return {name: getattr(layer, name).detach() for name in _EXPERTS}
 
 
 def _offloads(config: Any) -> bool:
