@@ -324,29 +324,29 @@ class Quantiser:
         last = self._last.get(name)
         if last is not None and unit is not None and not (last.unit is not None and unit.equal(last.unit)):
             last = None
-        starts, digests, same = range(0, rows, step), (), set()
-        if source.device.type == "cpu":
-            digests = tuple(_digest(source[at : at + step]) for at in starts)
-            known = () if last is None else last.digests
-            same = {at for at, one, other in zip(starts, digests, known, strict=False) if one == other}
+        starts = range(0, rows, step)
+        on_host = source.device.type == "cpu"
+        digests = tuple(_digest(source[at : at + step]) for at in starts) if on_host else ()
+        known = () if last is None else last.digests
+        same = {at for at, one, other in zip(starts, digests, known, strict=False) if one == other}
         kept = None if last is None else last.codes
         parts = []
         for at in starts:
             blocks = slice(at // high, -(-(at + step) // high))
-            if at in same and kept is not None:
+            if last is not None and kept is not None and at in same:
                 parts.append((kept[at : at + step], last.scale[blocks]))
                 self.reused += min(step, rows - at) * columns
             else:
                 held = None if last is None else self.scheme.load(last.scale[blocks])
                 parts.append(self._band(name, source[at : at + step], held, unit))
-        if kept is not None and len(same) == len(starts):
+        if last is not None and kept is not None and len(same) == len(starts):
             codes, scale = kept, last.scale
         else:
-            codes, scale = (torch.cat(one) if len(one) > 1 else one[0] for one in zip(*parts, strict=True))
+            codes, scale = map(torch.cat, zip(*parts, strict=True))
         keep = bool(same) and codes.nbytes <= self._room
         self._room -= codes.nbytes if keep else 0
         self._last[name] = _Last(scale, unit, digests, codes if keep else None)
-        return (codes, scale) if unit is None else (codes, scale, unit)
+        return (codes, scale) if unit is None else (codes, scale, unit.clone())
 
     def _band(self, name: str, source: Any, held: Any, unit: Any) -> tuple[Any, Any]:
         rows, columns = source.shape
@@ -356,7 +356,7 @@ class Quantiser:
         largest = blocks.abs().amax(dim=(1, 3))
         if not bool(torch.isfinite(largest).all()):
             raise Refused(f"{name} has NaN or infinite values", remedy="check the training run")
-        scale = self._held(partial(self.scheme.scale, unit=unit), largest, held)
+        scale = self._held(lambda largest: self.scheme.scale(largest, unit), largest, held)
         divisor = scale if unit is None else scale / unit
         codes = self.scheme.codes((blocks / divisor[:, None, :, None]).view(values.shape))
         return codes[:rows, : columns // self.scheme.packed].contiguous(), self.scheme.store(scale)

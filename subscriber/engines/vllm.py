@@ -62,6 +62,10 @@ PACKED_EXPERTS = (
     "vLLM on a CPU packs experts at its start, and not at a reload, yet answers with success: use via=live, "
     "whose plugin packs them again, or restart the engine for new weights"
 )
+PACKED_INT8 = (
+    "vLLM on a CPU answers a reload of int8 layers with success and computes NaN from then on: use fp8, or "
+    "restart the engine for new weights"
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """in the configurations of mixtures of experts"""
 
@@ -154,14 +158,15 @@ class VLLM(_LoRA, Server):
         parts = _configuration(self.spec.local)
         tied = _tied(self.spec.local, parts)
         experts = any(part.get(key) for part in parts for key in _EXPERTS)
-        if not (tied or experts):
+        integers = any("'type': 'int'" in repr(part.get("quantization_config")) for part in parts)
+        if not (tied or experts or integers):
             return None
         config = _config(self._settings(self._asked, self._timeouts.control))
         device, model = (config.get(part) for part in ("device_config", "model_config"))
         if not isinstance(device, dict) or device.get("device") != "cpu":
             return None
-        if experts:
-            return PACKED_EXPERTS
+        if integers or experts:
+            return PACKED_INT8 if integers else PACKED_EXPERTS
         untied = isinstance(model, dict) and model.get("word_embeddings_untied_by_checkpoint") is True
         return None if untied else PACKED_HEAD
 

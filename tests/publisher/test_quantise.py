@@ -131,7 +131,8 @@ def test_refusals(given: Any, scheme: str, said: str) -> None:
 def test_config_names_what_is_not_quantised(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    save_file({NAME: matrix(), "model.layers.0.mlp.gate.weight": matrix()}, source / "model.safetensors")
+    names = (NAME, NAME.replace("up", "gate"), "model.layers.0.mlp.gate.weight")
+    save_file({name: matrix() for name in names}, source / "model.safetensors")
     (source / "config.json").write_text('{"model_type": "llama"}')
     (source / "tokenizer.json").write_text("{}")
     for scheme in SCHEMES:

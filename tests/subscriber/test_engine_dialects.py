@@ -499,6 +499,11 @@ def server_info(device: str, **model: object) -> Answer:
     return Answer(200, {"vllm_config": {"device_config": {"device": device}, "model_config": model}})
 
 
+INT8, FP8 = (
+    f'{{"config_groups": {{"group_0": {{"weights": {{"type": "{kind}"}}}}}}}}' for kind in ("int", "float")
+)
+
+
 def reloads(double: Double) -> int:
     return sum(call.path == "/collective_rpc" for call in double.calls)
 
@@ -516,15 +521,19 @@ def test_vllm_on_a_cpu_is_not_reloaded_with_tied_embeddings(stage: Stage, config
 
 
 @pytest.mark.parametrize(
-    "config",
-    ['{"num_experts": 4, "tie_word_embeddings": false}', '{"text_config": {"n_routed_experts": 8}}'],
+    ("config", "said"),
+    [
+        ('{"num_experts": 4, "tie_word_embeddings": false}', "via=live"),
+        ('{"text_config": {"n_routed_experts": 8}}', "via=live"),
+        (f'{{"quantization_config": {INT8}, "tie_word_embeddings": false}}', "int8"),
+    ],
 )
-def test_vllm_on_a_cpu_is_not_reloaded_with_experts(stage: Stage, config: str) -> None:
+def test_vllm_on_a_cpu_is_not_reloaded_with_packed_layers(stage: Stage, config: str, said: str) -> None:
     (stage.local / "config.json").write_text(config)
     double = VLLMDouble()
     double.script("/server_info", server_info("cpu", word_embeddings_untied_by_checkpoint=True))
     outcome = reload(stage.engine("vllm", double))
-    assert isinstance(outcome, Intact) and "via=live" in outcome.reason
+    assert isinstance(outcome, Intact) and said in outcome.reason
     assert reloads(double) == 0
 
 
@@ -532,6 +541,8 @@ def test_vllm_on_a_cpu_is_not_reloaded_with_experts(stage: Stage, config: str) -
     ("config", "answer"),
     [
         ('{"num_experts": 4}', server_info("cuda")),
+        (f'{{"quantization_config": {INT8}}}', server_info("cuda")),
+        (f'{{"quantization_config": {FP8}, "tie_word_embeddings": false}}', server_info("cpu")),
         ('{"num_experts": null, "n_routed_experts": 0, "tie_word_embeddings": false}', server_info("cpu")),
         ('{"tie_word_embeddings": true}', server_info("cuda")),
         ('{"tie_word_embeddings": true}', server_info("cpu", word_embeddings_untied_by_checkpoint=True)),
