@@ -311,7 +311,7 @@ class Demo:
         self._children.start("publisher", publisher_command(self._paths))
 
     def _has_unpublished(self) -> bool:
-        """Adapters stay in the watched directory; of the model what is published is deleted there."""
+        """Directories of adapters' saves stay in the watched one, empty; those of the model are deleted."""
         saved, channel = len(list(self._paths.watch.glob("step_*"))), self._channel
         published = [observe.pointer(channel, name) for name in self._options.adapters]
         return saved > min(published, default=0)
