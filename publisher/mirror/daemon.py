@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from weightcast.publisher.mirror.mirror import Mirror, MirrorOptions, MirrorStatus
+from weightcast.publisher.mirror.served import served
 from weightcast.publisher.mirror.settings import MirrorPlaces
 from weightcast.shared.base.errors import DamagedFile, Refused, Stopped, WeightcastError
 from weightcast.shared.channel.claims import Heart
@@ -72,6 +73,7 @@ class MirrorDaemon:
         options = MirrorOptions(
             settings.retention,
             settings.look_seconds,
+            keep_bytes=int(settings.keep_bytes),
             trust=Trust.load(settings.trusted_key),
             take_over=settings.take_over,
             unfenced=settings.unfenced,
@@ -164,6 +166,13 @@ class MirrorDaemon:
         token = None if settings.token is None else settings.token.get_secret_value()
         readiness = self._readiness
         app = make_app("weightcast mirror", self.status, readiness, registry, token, self._wake, MirrorStatus)
+        if settings.serve:
+            if not isinstance(settings.to, Path):
+                raise Refused(
+                    f"--serve needs a directory, and --to is {shown_address(settings.to)}",
+                    remedy="give a directory; hosts read a bucket themselves",
+                )
+            app.include_router(served(settings.to))
         source, step, loop, stop = settings.source, self._step, self._loop, self._stop
         with Watcher(source, self._wakeup) if isinstance(source, Path) else nullcontext():
             run_daemon(app, step, self._wakeup, settings, on_stop=self._close, loop=loop, stop=stop)

@@ -106,11 +106,13 @@ class MirrorStatus(FollowerStatus):
 @dataclass(frozen=True)
 class MirrorOptions:
     """`look_seconds`: between two looks for anchors, multi-step deltas and tags. `retention`: of the
-    destination; `grace_seconds` as of upkeep."""
+    destination; `grace_seconds` as of upkeep. `keep_bytes`: what the destination's versions may take; 0: no
+    limit. With it nothing waits in the trash."""
 
     retention: Retention = field(default_factory=Retention)
     look_seconds: float = LOOK_SECONDS
     grace_seconds: float = GRACE_SECONDS
+    keep_bytes: int = 0
     trust: Trust | None = None
     take_over: bool = False
     unfenced: bool = False
@@ -383,7 +385,33 @@ class Mirror:
         self._show(state=f"copying {key}")
         self._commit(index, files, key, data)
 
+    def _has_room(self, index: Index, key: str) -> bool:
+        """For a version, an anchor or a multi-step delta; False where its version was removed to make room.
+        Raises Refused where it does not fit."""
+        most, pointer = self._options.keep_bytes, Pointer(self._pointed)
+        if not most:
+            return True
+        mine, size = Channel.open(self._store), sum(record.size for record in index.all_files)
+
+        def used() -> int:
+            return sum(held.stored for held in held_versions(mine, pointer).values())
+
+        if used() + size > most:
+            newest = Retention(keep_versions=1, host_versions=0)
+            prune(what_to_prune(mine, pointer, self._active, newest), self.claim)
+            empty_trash(self._store, 0.0)
+            if "/" in key and self._store.stat(index_key(index.version)) is None:
+                return False
+            if (needed := used()) + size > most:
+                raise Refused(
+                    f"{key} ({size} bytes) does not fit: {needed} of --keep-bytes {most} are needed",
+                    remedy="raise --keep-bytes, or have the publisher write anchors more often",
+                )
+        return True
+
     def _commit(self, index: Index, files: Store, key: str, data: bytes) -> None:
+        if not self._has_room(index, key):
+            return
         attempt = "" if "/" in key else begin_attempt(self.claim, index.version)
         draft = Files.of(self._store, attempt) if attempt else begin_beside(self.claim, key)
         made = draft.directory
@@ -498,7 +526,7 @@ class Mirror:
             mine = Channel.open(self._store)
             verdict = what_to_prune(mine, Pointer(self._pointed), self._active, self._options.retention)
             prune(verdict, self.claim)
-        empty_trash(self._store, self._options.grace_seconds)
+        empty_trash(self._store, 0.0 if self._options.keep_bytes else self._options.grace_seconds)
 
     def _require_reached(self, pointer: Pointer, failures: Sequence[DamagedFile | NotFound]) -> None:
         if failures:

@@ -27,6 +27,10 @@ class MirrorPlaces(ReportSettings):
     """Bytes per second that are read from --from, e.g. 50MB; 0: no limit."""
     look_seconds: float = Field(30.0, gt=0, le=3600)
     """Pause between two looks for anchors, multi-step deltas and tags."""
+    serve: bool = False
+    """Serve --to, a directory, to hosts: they read it with --channel http://HOST:PORT/channel."""
+    keep_bytes: Size = Field(ByteSize(0), ge=0)
+    """Bytes that --to may take, e.g. 400GB; 0: no limit. Before it is exceeded the oldest versions go."""
     keep_versions: PositiveInt | None = None
     """Versions that --to keeps. Without this and --keep-hours everything that --from has is copied."""
     keep_hours: float | None = Field(None, gt=0)

@@ -124,6 +124,8 @@ class HttpStore(Placed):
         known = self._polled.get(key)
         with self._asked("GET", key, {} if known is None else {"If-None-Match": known[1]}) as answer:
             if answer.status_code == 304 and known is not None:
+                if len(known[0]) > limit:
+                    raise too_large(self.place(key), limit)
                 return known[0]
             data = bytearray()
             for piece in answer.iter_raw(_BLOCK):

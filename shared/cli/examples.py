@@ -19,7 +19,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         f"gateway run {_CHANNEL}",
         "gateway run --gates http://host-a:8350 --gates http://host-b:8350",
     ),
-    "mirror run": ("mirror run --from s3://bucket/run7 --to /shared/copy7",),
+    "mirror run": (
+        "mirror run --from s3://bucket/run7 --to /shared/copy7",
+        "mirror run --from s3://bucket/run7 --to /dev/shm/run7 --serve --keep-versions 20 --keep-bytes 400GB",
+    ),
     "mirror sync": ("mirror sync --from /shared/run7 --to s3://bucket/run7 --verify",),
     "publish": (f"publish /scratch/exports/step_12 --step 12{_ON}{_PUBLISHER}",),
     "sync": (

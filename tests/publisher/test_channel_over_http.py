@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import threading
@@ -22,7 +23,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import uvicorn
 from core_cases import bytes_of, read_checkpoint, some_changed
+from fastapi import FastAPI
 from forked import weightcast as weightcast_process
 from http_faults import http_faults
 from in_process import Command
@@ -32,6 +35,7 @@ from tls import Authority
 from waiting import wait_until
 
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.mirror.served import served
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.http_store import open_http_store
@@ -75,9 +79,33 @@ class Server:
         self._http.server_close()
 
 
+class Served:
+    """As a mirror serves its destination."""
+
+    def __init__(self, root: Path) -> None:
+        app = FastAPI()
+        app.include_router(served(root))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/channel"
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
+
+
 @pytest.fixture
-def server(place: Place) -> Iterator[Server]:
+def static(place: Place) -> Iterator[Server]:
     with contextlib.closing(Server(place.channel)) as server:
+        yield server
+
+
+@pytest.fixture(params=[Server, Served])
+def server(place: Place, request: pytest.FixtureRequest) -> Iterator[Server | Served]:
+    with contextlib.closing(request.param(place.channel)) as server:
         yield server
 
 
@@ -113,7 +141,7 @@ def run(place: Place) -> Run:
     return Run(place)
 
 
-def test_a_host_follows_a_static_server(place: Place, run: Run, server: Server) -> None:
+def test_a_host_follows_a_static_server(place: Place, run: Run, server: Server | Served) -> None:
     run.publish(1)
     _synced(server.url, place.host, place.base)
     run.publish(5)
@@ -147,7 +175,7 @@ def _daemon(place: Place, channel: str) -> Iterator[Callable[[], dict[str, Any]]
 
 
 def test_a_daemon_follows_a_static_server_and_goes_on_after_a_restart(
-    place: Place, run: Run, server: Server
+    place: Place, run: Run, server: Server | Served
 ) -> None:
     for versions in (2, 5):
         with _daemon(place, server.url) as status:
@@ -164,7 +192,9 @@ def test_a_daemon_follows_a_static_server_and_goes_on_after_a_restart(
             assert not status()["bytes_by_cause"]["anchor"]
 
 
-def test_a_host_joins_and_catches_up_without_a_listing(place: Place, run: Run, server: Server) -> None:
+def test_a_host_joins_and_catches_up_without_a_listing(
+    place: Place, run: Run, server: Server | Served
+) -> None:
     run.publish(6)
     joined = _synced(server.url, place.root / "joined", None)
     assert read_checkpoint(place.root / "joined") == run.bytes
@@ -175,7 +205,7 @@ def test_a_host_joins_and_catches_up_without_a_listing(place: Place, run: Run, s
 
 
 def test_commands_read_and_refuse_to_write(
-    place: Place, run: Run, server: Server, weightcast: Command
+    place: Place, run: Run, server: Server | Served, weightcast: Command
 ) -> None:
     run.publish(4)
     here = ["--channel", server.url]
@@ -202,21 +232,24 @@ def test_commands_read_and_refuse_to_write(
     assert "version 3" in weightcast("channel", "verify", *here).out
 
 
-def test_credentials_come_from_the_environment(
-    place: Place, server: Server, monkeypatch: pytest.MonkeyPatch
+def test_credentials_come_from_the_environment_and_redirects_are_refused(
+    place: Place, static: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.needs = "Bearer se-cret"
+    static.needs = "Bearer se-cret"
     with pytest.raises(Unavailable, match="denied"):
-        open_http_store(server.url).read("channel.json", 1 << 20)
+        open_http_store(static.url).read("channel.json", 1 << 20)
     monkeypatch.setenv("WEIGHTCAST_CHANNEL_TOKEN", "se-cret")
-    assert open_http_store(server.url).read("channel.json", 1 << 20)
+    assert open_http_store(static.url).read("channel.json", 1 << 20)
     monkeypatch.delenv("WEIGHTCAST_CHANNEL_TOKEN")
-    server.needs = "Basic bWU6c2UtY3JldA=="
+    static.needs = "Basic bWU6c2UtY3JldA=="
     monkeypatch.setenv("WEIGHTCAST_CHANNEL_USER", "me")
     monkeypatch.setenv("WEIGHTCAST_CHANNEL_PASSWORD", "se-cret")
-    assert open_http_store(server.url).read("channel.json", 1 << 20)
+    assert open_http_store(static.url).read("channel.json", 1 << 20)
+    with pytest.raises(Unavailable, match="redirect") as moved:
+        open_http_store(static.url).read("moved", 100)
+    assert moved.value.remedy
     with pytest.raises(Refused, match="credentials") as raised:
-        open_http_store(server.url.replace("://", "://me:se-cret@"))
+        open_http_store(static.url.replace("://", "://me:se-cret@"))
     assert "se-cret" not in str(raised.value)
 
 
@@ -248,7 +281,7 @@ def test_a_private_authority_is_trusted_for_the_right_name(
         read(server)
 
 
-def test_what_a_store_over_http_promises(place: Place, server: Server) -> None:
+def test_what_a_store_over_http_promises(place: Place, server: Server | Served) -> None:
     store = open_http_store(server.url)
     (place.channel / "some file").write_bytes(b"0123456789")
     (place.channel / "empty").write_bytes(b"")
@@ -262,9 +295,6 @@ def test_what_a_store_over_http_promises(place: Place, server: Server) -> None:
             use()
     with pytest.raises(DamagedFile, match="9-byte"):
         store.read("some file", 9)
-    with pytest.raises(Unavailable, match="redirect") as raised:
-        store.read("moved", 100)
-    assert raised.value.remedy
     for refused in (store.names, lambda: store.create("latest", b""), store.now):
         with pytest.raises(Refused, match="over HTTP"):
             refused()

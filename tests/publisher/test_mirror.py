@@ -28,8 +28,8 @@ from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.components import all_faults
-from weightcast.shared.channel.directory_store import DirectoryStore
-from weightcast.shared.channel.layout import read_pointer
+from weightcast.shared.channel.directory_store import DirectoryStore, open_store
+from weightcast.shared.channel.layout import Pointer, read_pointer
 from weightcast.shared.channel.object_store import open_object_store
 from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
 from weightcast.shared.channel.store import NotFound, Store
@@ -161,6 +161,25 @@ def test_it_begins_at_the_last_anchor_before_its_window_and_prunes(run: Run, to:
     run.copy(to, retention=few)
     assert versions(to) == [3, 4, 9, 10, 11]
     assert verify(Channel.open(to)) == []
+
+
+def test_it_keeps_within_its_bytes_and_says_what_does_not_fit(run: Run, to: Store, tmp_path: Path) -> None:
+    run.grow(2, anchor_every=2)
+    shown = Channel.open(run.store).shown(Pointer(2))
+    most = 2 * (shown[2].stored + shown[1].stored)
+    options = {"keep_bytes": most, "retention": Retention(1, host_versions=0)}
+    with run.mirror(to, **options) as mirror:
+        for _ in range(4):
+            mirror.step()
+            held = Channel.open(to).shown(Pointer(len(run.models) - 1))
+            assert sum(version.stored for version in held.values()) <= most
+            assert not [entry for entry in to.list() if entry.name == ".trash"] or not to.names(".trash")
+            run.grow(2, anchor_every=2)
+    assert 1 not in versions(to) and verify(Channel.open(to)) == []
+    small = {**options, "keep_bytes": shown[2].stored // 2}
+    too_small = pytest.raises(Refused, match=f"--keep-bytes {small['keep_bytes']}")
+    with run.mirror(open_store(tmp_path / "small"), **small) as mirror, too_small:
+        mirror.step()
 
 
 def test_versions_that_the_source_pruned_stay_and_gaps_are_passed(run: Run, to: Store) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.directory_store import DirectoryStore, open_store
+from weightcast.shared.channel.index import INDEX_NAME
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 HOSTS = 20
@@ -183,6 +184,52 @@ def test_its_report_reaches_a_publisher_over_http(run: Run, tmp_path: Path, weig
         assert (row["local"], row["engines"][0]["kind"]) == (str(tmp_path / "b"), "mirror")
         assert mirror.status()["report_error"] == ""
         assert mirror.stop() == publisher.stop() == 0
+
+
+def test_hosts_read_what_a_mirror_serves_and_the_source_is_read_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTCAST_CHANNEL_TOKEN", "secret")
+    token = {"Authorization": "Bearer secret"}
+    run.grow(2, anchor_every=2)
+    copy = tmp_path / "b"
+    with ExitStack() as stack:
+        flags = ("--serve", "--keep-bytes", "1GB", "--keep-versions", 3)
+        mirror = stack.enter_context(
+            Daemon.of(tmp_path / "one", run.store.place(), copy, *flags, token="secret")
+        )
+        wait_until(lambda: mirror.get("/readyz", **token).is_success)
+        url = f"{mirror.url}/channel"
+        places = [tmp_path / f"host{number}" for number in range(4)]
+        hosts = [
+            stack.enter_context(
+                Daemon.started(
+                    *(place, "subscriber", "run", "--channel", url, "--local", place / "local"),
+                    *("--threads", 1),
+                )
+            )
+            for place in places
+        ]
+        for host in hosts:
+            host.ready()
+        run.grow(2)
+        for host in hosts:
+            wait_until(lambda: host.status()["local_version"] == 4, what=f"{host.log}")  # noqa: B023
+        for place in places:
+            assert read_checkpoint(place / "local") == bytes_of(run.models[4])
+        status = mirror.get("/v1/status", **token).json()
+        files = [file for file in copy.glob("weight_v*/**/*") if file.is_file() and file.name != INDEX_NAME]
+        assert status["bytes"] == sum(file.stat().st_size for file in files)
+        assert mirror.get("/channel/latest").status_code == 401
+        for hidden in ("publishers/1.json", ".trash", "../b/latest", "%2e%2e/b/latest", "weight_v000004", ""):
+            assert mirror.get(f"/channel/{hidden}", **token).status_code == 404, hidden
+        assert {daemon.stop() for daemon in (mirror, *hosts)} == {0}
+
+
+def test_only_a_directory_is_served(run: Run, tmp_path: Path) -> None:
+    with Daemon.of(tmp_path / "one", run.store.place(), "s3://bucket/run7", "--serve") as mirror:
+        assert mirror.process.wait(60) == 3
+        assert "--serve needs a directory" in mirror.log.read_text()
 
 
 def test_it_waits_for_its_source_and_says_what_is_wrong_with_it(run: Run, tmp_path: Path) -> None:

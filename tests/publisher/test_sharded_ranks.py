@@ -120,6 +120,27 @@ def test_a_mesh_of_two_dimensions_and_replicas(place: Place, separate: bool) -> 
 
 
 @pytest.mark.parametrize("submits", [False, True])
+def test_ranks_that_train_different_experts(tmp_path: Path, submits: bool) -> None:
+    """Expert parallel: what is shared is on both ranks, an expert on one, packed experts as shards."""
+    rng = np.random.default_rng(5)
+    model = {"router": tensor(rng, "F32", 4, 16), "packed.down": tensor(rng, "F16", 4, 8, 16)}
+    model |= {f"experts.{n}.up": tensor(rng, "F16", 8, 16) for n in range(4)}
+    place = make_place(tmp_path, model)
+
+    def given(rank: int) -> dict[str, object]:
+        others = {f"experts.{n}.up" for n in range(4) if n // 2 != rank}
+        arrays = {name: as_numpy(one) for name, one in model.items() if name not in others}
+        return {**arrays, "packed.down": along(0)(arrays["packed.down"], rank, 2)}
+
+    with world_of(place, 2, separate=True, submits=submits) as world:
+        for step in (1, 2, 3):
+            model = all_changed(model, rng, 5)
+            assert published(world.publish({rank: given(rank) for rank in (0, 1)}, step)) == step
+            place.arrives(model, step)
+    assert verify(Channel.open(open_store(place.channel))) == []
+
+
+@pytest.mark.parametrize("submits", [False, True])
 def test_worlds_of_other_sizes_go_on(place: Place, submits: bool) -> None:
     rng = np.random.default_rng(5)
     model, version = place.model, 0
