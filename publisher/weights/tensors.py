@@ -278,8 +278,8 @@ class GivenWeights(NewWeights):
         baselines = self._baselines
         if baselines is None:
             return None
-        tensors = {number: self._given[name].tensor for number, name in matched.sources.items()}
-        devices = {number: one.device for number, one in tensors.items() if baselines.takes(one)}
+        tensors = ((number, self._given[name].tensor) for number, name in matched.sources.items())
+        devices = {number: one.device for number, one in tensors if baselines.takes(one)}
         if not devices:
             return None
         return baselines.open(local, lambda number: self._flat(matched.sources[number]), devices)
