@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def cast_like(
                 remedy="quantise before publishing (docs/quantised.md)",
             )
         cast.append((name, CastTensor(tensor, wanted, _converted)))
-        tensors, elements = tensors + 1, elements + int(np.prod(tensor.shape, dtype=np.int64))
+        tensors, elements = tensors + 1, elements + math.prod(tensor.shape)
     return CastWeights(tuple(cast), tensors, elements)
 
 

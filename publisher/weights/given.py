@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -172,7 +173,7 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
         itemsize = DTYPES[dtype][0] if dtype in DTYPES else 0
     else:
         itemsize = int(tensor.dtype.itemsize)
-    spec = TensorSpec(name, dtype, shape, int(np.prod(shape, dtype=np.int64)) * itemsize)
+    spec = TensorSpec(name, dtype, shape, math.prod(shape) * itemsize)
     if isinstance(tensor, RawTensor) and (not itemsize or memoryview(tensor.data).nbytes != spec.nbytes):
         raise Refused(
             f"{name}: {memoryview(tensor.data).nbytes} bytes do not make a {dtype} tensor {list(shape)}",

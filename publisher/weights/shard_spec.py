@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -20,9 +21,10 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
-        return cls((0,) * len(shape), tuple(shape))
+    @staticmethod
+    @lru_cache(4096)
+    def whole(shape: tuple[int, ...]) -> Box:
+        return Box((0,) * len(shape), shape)
 
     @property
     def elements(self) -> int:

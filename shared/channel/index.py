@@ -526,19 +526,20 @@ def _check_lineage(index: Index, table: TensorTable, what: str) -> None:
 
 
 def _check_tensors(index: Index, table: TensorTable, what: str) -> None:
-    if index.tensors.keys() != index.weight_map.keys():
+    names = tuple(index.weight_map)
+    if index.tensors.names != names and index.tensors.keys() != index.weight_map.keys():
         raise DamagedFile(f"{what}: weight_map and tensor records name different tensors")
     if index.kind == "anchor" and len(index.tensors) != len(table):
         raise DamagedFile(f"{what}: an anchor of {len(index.tensors)} tensors, the run has {len(table)}")
-    if index.checksums.keys() != (index.tensors.keys() if index.encoding in ("xor", "overwrite") else set()):
+    if index.checksums.keys() != (set(names) if index.encoding in ("xor", "overwrite") else set()):
         raise DamagedFile(f"{what}: checksums do not fit encoding {index.encoding}")
     if not {file.name for file in index.files}.issuperset(index.weight_map.values()):
         raise DamagedFile(f"{what}: weight_map names a file that is not listed")
-    if not index.tensors.keys() <= table.numbers.keys():
-        unknown = next(name for name in index.tensors if name not in table.numbers)
-        raise DamagedFile(f"{what}: unknown tensor {unknown[:80]!r}")
     records = index.tensors
-    most = table.sizes[records.numbers(table)]
+    try:
+        most = table.sizes[records.numbers(table)]
+    except KeyError as error:
+        raise DamagedFile(f"{what}: unknown tensor {error.args[0][:80]!r}") from error
     for row in np.flatnonzero((records.changed < 0) | (records.changed > most))[:1].tolist():
         name, changed = records.names[row], int(records.changed[row])
         raise DamagedFile(f"{what}: {changed} changes in tensor {name[:80]!r}")

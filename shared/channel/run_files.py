@@ -177,15 +177,25 @@ class TensorRecords(Mapping[str, TensorRecord]):
     ) -> TensorRecords:
         """Of some tensors of a table. `lanes`, `changed`: of all of its tensors."""
         names = tuple(table[number].name for number in numbers.tolist())
-        return cls(names, lanes[numbers], changed[numbers])
+        records = cls(names, lanes[numbers], changed[numbers])
+        records._numbered.append((table, numbers))
+        return records
+
+    @cached_property
+    def _numbered(self) -> list[tuple[TensorTable, NDArray[np.int64]]]:
+        """The table that was asked for last, and their numbers in it."""
+        return []
 
     @cached_property
     def _rows(self) -> Mapping[str, int]:
         return {name: row for row, name in enumerate(self.names)}
 
     def numbers(self, table: TensorTable) -> NDArray[np.int64]:
-        """int64[n]: of each its number in the table. Raises KeyError."""
-        return np.fromiter(map(table.numbers.__getitem__, self.names), np.int64, len(self.names))
+        """int64[n], not to be written: of each its number in the table. Raises KeyError."""
+        if not self._numbered or self._numbered[0][0] is not table:
+            found = np.fromiter(map(table.numbers.__getitem__, self.names), np.int64, len(self.names))
+            self._numbered[:] = [(table, found)]
+        return self._numbered[0][1]
 
     def put(self, table: TensorTable, lanes: LanesArray) -> LanesArray:
         """`lanes`, of all tensors of the table, with these in their places."""

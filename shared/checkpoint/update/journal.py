@@ -89,6 +89,8 @@ class PackedRecord(NamedTuple):
     masked: int
     checksum: int
     offset: int
+    size: int
+    """bytes of the payload"""
 
     @property
     def listed(self) -> bool:
@@ -102,14 +104,7 @@ class PackedRecord(NamedTuple):
     @property
     def places(self) -> int:
         """Bytes before them, which say where they are."""
-        if self.masked:
-            return _mask_bytes(self.masked)
-        return 0 if self.whole else self.changes + 4 * self.escapes
-
-    @property
-    def size(self) -> int:
-        """Bytes of the payload."""
-        return self.places + 2 * self.width * self.words
+        return self.size - 2 * self.width * self.words
 
 
 def _mask_bytes(words: int) -> int:
@@ -400,10 +395,11 @@ class JournalReader:
             raise self._bad("record longer than its tensor")
         checksum ^= xxhash.xxh3_64_intdigest(head[: FACTS.size])
         at = offset + HEAD.size
-        record = PackedRecord(tensor, width, first, changes, escapes, whole, masked, checksum, at)
-        if record.offset + record.size > end:
+        places = _mask_bytes(masked) if masked else 0 if whole else changes + 4 * escapes
+        size = places + 2 * width * (whole or changes)
+        if at + size > end:
             raise self._bad("ends early")
-        return record
+        return PackedRecord(tensor, width, first, changes, escapes, whole, masked, checksum, at, size)
 
     def compare_and_swap(
         self, record: PackedRecord, words: Words, way: Direction, *, again: bool, begin: Begin = at_once

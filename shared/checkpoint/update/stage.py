@@ -194,7 +194,9 @@ def _check_version(index: Index, table: TensorTable, lanes: LanesArray, sums: St
     where = f"{place_of(index)}/{INDEX_NAME}"
     records = index.tensors
     listed = records.numbers(table)
-    for number in np.setxor1d(listed, sums.changed)[:1].tolist():
+    changed = sums.changed
+    unlisted = [] if np.array_equal(listed, changed) else np.setxor1d(listed, changed)[:1].tolist()
+    for number in unlisted:
         raise DamagedFile(
             f"{where}: {table[number].name} changes and is not listed, or the reverse", remedy=remedy
         )
