@@ -203,19 +203,33 @@ def resident(piece: Piece, form: Form) -> Iterator[tuple[int, Lanes]]:
         yield _summed(piece, form, row, min(row + rows, block.rows), 0, block.run)
 
 
+def fill(piece: Piece, words: Tensor) -> None:
+    """`words`: all elements of the checkpoint's tensor, as integers."""
+    block = piece.block
+    seen = _seen(piece, 0, block.rows, 0, block.run)
+    strides = (block.source_step, seen.shape[2], 1)
+    seen.copy_(words.as_strided(seen.shape, strides, words.storage_offset() + block.source))
+
+
+def _seen(piece: Piece, row: int, end: int, start: int, stop: int) -> Tensor:
+    """Elements [start, stop) of the runs of rows [row, end), as [rows, rows of a run, columns]."""
+    block = piece.block
+    columns = block.columns or stop - start
+    down, below = (1, block.run // columns) if block.columns else (0, 1)
+    return piece.flat.as_strided(
+        (end - row, (stop - start) // columns, columns),
+        (block.target_step, down, below),
+        block.target + row * block.target_step + (start // columns if block.columns else start),
+    )
+
+
 def _summed(piece: Piece, form: Form, row: int, end: int, start: int, stop: int) -> tuple[int, Lanes]:
     """Elements [start, stop) of the runs of rows [row, end): whole columns where these are transposed."""
     block, per_word = piece.block, form.per_word
     count = -(-(stop - start) // per_word)
     words = torch.zeros(end - row, count * per_word, dtype=piece.flat.dtype, device=piece.flat.device)
-    columns = block.columns or stop - start
-    down, below = (1, block.run // columns) if block.columns else (0, 1)
-    seen = piece.flat.as_strided(
-        (end - row, (stop - start) // columns, columns),
-        (block.target_step, down, below),
-        block.target + row * block.target_step + (start // columns if block.columns else start),
-    )
-    words[:, : stop - start].unflatten(1, (-1, columns)).copy_(seen)
+    seen = _seen(piece, row, end, start, stop)
+    words[:, : stop - start].unflatten(1, seen.shape[1:]).copy_(seen)
     first = torch.arange(row, end, device=words.device) * block.source_step + (block.source + start)
     numbers = (first // per_word).unsqueeze(1) + torch.arange(count, device=words.device)
     return numbers.numel(), sums(words.view(torch.int64).reshape(-1), numbers.reshape(-1))
