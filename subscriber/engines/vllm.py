@@ -99,7 +99,14 @@ class VLLM(_LoRA, Server):
         return self._ask("/weight_info").require_key().told_text("weight_version")
 
     def _drafter_in(self, settings: Mapping[str, object]) -> str:
-        return require_vllm(self.spec, vllm_drafter(_config(settings)))
+        config = _config(settings)
+        transfer = config.get("weight_transfer_config")
+        if isinstance(transfer, dict) and transfer.get("backend") == "weightcast":
+            raise Unfit(
+                f"{self.spec.shown_url} takes its versions by vLLM's weight transfer",
+                remedy="remove this --engine, or start vLLM without --weight-transfer-config",
+            )
+        return require_vllm(self.spec, vllm_drafter(config))
 
     def _start_of(self, settings: Mapping[str, object]) -> str | None:
         found = _config(settings).get("instance_id")

@@ -77,8 +77,8 @@ class SGLangServer(Server):
     """`sglang.launch_server` with the plugin installed beside it and its loader allowed."""
 
     def __init__(self, local: Path, room: Path, site: Path, spread: str, *words: str) -> None:
-        """`spread`: over `two ranks`, `two ranks of experts` that have different ones, or empty. `words`: more
-        of its command."""
+        """`spread`: over `two ranks`, `two ranks of experts` that have different ones, or empty. `words`:
+        more of its command."""
         self._ranks, self._more_words = 2 if spread else 1, words
         self._expert_ranks = 2 if spread.endswith("experts") else 1
         self._plugin = {

@@ -189,6 +189,16 @@ def resident(piece: Piece, form: Form) -> Iterator[tuple[int, Lanes]]:
         yield _summed(piece, form, row, min(row + rows, block.rows), 0, block.run)
 
 
+def fill(piece: Piece, words: Tensor) -> None:
+    """`words`: all elements of the checkpoint's tensor, as integers."""
+    block = piece.block
+    rows = max(1, PIECE // block.run)
+    for row in range(0, block.rows, rows):
+        end = min(row + rows, block.rows)
+        first = words.storage_offset() + block.source + row * block.source_step
+        piece.put(row, end, words.as_strided((end - row, block.run), (block.source_step, 1), first))
+
+
 def _summed(piece: Piece, form: Form, row: int, end: int, start: int, stop: int) -> tuple[int, Lanes]:
     """Elements [start, stop) of the runs of rows [row, end)."""
     block, per_word = piece.block, form.per_word

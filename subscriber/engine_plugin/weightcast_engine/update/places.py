@@ -198,13 +198,28 @@ class Piece:
 
     def runs(self, row: int, end: int, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the runs of rows [row, end), as a matrix."""
-        block, shape = self.block, (end - row, stop - start)
-        first = block.target + row * block.target_step + start * block.stride
         if self.order is None:
-            return self.flat.as_strided(shape, (block.target_step, block.stride), first)
+            return self._view(row, end, start, stop)
+        return self.flat[self._packed_runs(row, end, start, stop)]
+
+    def put(self, row: int, end: int, words: Tensor) -> None:
+        """Writes the runs of rows [row, end), given as a matrix."""
+        if self.order is None:
+            self._view(row, end, 0, self.block.run).copy_(words)
+        else:
+            places = self._packed_runs(row, end, 0, self.block.run)
+            self.flat.scatter_(0, places.reshape(-1), words.reshape(-1).to(self.flat.device))
+
+    def _view(self, row: int, end: int, start: int, stop: int) -> Tensor:
+        block = self.block
+        first = block.target + row * block.target_step + start * block.stride
+        return self.flat.as_strided((end - row, stop - start), (block.target_step, block.stride), first)
+
+    def _packed_runs(self, row: int, end: int, start: int, stop: int) -> Tensor:
+        block, shape = self.block, (end - row, stop - start)
         rows, columns = (torch.arange(length, device=self.flat.device) for length in shape)
-        places = rows.unsqueeze(1) * block.target_step + columns * block.stride + first
-        return self.flat[self._packed(places)]
+        first = block.target + row * block.target_step + start * block.stride
+        return self._packed(rows.unsqueeze(1) * block.target_step + columns * block.stride + first)
 
     def _packed(self, places: Tensor) -> Tensor:
         """From the layout before packing to the one after."""

@@ -41,7 +41,7 @@ from weightcast_engine.loader.guard import are_left, unchanged
 from weightcast_engine.loader.trace import Map, trace
 from weightcast_engine.update.elements import Form, checkpoint_forms
 from weightcast_engine.update.live_elements import LiveUpdate, resident
-from weightcast_engine.update.patch_file import LIMIT, Change, ReadPatch, Stand, read_patch
+from weightcast_engine.update.patch_file import LIMIT, ReadPatch, Stand, read_patch
 from weightcast_engine.update.places import on_whole_words, storage
 from weightcast_engine.update.refusals import RELOAD, RELOAD_AND_TELL, BadPatch, InDoubt, OtherBase, Refusal
 
@@ -261,7 +261,7 @@ class EngineRank:
         update, self._update, self._passed = LiveUpdate(), None, _NOTHING
         late = self._residence.late()
         for change in patch.changes:
-            self._residence.require(change, found, late)
+            self._residence.require(change.name, change.form, found, late)
 
         def work() -> Iterator[tuple[int, Row]]:
             for number, change in enumerate(patch.changes):
@@ -421,21 +421,21 @@ class _Residence:
         of it and that was not there when the map was made."""
         return late_copies(self._engine.model, self._own)
 
-    def require(self, change: Change, found: Map, late: Mapping[int, str]) -> None:
-        """Raises BadPatch for a tensor that can't be patched here. `found`: the current map."""
-        form, reason = self.forms.get(change.name), found.refused.get(change.name)
+    def require(self, name: str, patched: Form | None, found: Map, late: Mapping[int, str]) -> None:
+        """Raises BadPatch for a tensor that can't be patched here. `patched`: what a patch says of it;
+        `found`: the current map."""
+        form, reason = self.forms.get(name), found.refused.get(name)
         if late and reason is None:
-            lies = [storage(piece.flat) for piece in found.pieces.get(change.name, ())]
+            lies = [storage(piece.flat) for piece in found.pieces.get(name, ())]
             reason = next((late[key] for key in lies if key in late), None)
         if form is None:
             reason = f"{self._engine.directory} has no such tensor"
-        elif form != change.form:
-            other = change.form
+        elif patched is not None and patched != form:
             reason = (
-                f"is {form.dtype} {list(form.shape)} here, {other.dtype} {list(other.shape)} in the patch"
+                f"is {form.dtype} {list(form.shape)} here, {patched.dtype} {list(patched.shape)} in the patch"
             )
         if reason is not None:
-            raise BadPatch(f"{change.name} {reason}", tensor=change.name, remedy=RELOAD)
+            raise BadPatch(f"{name} {reason}", tensor=name, remedy=RELOAD)
 
 
 def _mapped(engine: EngineHere, forms: Mapping[str, Form]) -> tuple[Map, Sequence[OwnTensor]]:

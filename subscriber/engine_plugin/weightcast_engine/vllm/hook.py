@@ -29,18 +29,17 @@ from weightcast_engine.update.rank import NOT_ENDED, Answer, EngineHere, EngineR
 
 METHOD = "weightcast"
 """of a worker, as `collective_rpc` calls it"""
+BACKEND = "weightcast"
+"""of vLLM's weight transfer"""
 _MODES = {"recompute": "keep", "wait": "wait", "abort": "abort"}
 """of a pause, by the policy"""
 _RELOAD = "reload_weights"
-_LOADS = (
-    *("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update"),
-    "reset_weights",
-)
+_LOADS = ("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update")
 _PLAIN_FORMATS = ("auto", "hf", "safetensors", "runai_streamer", "fastsafetensors", "instanttensor")
 _PLAIN_METHODS = frozenset(
     {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "NoneType"}
 )
-_WEIGHTLESS = frozenset({"none", "ngram", "ngram_gpu", "suffix"})
+NO_DRAFTER = frozenset({"none", "ngram", "ngram_gpu", "suffix"})
 """ways to draft without a model"""
 _PLAIN_EXPERTS = frozenset({"TRITON", "BATCHED_TRITON"})
 """which compute with experts as a checkpoint has them"""
@@ -50,6 +49,15 @@ _DIGIT = 128
 
 
 def register() -> None:
+    # it may be called twice, and releases before 0.32 have no such factory
+    with suppress(ImportError, ValueError):
+        from vllm.distributed.weight_transfer.factory import (  # type: ignore[import-not-found]
+            WeightTransferEngineFactory,
+        )
+
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "weightcast_engine.vllm.transfer", "WeightcastTransfer"
+        )
     if not os.environ.get("WEIGHTCAST_PATCH_DIR"):
         return
     from vllm.v1.worker.worker_base import WorkerBase  # type: ignore[import-not-found]
@@ -62,15 +70,23 @@ def obey(worker: Any, order: Order) -> Answer:
     """A method of vLLM's worker."""
     rank = vars(worker).get("_weightcast")
     if rank is None:
-        rank = worker._weightcast = EngineRank.from_environment(VllmEngine(worker))
-        _watch(worker, rank)
+        transfer = getattr(worker, "weight_transfer_engine", None)
+        taken = transfers(worker.vllm_config) and transfer is not None
+        rank = transfer.rank if taken else EngineRank.from_environment(VllmEngine(worker))
+        worker._weightcast = rank
+        _watch(worker, rank, () if taken else _LOADS)
     answer: Answer = rank.obey(order)
     return answer
 
 
-def _watch(worker: Any, rank: EngineRank) -> None:
+def transfers(config: Any) -> bool:
+    """Whether a framework loads versions by this plugin's backend."""
+    return getattr(getattr(config, "weight_transfer_config", None), "backend", None) == BACKEND
+
+
+def _watch(worker: Any, rank: EngineRank, loads: Sequence[str]) -> None:
     """This worker's own ways to other weights, whoever asks for them."""
-    for name in (_RELOAD, *_LOADS):
+    for name in (_RELOAD, "reset_weights", *loads):
         if hasattr(worker, name):
             setattr(worker, name, _watched(getattr(worker, name), rank, whole=name == _RELOAD))
 
@@ -120,7 +136,7 @@ class VllmEngine(EngineHere):
         model, kind = config.model_config, config.load_config.load_format
         hindrances = {
             f"the model is quantised: {model.quantization}": model.quantization is not None,
-            f"a draft model ({drafter}) has weights of its own": drafter not in _WEIGHTLESS,
+            f"a draft model ({drafter}) has weights of its own": drafter not in NO_DRAFTER,
             "sleep mode is on, and weights that are away can't be read": bool(
                 getattr(model, "enable_sleep_mode", False)
             ),
@@ -182,7 +198,7 @@ class VllmEngine(EngineHere):
     def reload(self) -> None:
         # vLLM remembers weights_path, so that a call without it may read another directory
         self._worker.reload_weights(weights_path=str(self.directory))
-        _pack_experts_again(self.model)
+        pack_experts_again(self.model)
 
 
 def _packs_for(module: Any) -> Any:
@@ -258,7 +274,7 @@ def _offloads(config: Any) -> bool:
     )
 
 
-def _pack_experts_again(model: Any) -> None:
+def pack_experts_again(model: Any) -> None:
     """vLLM 0.32 packs experts for its CPU kernels at the start and not at a reload, after which the kernels
     would take plain weights for packed ones."""
     for module in model.modules():
@@ -297,7 +313,12 @@ class WeightcastRoutes:
             app.add_api_route(f"{routes.PREFIX}/{name}", act, methods=["POST"], include_in_schema=False)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        state.weightcast_front = Front(VllmControls(engine_client))
+        controls = VllmControls(engine_client)
+        state.weightcast_front = Front(controls)
+        if transfers(getattr(engine_client, "vllm_config", None)):
+            from weightcast_engine.vllm.transfer import follow
+
+            follow(engine_client, controls)
 
 
 async def _body(request: Any) -> bytes | None:
