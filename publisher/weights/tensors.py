@@ -29,7 +29,7 @@ from weightcast.publisher.weights.given import (
 )
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.shard_spec import Box
-from weightcast.shared.base.elements import DTYPES, Chunk, TensorSpec, TensorTable, Words, kind_of
+from weightcast.shared.base.elements import DTYPES, MAIN, Chunk, TensorSpec, TensorTable, Words, kind_of
 from weightcast.shared.base.errors import Refused, RetryLater
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
@@ -220,9 +220,10 @@ class GivenWeights(NewWeights):
         named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
         baselines: Baselines | None = None,
         config: AdapterConfig = None,
+        component: str = MAIN,
     ) -> None:
-        """`baselines`: of the publisher, for tensors on devices; `config`: of an adapter."""
-        carry = adapter_config(config)
+        """`baselines`: of the publisher, for tensors on devices; `config`: of the component."""
+        carry = adapter_config(config, component)
         if carry:
             self.facts = InputFacts(configs={n: digest_of(data) for n, data in carry.items()}, carry=carry)
         given: dict[str, _Given] = {}
