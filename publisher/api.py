@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex, get_args
 
 from weightcast.publisher.components import (
-    AdapterWeights,
     Components,
+    ComponentWeights,
     TrainedOn,
     component_local,
     tensors_of,
@@ -113,7 +113,8 @@ _DEFAULTS = PublisherOptions()
 class Publisher:
     """Publishes versions of one run; one per rank. Not thread-safe.
 
-    An adapter is published with `component="adapter/NAME"`, which adds it to the run at its first version.
+    An adapter is published with `component="adapter/NAME"`, a draft model with `component="draft"`; the first
+    version adds it to the run.
 
     Examples:
         >>> with Publisher.open("/shared/run", local="/var/lib/weightcast", base="/models/base") as publisher:
@@ -171,7 +172,7 @@ class Publisher:
             world_size: How many processes publish a version together.
             encoding: Of the deltas.
             options: What most runs leave as it is.
-            component: `adapter/NAME`: publishes this adapter alone, and neither owns `main` nor keeps its
+            component: `adapter/NAME` or `draft`: publishes this alone, and neither owns `main` nor keeps its
                 weights. It must be in the run: `weightcast channel component add`.
 
         Raises:
@@ -313,9 +314,10 @@ class Publisher:
         component: str,
         config: AdapterConfig,
     ) -> GivenWeights:
-        if config is not None and component == MAIN and self._of is None:
+        own = self.store.component if component == MAIN else component
+        if config is not None and own == MAIN:
             raise Refused("adapter_config= is not for main", remedy='give component="adapter/NAME" too')
-        return GivenWeights(named_tensors, config)
+        return GivenWeights(named_tensors, config, own)
 
     def _for(
         self, component: str, first: Callable[[], NewWeights], main_version: SupportsIndex | None
@@ -444,11 +446,13 @@ class Publisher:
             named_tensors: (HF name, torch tensor on any device or numpy array). Unchanged until this returns.
                 Of several ranks each gives the tensors that it holds. Or a directory, as of
                 `publish_checkpoint`.
-            component: `adapter/NAME`, which is added at its first version. Its tensors are those of
-                `peft.get_peft_model_state_dict(model)`; its directory is peft's.
-            adapter_config: Of an adapter whose tensors are given: `peft_config.to_dict()`, or peft's file.
-                Required with the first version; later versions keep what they had.
-            main_version: Of `main`, on which an adapter was trained; the newest if not given.
+            component: `adapter/NAME` or `draft`, added at its first version. Tensors of an adapter: those of
+                `peft.get_peft_model_state_dict(model)`; its directory is peft's. A draft model has
+                its own names, and a complete HF directory.
+            adapter_config: Of a component whose tensors are given: `peft_config.to_dict()` or peft's file; of
+                a draft model `config.to_dict()` or its config.json. Required with the first version; later
+                versions keep what they had.
+            main_version: Of `main`, on which the component was trained; the newest if not given.
             step: The trainer's step, by which ranks know that they publish the same weights.
             advance: Called with the bytes done.
             watching: Called with the phases.
@@ -547,7 +551,7 @@ class Publisher:
             min_hosts: So many hosts.
             fraction: Of the hosts whose reports still change.
             timeout: In seconds.
-            component: `adapter/NAME`: waits until engines have loaded this version of the adapter.
+            component: `adapter/NAME` or `draft`: waits until engines have loaded this version of it.
 
         Returns:
             Names of the hosts.
@@ -604,7 +608,9 @@ class Publisher:
         Raises:
             Refused: The checkpoint does not fit the run, or changes while it is read.
         """
-        publisher, belongs = self._for(component, lambda: AdapterWeights(Path(directory)), main_version)
+        publisher, belongs = self._for(
+            component, lambda: ComponentWeights(Path(directory), component), main_version
+        )
         rules = ExportRules.of(cast, rename, drop, quantise)
         read = functools.partial(publisher._open_checkpoint, directory, rules)
         return publisher._publish_weights(
@@ -616,7 +622,7 @@ class Publisher:
         directory = Path(directory)
         refuse_local(directory, self._updater.paths.directory)
         if self._of is not None:
-            return self._adapted(AdapterWeights(directory, self._of.base), rules)
+            return self._adapted(ComponentWeights(directory, self.store.component, self._of.base), rules)
         weights, local = CheckpointWeights(directory), self._updater.local
         own = self._updater.base_dir if local is None else local.checkpoint.directory
         try:

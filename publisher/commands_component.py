@@ -24,19 +24,19 @@ from weightcast.shared.cli.options import channel_option, json_option, option, p
 from weightcast.shared.cli.output import Output, or_dash, time_text
 from weightcast.shared.files.paths import ChannelAddress
 
-name_argument = click.argument("name", help="adapter/NAME.")
+name_argument = click.argument("name", help="adapter/NAME or draft.")
 
 
 @click.command
 @name_argument
 @channel_option
-@option("--like", type=path, required=True, help="peft's directory of an adapter with the same tensors.")
+@option("--like", type=path, required=True, help="Directory of an adapter or draft with the same tensors.")
 @sign_key_option
 @json_option
 def add(name: str, channel: ChannelAddress, like: Path, sign_key: Path | None, as_json: bool) -> None:
-    """Add an adapter to a run by the tensors of another one. Its first publication does this too."""
+    """Add an adapter or draft model to a run by its tensors. Its first publication does this too."""
     opened, signer = _opened(channel, sign_key)
-    init_component(opened, name, partial(tensors_in, like), signer.key)
+    init_component(opened, name, partial(tensors_in, like, name), signer.key)
     _say(add_component(opened, name), as_json)
 
 
@@ -46,7 +46,7 @@ def add(name: str, channel: ChannelAddress, like: Path, sign_key: Path | None, a
 @sign_key_option
 @json_option
 def retire(name: str, channel: ChannelAddress, sign_key: Path | None, as_json: bool) -> None:
-    """End an adapter: hosts unload it, and nothing more is published to it. Its versions stay."""
+    """End an adapter or draft model: nothing more is published, and hosts unload adapters. Versions stay."""
     opened, signer = _opened(channel, sign_key)
     _say(retire_component(opened, name, signer.key), as_json)
 
@@ -66,7 +66,7 @@ def _say(component: Component, as_json: bool) -> None:
 @channel_option
 @json_option
 def log(channel: ChannelAddress, as_json: bool) -> None:
-    """List the adapters of a run with their newest versions."""
+    """List adapters and draft model of a run with their newest versions."""
     opened = Channel.open(open_store(channel))
     rows = [facts_of(opened, each) for each in read_components(opened)]
     facts = {"channel": str(channel), "components": rows}

@@ -27,6 +27,7 @@ from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.components import check_name
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.rate import NO_RATE, Rate
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 @click.command
 @click.argument("checkpoint", type=path, help="HF checkpoint directory with the new weights.")
 @channel_option
-@option("--component", default=MAIN, help="adapter/NAME: publishes peft's directory as this adapter.")
-@option("--main-version", type=click.IntRange(min=0), help="Version of main that the adapter was trained on.")
+@option("--component", default=MAIN, help="What it is: adapter/NAME (as peft saves it), draft, or main.")
+@option("--main-version", type=click.IntRange(min=0), help="Version of main that it was trained on.")
 @option(
     "--local",
     type=path,
@@ -177,7 +178,7 @@ def _add(run: Channel, component: str, checkpoint: Path, options: PublisherOptio
         raise click.BadParameter("a channel with --layout stitch has no components")
     signer = Signer.load(options.sign_key, options.trusted_keys)
     signer.check_owner(run.store)
-    tensors = tensors_in(checkpoint)
+    tensors = tensors_in(checkpoint, check_name(component))
     init_component(run, component, lambda: tensors, signer.key)
     return tensors.nbytes
 

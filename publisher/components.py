@@ -1,5 +1,5 @@
-"""The adapters of a run as its publisher has them: a publisher of each nested channel, opened when first
-needed; what a version of an adapter carries and names besides its weights."""
+"""Adapters and draft of a run as its publisher has them: a publisher of each nested channel, opened when
+first needed; what a version of them carries and names besides its weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from weightcast.publisher.publish.commit import Signer
 from weightcast.publisher.ranks.rendezvous import Rank, looks
 from weightcast.publisher.weights.config import (
     carried_bytes,
+    config_of,
     digest_of,
     is_config,
     read_bytes,
@@ -43,6 +44,7 @@ from weightcast.shared.channel.layout import BASE_JSON, CHANNEL_JSON
 from weightcast.shared.channel.run_files import (
     Base,
     ChannelFile,
+    is_adapter,
     is_carriable,
     write_base,
     write_channel_file,
@@ -51,7 +53,7 @@ from weightcast.shared.channel.signing import PrivateKey, signature_key, stated_
 from weightcast.shared.channel.store import AlreadyExists, Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.files import durable
-from weightcast.shared.files.hf_checkpoint import ADAPTER_CONFIG, ADAPTER_MODEL
+from weightcast.shared.files.hf_checkpoint import ADAPTER_MODEL
 
 _OF_A_MODEL = re.compile(r"lora_(A|B|embedding_A|embedding_B)\.(?!weight$|bias$)[^.]+(\.|$)")
 """a model has the adapter's name there"""
@@ -85,15 +87,15 @@ def tensors_of(weights: NewWeights) -> TensorTable:
     return TensorTable.of(specs)
 
 
-def tensors_in(adapter: Path) -> TensorTable:
+def tensors_in(directory: Path, component: str) -> TensorTable:
     """As `tensors_of`, of a directory."""
-    return tensors_of(AdapterWeights(adapter))
+    return tensors_of(ComponentWeights(directory, component))
 
 
 def init_component(
     run: Channel, name: str, tensors: Callable[[], TensorTable], key: PrivateKey | None = None
 ) -> None:
-    """Makes the channel of an adapter with these tensors, then lists it: the commit point. What a kill left
+    """Makes the channel of a component with these tensors, then lists it: the commit point. What a kill left
     before is made again. Raises Refused for a retired one."""
     file, _ = run.require_ours()
     store = component_store(run.store, name)
@@ -193,26 +195,30 @@ def facts_of(run: Channel, component: Component) -> dict[str, Any]:
     }
 
 
-class AdapterWeights(CheckpointWeights):
-    """An adapter's directory, as peft saves it. It carries its configuration, and tokenizer and chat template
-    where they are not the run's."""
+class ComponentWeights(CheckpointWeights):
+    """Directory of an adapter, as peft saves it, or of a draft model. It carries its configuration, and
+    tokenizer and chat template where they are not the run's."""
 
-    def __init__(self, directory: Path, run: Base | None = None, *, follow_links: bool = True) -> None:
+    def __init__(
+        self, directory: Path, component: str, run: Base | None = None, *, follow_links: bool = True
+    ) -> None:
         """`run`: the base of main."""
-        super().__init__(directory, follow_links=follow_links, adapter=True)
+        super().__init__(directory, follow_links=follow_links, adapter=is_adapter(component))
         try:
-            names = [path.name for path in self.checkpoint.other_files]
-            if self.checkpoint.weight_files[0].name != ADAPTER_MODEL or ADAPTER_CONFIG not in names:
+            names, config = [path.name for path in self.checkpoint.other_files], config_of(component)
+            misses = is_adapter(component) and self.checkpoint.weight_files[0].name != ADAPTER_MODEL
+            if misses or config not in names:
                 raise Refused(
-                    f"{directory} has no {ADAPTER_MODEL} or no {ADAPTER_CONFIG}",
-                    remedy="save the adapter with peft's save_pretrained",
+                    f"{directory} has no {ADAPTER_MODEL if misses else config}",
+                    remedy="save it with save_pretrained",
                 )
-            read_config(directory / ADAPTER_CONFIG)
+            read_config(directory / config)
             known = {} if run is None else {record.name: record.blake3 for record in run.all_files}
             wanted = [name for name in names if is_config(name) and is_carriable(name)]
-            digests = {n: digest_of(read_bytes(directory / n)) for n in (ADAPTER_CONFIG, *wanted)}
-            configs = {name: digest for name, digest in digests.items() if digest != known.get(name)}
-            self.facts = replace(self.facts, configs=configs, carry=carried_bytes(directory, configs))
+            digests = {n: digest_of(read_bytes(directory / n)) for n in (config, *wanted)}
+            configs = {n: digest for n, digest in digests.items() if n == config or digest != known.get(n)}
+            carry = carried_bytes(directory, configs, component)
+            self.facts = replace(self.facts, configs=configs, carry=carry)
         except BaseException:
             self.close()
             raise

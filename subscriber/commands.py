@@ -143,6 +143,7 @@ _MOST_SECONDS, _MOST = 1e9, 1_000_000
 @click.command
 @any_channel_option
 @option("--local", type=path, envvar="WEIGHTCAST_LOCAL", help="Local checkpoint, or where it will be.")
+@option("--draft", type=path, envvar="WEIGHTCAST_DRAFT", help="Local checkpoint of the run's draft model.")
 @option(
     "--engine",
     multiple=True,
@@ -195,6 +196,7 @@ _MOST_SECONDS, _MOST = 1e9, 1_000_000
 def doctor(
     channel: ChannelAddress | None,
     local: Path | None,
+    draft: Path | None,
     engine: Sequence[str],
     role: Role | None,
     timeout: float,
@@ -220,7 +222,7 @@ def doctor(
     if plan is None or channel is not None or local is not None or engine or tls_cert is not None:
         findings += examine(channel, local, role, timeout)
         findings += [] if tls_cert is None else judge_certificate(tls_cert, tls_key, ca)
-        findings += judge_engines(engine, Path.cwd() if local is None else local.absolute(), timeout)
+        findings += judge_engines(engine, Path.cwd() if local is None else local.absolute(), timeout, draft)
 
     def show(console: Console) -> None:
         if weights is not None and found is not None:

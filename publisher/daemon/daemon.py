@@ -45,7 +45,9 @@ class PublishRequest(BaseModel):
     )
     step: int | None = Field(None, ge=0, lt=1 << 63, description="The trainer's step: information only.")
     component: str = Field(
-        MAIN, max_length=80, description="adapter/NAME, for peft's directory of an adapter."
+        MAIN,
+        max_length=80,
+        description="What the directory is: adapter/NAME (as peft saves it), draft, or main.",
     )
     key: str | None = Field(
         None, min_length=1, max_length=_KEY_LIMIT, description="Idempotency key, if the header is not set."

@@ -16,11 +16,12 @@ from weightcast.publisher.maintenance.replay_log import ReplayLog
 from weightcast.publisher.publish.publish import OwnerRank
 from weightcast.publisher.publish.publish_job import PublishJob, PublishReport, WeightSource
 from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
-from weightcast.shared.base.elements import MAIN, TensorTable, Words
+from weightcast.shared.base.elements import TensorTable, Words
 from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.pins import Rollback
+from weightcast.shared.channel.run_files import is_adapter
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
@@ -97,7 +98,7 @@ def _weights(updater: LocalUpdater, channel: Channel, order: Rollback) -> Iterat
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         _bring(channel, scratch, updater.base_dir, order)
-        yield lambda: CheckpointWeights(scratch, adapter=channel.store.component != MAIN)
+        yield lambda: CheckpointWeights(scratch, adapter=is_adapter(channel.store.component))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from weightcast.publisher.publish.commit import Files, begin_beside, commit_draft, put
-from weightcast.shared.base.elements import MAIN, TensorTable
+from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
@@ -28,7 +28,7 @@ from weightcast.shared.channel.index import (
     write_index,
 )
 from weightcast.shared.channel.layout import anchor_key
-from weightcast.shared.channel.run_files import Base, TensorRecords
+from weightcast.shared.channel.run_files import Base, TensorRecords, is_adapter
 from weightcast.shared.channel.signing import PrivateKey
 from weightcast.shared.channel.store import AlreadyExists
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, WordsIn
@@ -60,7 +60,7 @@ def write_weights(
     shards = list(_shards(table))
     for number, tensors in enumerate(shards):
         own = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        name = made.prefix + (own if table.component == MAIN else ADAPTER_MODEL)
+        name = made.prefix + (ADAPTER_MODEL if is_adapter(table.component) else own)
         records.append(
             upload(files, name, _shard(files.place(name), table, tensors, words_in, lanes, advance))
         )
@@ -74,7 +74,7 @@ def _shards(table: TensorTable) -> Iterator[list[int]]:
     shard: list[int] = []
     size = 0
     for number, spec in enumerate(table):
-        if shard and size + spec.nbytes > SHARD_BYTES and table.component == MAIN:
+        if shard and size + spec.nbytes > SHARD_BYTES and not is_adapter(table.component):
             yield shard
             shard, size = [], 0
         shard.append(number)

@@ -51,6 +51,7 @@ from weightcast.publisher.publish.publish_job import (
 from weightcast.publisher.ranks import rendezvous
 from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart
 from weightcast.publisher.ranks.shards import RankWeights
+from weightcast.publisher.weights.config import config_of
 from weightcast.publisher.weights.tensors import InputFacts
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import (
@@ -79,7 +80,7 @@ from weightcast.shared.checkpoint.update.fetch import ROOM_BYTES, Delta, journal
 from weightcast.shared.checkpoint.update.sources import find_base, open_base
 from weightcast.shared.checkpoint.update.stage import Staged, stage
 from weightcast.shared.files.disk_errors import NoRoom, disk_error, lacks_room
-from weightcast.shared.files.hf_checkpoint import ADAPTER_CONFIG, side_files
+from weightcast.shared.files.hf_checkpoint import side_files
 from weightcast.shared.files.system import nearest_directory, space_of
 
 Made = TypeVar("Made")
@@ -422,7 +423,7 @@ class OwnerRank:
         """What lists the files of an anchor beside its weights, and where they are."""
         if self._updater.local is not None:
             return self._updater.local.base, self._updater.local.side_files
-        if base.is_adapter:
+        if base.component != MAIN:
             return base, {}
         directory = self._updater.base_dir or find_base(self._channel())
         return base, side_files(open_base(directory)).files
@@ -551,11 +552,12 @@ class OwnerRank:
 
 
 def _belonging(channel: Channel, index: Index, job: PublishJob) -> Index:
-    """With the version of main that an adapter was trained on. Raises Refused where its configuration is not
-    known."""
-    if not any(file.name == ADAPTER_CONFIG for file in index.carried):
+    """With the version of main that an adapter or draft was trained on. Raises Refused where its
+    configuration is not known."""
+    config = config_of(channel.store.component)
+    if not any(file.name == config for file in index.carried):
         raise Refused(
-            f"{channel.place} has no {ADAPTER_CONFIG} yet",
+            f"{channel.place} has no {config} yet",
             remedy="give adapter_config= with the first version",
         )
     version, digest = job.trained_on or (0, "")

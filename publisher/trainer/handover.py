@@ -142,17 +142,24 @@ class HandOver:
             # blake3 and more, which a trainer without adapters does not need
             from weightcast.publisher.weights.config import adapter_config as written
 
-            handed = self._of(component)._put(named_tensors, step, timeout, written(adapter_config))
+            handed = self._of(component)._put(
+                named_tensors, step, timeout, written(adapter_config, component)
+            )
         else:
             handed = self._put(named_tensors, step, timeout)
         self._tell()
         return handed
 
     def _of(self, component: str) -> HandOver:
-        from weightcast.shared.channel.components import check_name
+        from weightcast.shared.channel.run_files import is_adapter
 
+        if not is_adapter(component):
+            raise Refused(
+                f"{component[:80]!r} cannot be handed over",
+                remedy="give adapter/NAME; publish a draft model from a directory",
+            )
         if component not in self._adapters:
-            one = HandOver(self._export.directory / check_name(component))
+            one = HandOver(self._export.directory / component)
             one._export = Export(one._export.directory, ADAPTER_MODEL)
             self._adapters[component] = one
         return self._adapters[component]

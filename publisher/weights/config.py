@@ -17,8 +17,9 @@ from typing import Any
 
 from blake3 import blake3
 
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import DamagedFile, Refused, WrongRun
-from weightcast.shared.channel.run_files import CARRIED_LIMIT, Base, FileRecord, is_carriable
+from weightcast.shared.channel.run_files import CARRIED_LIMIT, Base, FileRecord, is_adapter, is_carriable
 from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import ADAPTER_CONFIG, Checkpoint
 from weightcast.shared.files.paths import is_file, matching, printable
@@ -216,16 +217,21 @@ def _shown(value: object, longest: int = 40) -> str:
 
 
 AdapterConfig = Mapping[str, Any] | str | Path | None
-"""peft's, as a mapping or a file; None: that of the previous version"""
+"""peft's, or a draft model's, as a mapping or a file; None: that of the previous version"""
 
 
-def adapter_config(config: AdapterConfig) -> Mapping[str, bytes]:
-    """What an adapter's version carries, whose tensors are given with this configuration. Raises Refused."""
+def config_of(component: str) -> str:
+    """Name of the file with the configuration of a component other than main."""
+    return ADAPTER_CONFIG if is_adapter(component) else CONFIG
+
+
+def adapter_config(config: AdapterConfig, component: str) -> Mapping[str, bytes]:
+    """What a component's version carries, whose tensors are given with this configuration. Raises Refused."""
     if config is None:
         return {}
     try:
         said = config if isinstance(config, Mapping) else read_config(Path(config))
-        return {ADAPTER_CONFIG: json.dumps(said, indent=2, sort_keys=True, default=_plainly).encode()}
+        return {config_of(component): json.dumps(said, indent=2, sort_keys=True, default=_plainly).encode()}
     except (TypeError, FileNotFoundError) as error:
         raise Refused(
             f"adapter_config: {error}", remedy="give peft_config.to_dict(), or the path of peft's file"
@@ -284,10 +290,10 @@ def changed_configs(export: Checkpoint, own: Path | None, base: Base) -> Mapping
     return found
 
 
-def carried_bytes(export: Path, configs: Mapping[str, str]) -> Mapping[str, bytes]:
+def carried_bytes(export: Path, configs: Mapping[str, str], component: str = MAIN) -> Mapping[str, bytes]:
     """The files that differ and may be carried. Raises Refused for more than a version may carry, and where
     one changed since."""
-    names = [name for name, digest in configs.items() if digest and is_carriable(name)]
+    names = [name for name, digest in configs.items() if digest and is_carriable(name, component)]
     data = {name: read_bytes(export / name) for name in names}
     for name in names:
         if digest_of(data[name]) != configs[name]:

@@ -16,7 +16,7 @@ from itertools import takewhile
 from weightcast.publisher.weights.precision import rounds
 from weightcast.shared.base.elements import MAIN, TensorSpec, TensorTable
 from weightcast.shared.base.errors import Refused
-from weightcast.shared.channel.run_files import ChannelFile
+from weightcast.shared.channel.run_files import DRAFT, ChannelFile
 from weightcast.shared.checkpoint.verify.seed import listing
 from weightcast.shared.files.hf_checkpoint import MERGE_ADAPTER, is_adapter_tensor
 
@@ -144,7 +144,8 @@ class _Misfit:
     def _remedy(self) -> str:
         """Short, in the words of the entry point that was used."""
         if self.component != MAIN:
-            return f"retire {self.component} and add it under another name"
+            other = f"retire {self.component} and add it under another name"
+            return "make a channel for a new run" if self.component == DRAFT else other
         said = []
         kinds = {rounds(a.dtype, b.dtype) for a, b in self.forms if a.shape == b.shape}
         if True in kinds:

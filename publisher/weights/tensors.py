@@ -29,7 +29,7 @@ from weightcast.publisher.weights.given import (
     torch,
 )
 from weightcast.publisher.weights.shard_spec import Box
-from weightcast.shared.base.elements import DTYPES, Chunk, TensorSpec, TensorTable, Words, kind_of
+from weightcast.shared.base.elements import DTYPES, MAIN, Chunk, TensorSpec, TensorTable, Words, kind_of
 from weightcast.shared.base.errors import Refused, RetryLater
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
 from weightcast.shared.files.hf_checkpoint import Checkpoint, Place, identities, open_checkpoint, run_of
@@ -214,9 +214,10 @@ class GivenWeights(NewWeights):
         self,
         named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
         config: AdapterConfig = None,
+        component: str = MAIN,
     ) -> None:
-        """`config`: of an adapter."""
-        carry = adapter_config(config)
+        """`config`: of the component."""
+        carry = adapter_config(config, component)
         if carry:
             self.facts = InputFacts(configs={n: digest_of(data) for n, data in carry.items()}, carry=carry)
         given: dict[str, _Given] = {}

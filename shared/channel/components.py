@@ -1,6 +1,6 @@
-"""Components of a run. `main` is the channel itself; each adapter is a channel of its own below it, which
-starts from zeros. `components.json` lists them: it is the commit point of adding and retiring one.
-docs/FORMAT.md, Components."""
+"""Components of a run. `main` is the channel itself; each adapter and the draft model is a channel of its own
+below it, which starts from zeros. `components.json` lists them: it is the commit point of adding and retiring
+one. docs/FORMAT.md, Components."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import Problem, faults
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.run_files import (
+    DRAFT,
     FORMAT,
     Base,
     check_format,
-    is_adapter,
     parse_base,
     run_id,
+    starts_from_zeros,
     write_base,
 )
 from weightcast.shared.channel.signing import (
@@ -46,12 +47,12 @@ ComponentState = Literal["active", "retired"]
 _TRIES = 20
 _SIGNATURE = b',"signature":'
 """the last member; what is before it is signed"""
-_NOT_LISTED = "hosts keep the adapters that they have; restore the file from a backup"
+_NOT_LISTED = "hosts keep the components that they have; restore the file from a backup"
 
 
 @dataclass(frozen=True)
 class Component:
-    """`name`: `adapter/NAME`; `added`, `retired`: unix times on the writer's clock."""
+    """`name`: `adapter/NAME` or `draft`; `added`, `retired`: unix times on the writer's clock."""
 
     name: str
     state: ComponentState
@@ -65,15 +66,10 @@ class Component:
 
 def check_name(name: str) -> str:
     """`name`, if a component can have it. Raises Refused."""
-    if name == "draft":
-        raise Refused(
-            "drafts as a component of their own are not supported yet",
-            remedy="publish the draft inside the main checkpoint",
-        )
-    if not is_adapter(name):
+    if not starts_from_zeros(name):
         raise Refused(
             f"{name[:80]!r} is not the name of a component",
-            remedy="give adapter/NAME, NAME of letters, digits and ._- (at most 64, no dot or dash first)",
+            remedy="give draft, or adapter/NAME: letters, digits and ._- (at most 64, no dot or dash first)",
         )
     return name
 
@@ -149,8 +145,8 @@ def parse_registry(data: bytes, run: str, what: str = REGISTRY) -> tuple[Compone
 
 def _component(row: object, what: str) -> Component:
     members = Members(row, f"{what}: components")
-    if not is_adapter(members.text("name", 128)):
-        raise members.bad("name", "adapter/NAME")
+    if not starts_from_zeros(members.text("name", 128)):
+        raise members.bad("name", "adapter/NAME or draft")
     state = members.text("state", 32)
     if state not in get_args(ComponentState):
         raise members.bad("state", "active or retired")
@@ -220,7 +216,8 @@ def _unknown(channel: Channel, name: str) -> Refused:
 
 
 def _retired(name: str) -> Refused:
-    return Refused(f"{name} is retired", remedy="add the adapter under another name")
+    other = "make a channel for a new run" if name == DRAFT else "add the adapter under another name"
+    return Refused(f"{name} is retired", remedy=other)
 
 
 def _changed(

@@ -424,7 +424,7 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str |
         totals=VersionTotals(*cast(list[int], totals)),
         checksums=_checksums(rows, what),
         digest=blake3(data).hexdigest(),
-        carried=carried_records(facts, what),
+        carried=carried_records(facts, what, table.component),
         side_files=side_records(facts, what),
     )
     if not top.object("metadata").items() >= _metadata(index).items():

@@ -22,6 +22,8 @@ from weightcast.shared.files.safetensors import check_nbytes, checked_dtype, nat
 from weightcast.shared.files.strict_json import MAX_INTEGER, Members, parse_object, write_object
 
 FORMAT = 1
+DRAFT = "draft"
+"""the component of a draft model"""
 SIDE_FILES, CARRIED = "side_files", "carried"
 CARRIED_LIMIT = 64 << 20
 _CARRIED_NAME = re.compile(r".*\.(json|txt|jinja|model|tiktoken)")
@@ -61,10 +63,15 @@ def is_adapter(component: str) -> bool:
     return _ADAPTER_NAME.fullmatch(component) is not None
 
 
+def starts_from_zeros(component: str) -> bool:
+    """Whether it is a component with a channel of its own: an adapter or the draft model."""
+    return component == DRAFT or is_adapter(component)
+
+
 def component_of(members: Members, what: str) -> str:
     """Raises Refused, with the component's name, for a component that this release does not handle."""
     component = members.text("component", 128)
-    if component != MAIN and not is_adapter(component):
+    if component != MAIN and not starts_from_zeros(component):
         raise Refused(
             f"{what}: component {component!r} is not handled by this release",
             remedy="upgrade weightcast here",
@@ -118,17 +125,18 @@ def side_records(members: Members, what: str, key: str = SIDE_FILES) -> tuple[Fi
     return _records(members.array(key) if key in members else (), what, relative_name)
 
 
-def is_carriable(name: str) -> bool:
-    """Whether a version may carry a file of this name: no weights, no code, not the model's config."""
-    plain = _CARRIED_NAME.fullmatch(name) is not None
-    return plain and name != "config.json" and not name.endswith(".index.json")
+def is_carriable(name: str, component: str = MAIN) -> bool:
+    """Whether a version may carry a file of this name: no weights, no code, not the model's config, which a
+    draft model alone has no base for."""
+    plain = _CARRIED_NAME.fullmatch(name) is not None and not name.endswith(".index.json")
+    return plain and (name != "config.json" or component == DRAFT)
 
 
-def carried_records(members: Members, what: str) -> tuple[FileRecord, ...]:
+def carried_records(members: Members, what: str, component: str = MAIN) -> tuple[FileRecord, ...]:
     """The member `carried`, if it is there."""
     records = side_records(members, what, CARRIED)
     for record in records:
-        if not is_carriable(record.name):
+        if not is_carriable(record.name, component):
             raise DamagedFile(f"{what}: {record.name[:80]!r} is not a config file that a version may carry")
     if sum(record.size for record in records) > CARRIED_LIMIT:
         raise DamagedFile(f"{what}: its config files have more than {CARRIED_LIMIT} bytes")
@@ -246,7 +254,7 @@ class Base:
 
     @property
     def is_adapter(self) -> bool:
-        return self.component != MAIN
+        return is_adapter(self.component)
 
 
 def write_base(base: Base) -> bytes:

@@ -113,7 +113,7 @@ def _log_table(console: Console, facts: dict[str, Any]) -> None:
     console.print(f"run {printable(facts['run_id'] or 'foreign')}, latest {or_dash(facts['latest'])}")
     console.print(table)
     if facts["components"]:
-        console.print(f"adapters (--component NAME): {', '.join(facts['components'])}")
+        console.print(f"components (--component NAME): {', '.join(facts['components'])}")
 
 
 @click.command

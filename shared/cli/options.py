@@ -93,7 +93,7 @@ component_option = option(
     callback=_keep_component,
     is_eager=True,
     expose_value=False,
-    help="Component whose channel is meant: adapter/NAME; unset: main.",
+    help="Component whose channel is meant: adapter/NAME or draft; unset: main.",
 )
 any_channel_option = option("--channel", **_CHANNEL)
 local_option = option(

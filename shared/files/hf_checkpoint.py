@@ -24,7 +24,7 @@ from weightcast.shared.files.paths import file_name, is_directory, printable, re
 from weightcast.shared.files.safetensors import START, Header, check_kind, read_header_of, tensor_spec
 from weightcast.shared.files.strict_json import Members, parse_object
 
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
 _SIGNATURE = f"{WEIGHT_INDEX}.sig"
 _INDEX_LIMIT = 256 << 20
@@ -126,7 +126,7 @@ def open_checkpoint(
         raise Refused(f"{directory} is not a directory", remedy="give a checkpoint directory") from error
     # some bases hold an adapter of peft next to their own weights
     adapters = [name for name in names if name.startswith("adapter_model.") or name == ADAPTER_CONFIG]
-    if adapters and not adapter and _SINGLE not in names and WEIGHT_INDEX not in names:
+    if adapters and not adapter and SINGLE not in names and WEIGHT_INDEX not in names:
         raise Refused(_IS_ADAPTER.format(directory, adapters[0]), remedy=MERGE_ADAPTER)
     try:
         if adapter:
@@ -282,8 +282,8 @@ def _parsed_index(data: bytes) -> _WeightIndex | None:
 
 def _single(directory: Path, names: Sequence[str]) -> str:
     found = [name for name in names if name.endswith(".safetensors")]
-    if _SINGLE in found and not [name for name in found if _is_shard(name) and name != _SINGLE]:
-        return _SINGLE
+    if SINGLE in found and not [name for name in found if _is_shard(name) and name != SINGLE]:
+        return SINGLE
     if len(found) == 1 and not _is_shard(found[0]):
         return found[0]
     if not found:
@@ -317,8 +317,8 @@ def _check_present(
             f"{directory / printable(missing[0])} is missing; the index names it",
             remedy="copy, download or save that file too; or correct the index",
         )
-    surplus = sorted({name for name in names if name == _SINGLE or _is_shard(name)} - set(shards))
-    if _SINGLE in surplus or (surplus and not follow_links):
+    surplus = sorted({name for name in names if name == SINGLE or _is_shard(name)} - set(shards))
+    if SINGLE in surplus or (surplus and not follow_links):
         raise DamagedFile(
             f"{directory / surplus[0]} is not named by {WEIGHT_INDEX}",
             remedy="remove it or the index: one of them is left over from another checkpoint",

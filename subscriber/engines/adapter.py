@@ -145,6 +145,11 @@ class Adapter(ABC):
     def relabel(self, label: str) -> Confirmation:
         """New name for the same weights; `status-only` where the engine has no labels."""
 
+    def load_draft(self) -> None:
+        """Its draft model's weights again, from the directory that it was started with. Pauses by itself
+        unless it is paused."""
+        raise NotImplementedError
+
     def adapter_limits(self) -> AdapterLimits:
         """As the process of the last look was started. NoAdapters where that is without LoRA."""
         return AdapterLimits()

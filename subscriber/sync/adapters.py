@@ -30,14 +30,13 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.components import (
     ADAPTER,
     REGISTRY,
-    component_store,
     open_component,
     read_registry,
 )
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
-from weightcast.shared.channel.run_files import FORMAT
-from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
+from weightcast.shared.channel.run_files import FORMAT, is_adapter
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position
 from weightcast.shared.checkpoint.verify.hashing import Credit, Scrub
 from weightcast.shared.daemon.timing import Backoff, Due
@@ -48,14 +47,10 @@ from weightcast.subscriber.engines.host import HostEngine
 from weightcast.subscriber.groups.messages import AdaptersUsed
 from weightcast.subscriber.status import AdapterStatus
 from weightcast.subscriber.sync.exported import Exported, ExportedAdapters
-from weightcast.subscriber.sync.host import StepHost, known
+from weightcast.subscriber.sync.host import LOOK_SECONDS, StepHost, known
 
 GRACE_SECONDS = 60.0
 """before an old version is unloaded where no gate counts the requests that use it"""
-_REGISTRY_SECONDS = 10.0
-"""between two looks for components where every look is a request"""
-_VISIBLE_SECONDS = 5.0
-"""that what a pointer implies is waited for in a step: main versions wait behind it"""
 _RETRY = Backoff(1.0, 60.0)
 _STATE_LIMIT = 4 << 20
 
@@ -120,8 +115,7 @@ class Adapters:
         """of background verify, and how many local checkpoints and versions that has read"""
         self._verified = 0
         self._run: Channel | None = None
-        self._visible_seconds = min(host.options.visible_seconds, _VISIBLE_SECONDS)
-        self._looks = Due(0.0 if self._store.renames else _REGISTRY_SECONDS, host.clock)
+        self._looks = Due(0.0 if self._store.renames else LOOK_SECONDS, host.clock)
         host.adapters = self._status
         for engine in self._engines.engines:
             engine.before_pause = partial(self.withdraw, engine)
@@ -271,7 +265,7 @@ class Adapters:
             self._run = Channel.open(self._store, self._options.trust, self._run)
             listed, number = read_registry(self._run)
             self._require_newer(number)
-            active = {one.name.removeprefix(ADAPTER): one.active for one in listed}
+            active = {one.name.removeprefix(ADAPTER): one.active for one in listed if is_adapter(one.name)}
         elif (self._adapters or self._registry) and self._options.adapters:
             raise RetryLater(
                 f"{self._store.place(REGISTRY)} is gone",
@@ -283,12 +277,7 @@ class Adapters:
         for name in wanted:
             one = self._adapter(name)
             if one.updater is None:
-                store = component_store(self._store, ADAPTER + name)
-                of_main = self._host.updater.options
-                options = UpdaterOptions(
-                    of_main.threads, self._visible_seconds, of_main.pre_read, wait=of_main.wait
-                )
-                one.updater = LocalUpdater(store, self._exported.followed(name), None, options)
+                one.updater = self._host.updater_of(ADAPTER + name, self._exported.followed(name))
         for one in self._adapters.values():
             if one.name not in wanted and one.updater is not None:
                 one.updater.close()

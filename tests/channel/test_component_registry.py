@@ -124,9 +124,12 @@ def test_bad_names_are_refused(name: str) -> None:
         check_name(name)
 
 
-def test_drafts_are_refused_by_name() -> None:
-    with pytest.raises(Refused, match="drafts as a component of their own are not supported yet"):
-        check_name("draft")
+def test_the_draft_model_is_a_component_that_starts_from_zeros_too(channel: Channel) -> None:
+    assert add_component(channel, check_name("draft")).name == "draft"
+    retire_component(channel, "draft")
+    with pytest.raises(Refused, match="draft is retired") as refused:
+        add_component(channel, "draft")
+    assert "a new run" in refused.value.remedy
 
 
 def test_components_are_added_and_retired_once(channel: Channel) -> None:

@@ -273,7 +273,7 @@ def checkpoint(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def adapters(channel: Path) -> list[str]:
+def components(channel: Path) -> list[str]:
     """The active ones of a run."""
     listed = json.loads((channel / "components.json").read_bytes())
     assert (
@@ -285,7 +285,7 @@ def adapters(channel: Path) -> list[str]:
     return [each["name"] for each in listed["components"] if each["state"] == "active"]
 
 
-def read_adapter(channel: Path, name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
+def read_component(channel: Path, name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Its tensors, and the index of its newest version: main's version is in it."""
     nested = channel / "components" / name
     held = read(nested, None, name)
@@ -293,13 +293,13 @@ def read_adapter(channel: Path, name: str) -> tuple[dict[str, bytes], dict[str, 
     own = json.loads((newest / "model.safetensors.index.json").read_bytes())["weightcast"]
     files = {path: (newest / "carried" / path).read_bytes() for path, _, _ in own["carried"]}
     assert all(blake3(files[path]).hexdigest() == digest for path, _, digest in own["carried"])
-    json.loads(files["adapter_config.json"])
+    json.loads(files["config.json" if name == "draft" else "adapter_config.json"])
     return held, own
 
 
 def read(channel: Path, base: Path | None, component: str = "main") -> dict[str, bytes]:
     """The tensors of the version that the pointer names, from the base on through every delta. `base`: None
-    for an adapter, which begins with zeros."""
+    for another component, which begins with zeros."""
     run = json.loads((channel / "channel.json").read_bytes())
     raw = (channel / "base.json").read_bytes()
     zero = json.loads(raw)

@@ -1,6 +1,6 @@
-"""Makes tests/golden/channels/, which must not exist: python tests/golden/make_golden.py [adapters|skyrl]
+"""Makes tests/golden/channels/, which must not exist: python tests/golden/make_golden.py [NAME]
 
-`adapters` and `skyrl` add the channel of that name to those that are there.
+`adapters`, `draft`, `skyrl`: adds the channel of that name to those that are there.
 
 Never part of a test run. What is committed there was written by the release that made it, and every later
 release must go on reading it: a writer that makes other bytes today is no reason to make them anew.
@@ -8,6 +8,7 @@ release must go on reading it: a writer that makes other bytes today is no reaso
     base/                       the checkpoint that all channels start from
     fast/ xor/ overwrite/       channels as this release writes them, versions 1 to 3
     adapters/                   main at version 1; adapter/math at version 3, adapter/old retired at version 1
+    draft/                      main at version 1; the draft model at version 3
     field-plain/ field-run/     channels in the field's plain format, in both dialects of the pointer
     skyrl/                      a channel of SkyRL's
     expected.json               per channel the root of version 3 and a digest of the tensor bytes
@@ -101,6 +102,24 @@ def make_adapters() -> dict[str, str]:
     return {"main": main.root, "math": report.root, "bytes": root_of(bytes_of(model))}
 
 
+def make_draft() -> dict[str, str]:
+    """The roots of main and of the draft model, whose words change as those of main do."""
+    channel = CHANNELS / "draft"
+    init_channel(channel, CHANNELS / "base", run_id=RUN)
+    with (
+        tempfile.TemporaryDirectory() as room,
+        Publisher.open(channel, local=Path(room) / "local", base=CHANNELS / "base") as publisher,
+    ):
+        main = publisher.publish_checkpoint(write_checkpoint(Path(room) / "main", models()[1]))
+        for step, model in enumerate(models()[1:], 1):
+            given = {n: RawTensor(one.dtype, one.shape, one.data.tobytes()) for n, one in model.items()}
+            config = {"architectures": ["Tiny"], "step": step}
+            report = publisher.publish(given, step=step, component="draft", adapter_config=config)
+    for claims in channel.rglob("publishers"):
+        shutil.rmtree(claims)
+    return {"main": main.root, "draft": report.root}
+
+
 def pointer_of(channel: Path):  # type: ignore[no-untyped-def]
     return Channel.open(open_store(channel)).pointer()
 
@@ -131,9 +150,10 @@ def main() -> None:
     if sys.argv[1:] == ["skyrl"]:
         make_skyrl()
         return
-    if sys.argv[1:] == ["adapters"]:
+    added = {"adapters": make_adapters, "draft": make_draft}
+    if sys.argv[1:]:
         expected = json.loads((CHANNELS / "expected.json").read_text())
-        expected["adapters"] = make_adapters()
+        expected[sys.argv[1]] = added[sys.argv[1]]()
         (CHANNELS / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
         return
     if CHANNELS.exists():
@@ -143,7 +163,8 @@ def main() -> None:
     make_field("field-plain", None, encoding="xor", checksum="blake3")
     make_skyrl()
     make_field("field-run", "run-7", encoding="overwrite", checksum="adler32")
-    expected = {"roots": roots, "bytes": root_of(bytes_of(models()[VERSIONS])), "adapters": make_adapters()}
+    expected = {"roots": roots, "bytes": root_of(bytes_of(models()[VERSIONS]))}
+    expected |= {name: make() for name, make in added.items()}
     (CHANNELS / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 

@@ -22,7 +22,7 @@ from core_cases import (
 from faulty_store import Fault, FaultyStore
 from field_reader import follow
 from field_writer import root_of, write_pointer, write_version
-from independent_reader import adapters, read, read_adapter
+from independent_reader import components, read, read_component
 from memory_store import MemoryStore
 
 from weightcast.publisher import Publisher, init_channel
@@ -106,10 +106,22 @@ def test_a_reader_that_knows_no_components_follows_main(tmp_path: Path) -> None:
 
 
 def test_another_reader_agrees_on_adapters() -> None:
-    assert adapters(ADAPTERS) == ["adapter/math"]
-    held, own = read_adapter(ADAPTERS, "adapter/math")
+    assert components(ADAPTERS) == ["adapter/math"]
+    held, own = read_component(ADAPTERS, "adapter/math")
     assert root_of(held) == EXPECTED["adapters"]["bytes"]
     assert (own["main_version"], own["main_root"]) == (1, EXPECTED["adapters"]["main"])
+
+
+def test_a_draft_model_is_read_as_it_was_written_once(tmp_path: Path) -> None:
+    run = Channel.open(open_store(CHANNELS / "draft"))
+    assert [(one.name, one.active) for one in read_components(run)] == [("draft", True)]
+    nested, local = open_component(run, "draft"), tmp_path / "local"
+    assert bring(nested.store, local, None) == EXPECTED["draft"]["draft"]
+    assert json.loads((local / "config.json").read_text()) == {"architectures": ["Tiny"], "step": 3}
+    held, own = read_component(CHANNELS / "draft", "draft")
+    assert root_of(held) == root_of(read_checkpoint(local)) == EXPECTED["bytes"]
+    assert (own["main_version"], own["main_root"]) == (1, EXPECTED["draft"]["main"])
+    assert all_faults(open_store(CHANNELS / "draft")) == []
 
 
 @pytest.mark.parametrize("name", FIELD)

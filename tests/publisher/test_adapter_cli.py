@@ -56,7 +56,7 @@ def test_components_are_listed_added_and_retired(run: Places, weightcast: Comman
     code, _, err = weightcast("channel", "component", "retire", "adapter/none", *on)
     assert code == 3 and "has no component adapter/none" in err
     code, out, _ = weightcast("channel", "log", *on)
-    assert f"adapters (--component NAME): {CODE}" in out
+    assert f"components (--component NAME): {CODE}" in out
 
 
 def test_other_commands_take_a_component(run: Places, weightcast: Command) -> None:
@@ -121,7 +121,7 @@ def test_a_signed_run_has_a_signed_list(places: Places, weightcast: Command) -> 
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (("--component", "draft"), "drafts as a component of their own"),
+        (("--component", "draft"), "is a LoRA adapter"),
         (("--component", "math"), "is not the name of a component"),
         (("--component", MATH, "--cast"), "--cast, --rename and --drop are for main"),
         (("--component", MATH, "--layout", "stitch"), "a channel with --layout stitch has no components"),

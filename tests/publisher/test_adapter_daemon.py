@@ -243,8 +243,11 @@ def test_adapters_over_http(places: Places, tmp_path: Path) -> None:
         wait_until(lambda: daemon.get(url).json()["state"] == "done")
         assert daemon.get(url).json()["report"]["version"] == 1
         assert daemon.post("/v1/publish", {**asked, "component": "adapter/other"}).status_code == 409
-        assert daemon.post("/v1/publish", {"checkpoint": str(save), "component": "draft"}).status_code >= 400
-        wait_until(lambda: [each["name"] for each in daemon.status()["components"]] == [MATH])
+        assert daemon.post("/v1/publish", {"checkpoint": str(save), "component": "lora"}).status_code >= 400
+        drafter = write(places.watch / ".drafter", base_tensors())
+        job = daemon.post("/v1/publish", {"checkpoint": str(drafter), "component": "draft"}).json()
+        wait_until(lambda: daemon.get(f"/v1/publications/{job['id']}").json()["state"] == "done")
+        wait_until(lambda: [each["name"] for each in daemon.status()["components"]] == [MATH, "draft"])
         retire_component(Channel.open(open_store(places.channel)), MATH)
         job = daemon.post("/v1/publish", {"checkpoint": str(save), "component": MATH}).json()
         url = f"/v1/publications/{job['id']}"

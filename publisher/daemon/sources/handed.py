@@ -4,11 +4,11 @@ what became of them."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from weightcast.publisher.components import AdapterWeights, tensors_of
+from weightcast.publisher.components import ComponentWeights, tensors_of
 from weightcast.publisher.daemon.sources.source import Memory, SourceJob, new_request
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.run_publisher import RunPublisher
@@ -105,7 +105,7 @@ class HandOverSource:
 class HandedWeights(CheckpointWeights):
     """A slot that cannot change: locked until `close`. Raises RetryLater once it is written again."""
 
-    def __init__(self, export: Export, handed: Handed) -> None:
+    def __init__(self, export: Export, handed: Handed, **component: Any) -> None:
         self._export, self._handed = export, handed
         self._lock = export.lock(handed.slot)
         self._lock.acquire(shared=True)
@@ -115,7 +115,7 @@ class HandedWeights(CheckpointWeights):
                     f"{export.slot(handed.slot)} now has newer weights",
                     remedy="nothing to do: they are published next",
                 )
-            super().__init__(export.slot(handed.slot), follow_links=False)
+            super().__init__(export.slot(handed.slot), follow_links=False, **component)
         except BaseException:
             self._lock.release()
             raise
@@ -136,7 +136,7 @@ class HandedWeights(CheckpointWeights):
         self._lock.release()
 
 
-class HandedAdapter(HandedWeights, AdapterWeights):
+class HandedAdapter(HandedWeights, ComponentWeights):
     """A slot is as a directory of peft."""
 
 
@@ -150,8 +150,9 @@ class HandOverJob(SourceJob):
         return publisher.component(self.component, lambda: tensors_of(self._weights()))
 
     def _weights(self) -> HandedWeights:
-        kind = HandedWeights if self.component == MAIN else HandedAdapter
-        return kind(self._source.export, self._handed)
+        if self.component == MAIN:
+            return HandedWeights(self._source.export, self._handed)
+        return HandedAdapter(self._source.export, self._handed, component=self.component)
 
     def open(self) -> NewWeights:
         return self.target(self._publisher).adapted(self._weights(), self._source.rules)

@@ -85,7 +85,7 @@ class SourceJob:
 
     def target(self, publisher: RunPublisher) -> RunPublisher:
         """The publisher of its component, which it begins where there is none. Raises Refused."""
-        return publisher.component(self.component, partial(tensors_in, self.directory))
+        return publisher.component(self.component, partial(tensors_in, self.directory, self.component))
 
     def open_in(self, publisher: RunPublisher, rules: ExportRules) -> NewWeights:
         """The weights in its directory. `rules`: for main."""

@@ -13,7 +13,7 @@ from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import CARRIED, ForeignIndex, Index, object_record
-from weightcast.shared.channel.run_files import Base, FileRecord, carried_records, write_file_records
+from weightcast.shared.channel.run_files import DRAFT, Base, FileRecord, carried_records, write_file_records
 from weightcast.shared.channel.store import Store, pieces_of
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.state import Position
@@ -86,7 +86,8 @@ class SideFiles:
         try:
             versions = Members(parse_object(durable.read_file(self._memory, _LIMIT), what), what)
             return {
-                digest: carried_records(Members({CARRIED: rows}, what), what)
+                # of any component: the index that listed them was judged by its own
+                digest: carried_records(Members({CARRIED: rows}, what), what, DRAFT)
                 for digest, rows in versions.object("versions").items()
             }
         except (FileNotFoundError, DamagedFile):

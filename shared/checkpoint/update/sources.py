@@ -27,6 +27,7 @@ from weightcast.shared.channel.delta import stated_digests
 from weightcast.shared.channel.directory_store import directory_of, may_map
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.channel.layout import Pointer
+from weightcast.shared.channel.run_files import is_adapter
 from weightcast.shared.channel.store import Store, joined, pieces_of
 from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position, pack_lanes
 from weightcast.shared.checkpoint.update.fetch import Delta, NotThere, Patience
@@ -55,7 +56,13 @@ from weightcast.shared.checkpoint.verify.seed import (
 from weightcast.shared.codec.slime import digest_stream
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import error_text
-from weightcast.shared.files.hf_checkpoint import ADAPTER_MODEL, Checkpoint, check_pointers, open_checkpoint
+from weightcast.shared.files.hf_checkpoint import (
+    ADAPTER_MODEL,
+    SINGLE,
+    Checkpoint,
+    check_pointers,
+    open_checkpoint,
+)
 from weightcast.shared.files.paths import is_directory
 from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.files.strict_json import parse_object, write_object
@@ -275,9 +282,9 @@ def repair_sources(
 
 
 def base_digest(channel: Channel, base: Path | None) -> str | None:
-    """None without a base; empty where its digest is unknown, in the slime format. The base of an adapter,
+    """None without a base; empty where its digest is unknown, in the slime format. The base of a component,
     zeros, is everywhere."""
-    if base is None and (channel.base is None or not channel.base.is_adapter):
+    if base is None and (channel.base is None or channel.base.component == MAIN):
         return None
     return "" if channel.base is None else channel.base.digest
 
@@ -286,7 +293,7 @@ def full_weights(route: Route, version: int, base: Path | None, spool: Path) -> 
     """The directory with the full weights of a version that the plan of `route` seeds from: its files are
     mapped. From a channel that is not in a directory they are streamed into `spool`."""
     described = route.channel.base
-    if version == 0 and described is not None and described.is_adapter:
+    if version == 0 and described is not None and described.component != MAIN:
         return _zeros(described.table, spool / "zeros")
     files, index = _full_weights(route, version, base)
     if isinstance(files, Path):
@@ -310,7 +317,8 @@ def _zeros(table: TensorTable, directory: Path) -> Path:
         Entry(spec.name, spec.dtype, spec.shape, end - spec.nbytes, end)
         for spec, end in zip(table, ends, strict=True)
     ]
-    header, path = pack_header(entries, {"format": "pt"}), directory / ADAPTER_MODEL
+    name = ADAPTER_MODEL if is_adapter(table.component) else SINGLE
+    header, path = pack_header(entries, {"format": "pt"}), directory / name
     directory.mkdir(exist_ok=True)
     path.write_bytes(header)
     os.truncate(path, len(header) + table.nbytes)
