@@ -575,7 +575,10 @@ class Engines:
         patches. Engines serve; nothing of the local checkpoint is written. The next reload uses what they
         answer."""
         lives, steps = self.lives, (*local.state.undo, staged)
-        self._look_at([self[name] for name in lives])
+        asked = [self[name] for name in lives]
+        self._look_at(asked)
+        # one long step of its own, a first compilation say, keeps an engine from answering a look
+        self._look_at([one for one in asked if not (one.facts.reachable or one.facts.absent)])
         self.offers = {}
         starts: dict[str, tuple[int, int]] = {}
         for name, live in lives.items():

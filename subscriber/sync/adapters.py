@@ -107,8 +107,8 @@ class Adapters:
         self._saving, self._sharing = threading.Lock(), threading.Lock()
         self._shared: Set[str] | None = None
         """what the group's members were told that its engines use"""
-        self._leader_uses: Set[str] | None = None
-        """of a follower: as it was told; None: not since the start"""
+        self._leader_uses: Set[str] = frozenset()
+        """of a follower: as it was told; until then all that was here at its start"""
         self._present: dict[str, str] = {}
         """digests of all that is exported, by label"""
         self._credit: Credit | None = None
@@ -148,6 +148,8 @@ class Adapters:
         for found in sorted(self._exported.scan(), key=lambda each: each.version):
             one = self._adapter(found.name)
             one.versions[found.version] = one.newest = found
+        if self._options.group_follower:
+            self._leader_uses = {each.label for each in self._all_exported()}
         for name in self._exported.left():
             self._adapter(name)
         try:
@@ -166,6 +168,10 @@ class Adapters:
     def step(self, main: LocalState | None, *, follow: bool = True) -> None:
         """`main`: of the main component, as it is here. Without `follow` the channel is left alone: engines
         get what is here."""
+        if self._host.lead.members and self._shared != (used := self._used()):
+            with suppress(EngineFailed):  # the next step tells them
+                self._host.lead.share_adapters(used)
+                self._shared = used
         known_here = self._adapters or self._loaded
         if main is None or main.phase is not Phase.CLEAN or not (self._options.adapters or known_here):
             return
@@ -178,10 +184,6 @@ class Adapters:
         for one in list(self._adapters.values()):
             self._bring(one, engines, follow)
         self._new.clear()
-        if self._host.lead.members and self._shared != (used := self._used()):
-            with suppress(EngineFailed):  # the next step tells them
-                self._host.lead.share_adapters(used)
-                self._shared = used
 
     def _bring(self, one: _Adapter, engines: Sequence[HostEngine], follow: bool) -> None:
         """One adapter to its newest version, as far as it goes."""
@@ -367,11 +369,10 @@ class Adapters:
     def _delete_old(self, one: _Adapter, kept: Sequence[Exported]) -> None:
         newest, old = max(one.versions, default=None), list[Exported]()
         with self._sharing:
-            used = self._used() | (self._leader_uses or set())
+            used = self._used() | self._leader_uses
             for each in list(one.versions.values()):
                 waits = self._wanted(one) and each.version == newest and not self._is_past(each)
-                unheard = self._options.group_follower and self._leader_uses is None
-                if not (waits or unheard or each in kept or each.label in used):
+                if not (waits or each in kept or each.label in used):
                     old.append(one.versions.pop(each.version))
             self._present = {each.label: each.digest for each in self._all_exported()}
         for each in old:

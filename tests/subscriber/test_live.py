@@ -189,6 +189,13 @@ def test_a_patch_that_is_not_taken_becomes_a_reload(world: World, route: str, an
     assert world.host.status.degraded == ()
 
 
+def test_one_look_without_an_answer_makes_no_reload(world: World) -> None:
+    """The one before the patch; a connection that is lost is tried twice."""
+    world.engine.script(ROUTES, world.engine.behave, Drop(), Drop())
+    world.follow()
+    assert world.serves(1) and world.live.patches == 1 and world.live.reloads == 1
+
+
 def test_what_was_rolled_back_is_reloaded_in_a_pause_of_its_own(world: World) -> None:
     world.engine.script(f"{ROUTES}/update", world.engine.rolls_back)
     world.follow()
