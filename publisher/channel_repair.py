@@ -9,12 +9,14 @@ from pathlib import Path
 
 from weightcast.publisher.api import Publisher, PublisherOptions
 from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import DamagedFile, NotInTime
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import entries, faults, verify
 from weightcast.shared.channel.channel import Channel, look
 from weightcast.shared.channel.claims import claim, require_fences, this_process
+from weightcast.shared.channel.components import sign_registry
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import BASE_JSON
 from weightcast.shared.channel.signing import (
@@ -94,8 +96,9 @@ def ask_for_repair(
 
 
 def sign_channel(store: Store, key: PrivateKey, advance: Advance | None = None) -> int:
-    """Signs every index up to the pointer, then base.json, in place of the signatures that are there. Returns
-    how many versions. Raises DamagedFile, and signs nothing, when `verify` finds anything wrong."""
+    """Signs every index up to the pointer, then base.json and components.json, in place of the signatures
+    that are there. Returns how many versions. Raises DamagedFile, and signs nothing, when `verify` finds
+    anything wrong."""
     channel = Channel.open(store)
     _, base = channel.require_ours()
     problems = verify(channel, advance)
@@ -108,6 +111,8 @@ def sign_channel(store: Store, key: PrivateKey, advance: Advance | None = None) 
     for files, statement in signed:
         files.replace(signature_key(INDEX_NAME), write_signature(statement, key))
     channel.store.replace(signature_key(BASE_JSON), write_signature(stated_by_base(base, time.time()), key))
+    if store.component == MAIN:
+        sign_registry(channel, key)
     return sum(not statement.main for _, statement in signed)
 
 

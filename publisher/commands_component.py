@@ -35,9 +35,7 @@ name_argument = click.argument("name", help="adapter/NAME.")
 @json_option
 def add(name: str, channel: ChannelAddress, like: Path, sign_key: Path | None, as_json: bool) -> None:
     """Add an adapter to a run by the tensors of another one. Its first publication does this too."""
-    opened = Channel.open(open_store(channel))
-    signer = Signer.load(sign_key)
-    signer.check_owner(opened.store)
+    opened, signer = _opened(channel, sign_key)
     init_component(opened, name, partial(tensors_in, like), signer.key)
     _say(add_component(opened, name), as_json)
 
@@ -45,10 +43,18 @@ def add(name: str, channel: ChannelAddress, like: Path, sign_key: Path | None, a
 @click.command
 @name_argument
 @channel_option
+@sign_key_option
 @json_option
-def retire(name: str, channel: ChannelAddress, as_json: bool) -> None:
+def retire(name: str, channel: ChannelAddress, sign_key: Path | None, as_json: bool) -> None:
     """End an adapter: hosts unload it, and nothing more is published to it. Its versions stay."""
-    _say(retire_component(Channel.open(open_store(channel)), name), as_json)
+    opened, signer = _opened(channel, sign_key)
+    _say(retire_component(opened, name, signer.key), as_json)
+
+
+def _opened(channel: ChannelAddress, sign_key: Path | None) -> tuple[Channel, Signer]:
+    store, signer = open_store(channel), Signer.load(sign_key)
+    signer.check_owner(store)
+    return Channel.open(store), signer
 
 
 def _say(component: Component, as_json: bool) -> None:

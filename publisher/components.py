@@ -98,7 +98,7 @@ def init_component(
     file, _ = run.require_ours()
     store = component_store(run.store, name)
     if any(each.name == name for each in read_components(run)):
-        add_component(run, name)
+        add_component(run, name, key)
         return
     if store.stat(CHANNEL_JSON) is None:
         root = mounted(run.store)
@@ -114,7 +114,7 @@ def init_component(
         with contextlib.suppress(AlreadyExists):
             store.create(CHANNEL_JSON, write_channel_file(ChannelFile(file.run_id, time.time())))
         failpoint("component.made", store.place())
-    add_component(run, name)
+    add_component(run, name, key)
     failpoint("component.listed", store.place())
 
 
@@ -151,7 +151,7 @@ class Components(Generic[P]):
         raise NotInTime(f"rank 0 did not add {name} in time", remedy="check that rank 0 publishes it too")
 
     def retire(self, name: str) -> None:
-        retire_component(Channel.open(self.store, self.signer.trust), check_name(name))
+        retire_component(Channel.open(self.store, self.signer.trust), check_name(name), self.signer.key)
         self.drop(name)
 
     def drop(self, name: str) -> None:

@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
+from blake3 import blake3
 
 from weightcast.shared.base.elements import TensorTable
-from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError, WrongRun
+from weightcast.shared.base.errors import DamagedFile, Refused, Untrusted, WeightcastError, WrongRun
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import Problem, faults
-from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.run_files import (
     FORMAT,
     Base,
@@ -25,7 +26,15 @@ from weightcast.shared.channel.run_files import (
     run_id,
     write_base,
 )
-from weightcast.shared.channel.signing import Trust
+from weightcast.shared.channel.signing import (
+    SIGNATURE_LIMIT,
+    PrivateKey,
+    Trust,
+    require_same,
+    stated_by_components,
+    stated_in,
+    write_signature,
+)
 from weightcast.shared.channel.store import AlreadyExists, Changed, Store, read_if_there
 from weightcast.shared.digest.checksums import hash_bytes, root
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
@@ -35,6 +44,8 @@ ADAPTER = "adapter/"
 REGISTRY_LIMIT = 1 << 20
 ComponentState = Literal["active", "retired"]
 _TRIES = 20
+_SIGNATURE = b',"signature":'
+"""the last member; what is before it is signed"""
 _NOT_LISTED = "hosts keep the adapters that they have; restore the file from a backup"
 
 
@@ -76,9 +87,11 @@ def component_store(store: Store, name: str) -> Store:
 
 def open_component(channel: Channel, name: str, known: Channel | None = None) -> Channel:
     """The channel of a component, read with the trust of the run's channel. `known`: as of `Channel.open`.
-    Raises what that does, and WrongRun for the channel of another run."""
+    Raises what that does, NoChannel while it is being made, and WrongRun for the channel of another run."""
     file, _ = channel.require_ours()
     opened = Channel.open(component_store(channel.store, name), channel.trust, known)
+    if opened.foreign:
+        raise NoChannel.within(opened.place)
     found, _ = opened.require_ours()
     if found.run_id != file.run_id:
         raise WrongRun(
@@ -89,11 +102,38 @@ def open_component(channel: Channel, name: str, known: Channel | None = None) ->
 
 
 def read_components(channel: Channel) -> tuple[Component, ...]:
-    """In the order of their names; none in a foreign channel. Raises DamagedFile and UnknownFormat."""
+    """In the order of their names; none in a foreign channel. Raises DamagedFile and UnknownFormat, and
+    Untrusted where the channel's keys did not sign them."""
+    return read_registry(channel)[0]
+
+
+def read_registry(channel: Channel) -> tuple[tuple[Component, ...], int]:
+    """As `read_components`, with the number that was signed with them; 0 where nothing is checked."""
     if channel.file is None:
-        return ()
+        return (), 0
     data = read_if_there(channel.store, REGISTRY, REGISTRY_LIMIT)
-    return () if data is None else parse_registry(data, channel.file.run_id, channel.store.place(REGISTRY))
+    return ((), 0) if data is None else _checked(channel, data)
+
+
+def _checked(channel: Channel, data: bytes) -> tuple[tuple[Component, ...], int]:
+    run, place, number = channel.require_ours()[0].run_id, channel.store.place(REGISTRY), 0
+    if channel.trust is not None:
+        text, signature = _split(data, place)
+        if signature is None:
+            raise Untrusted(f"{place} is not signed", remedy="sign it with `weightcast channel sign`")
+        stated = channel.trust.check(signature, place, blake3(text).hexdigest())
+        number = stated.version
+        require_same(stated, stated_by_components(run, number, stated.time, stated.blake3), place)
+    return parse_registry(data, run, place), number
+
+
+def _split(data: bytes, what: str) -> tuple[bytes, bytes | None]:
+    """The text that is signed, and the signature. Raises DamagedFile."""
+    text, found, rest = data.partition(_SIGNATURE)
+    if not found:
+        return data, None
+    members = Members(parse_object(b"{" + _SIGNATURE[1:] + rest, what), what)
+    return text + b"}", members.text("signature", SIGNATURE_LIMIT).encode()
 
 
 def parse_registry(data: bytes, run: str, what: str = REGISTRY) -> tuple[Component, ...]:
@@ -122,12 +162,26 @@ def _component(row: object, what: str) -> Component:
     return found
 
 
-def write_registry(run: str, components: tuple[Component, ...]) -> bytes:
+def write_registry(
+    run: str, components: tuple[Component, ...], key: PrivateKey | None = None, number: int = 1
+) -> bytes:
+    """`number`: that is signed with it, higher than that of the one before."""
     rows = [asdict(each) for each in sorted(components, key=lambda each: each.name)]
-    return write_object({"format": FORMAT, "run_id": run, "components": rows})
+    top = {"format": FORMAT, "run_id": run, "components": rows}
+    if key is None:
+        return write_object(top)
+    stated = stated_by_components(run, number, time.time(), blake3(write_object(top)).hexdigest())
+    return write_object({**top, "signature": write_signature(stated, key).decode()})
 
 
-def add_component(channel: Channel, name: str) -> Component:
+def sign_registry(channel: Channel, key: PrivateKey) -> None:
+    """In place of the signature that is there."""
+    data = read_if_there(channel.store, REGISTRY, REGISTRY_LIMIT)
+    if data is not None:
+        _write(channel, read_components(channel), key, data)
+
+
+def add_component(channel: Channel, name: str, key: PrivateKey | None = None) -> Component:
     """Lists an active component; as it is where it is listed already. Raises Refused for a retired one."""
 
     def added(there: Component | None) -> Component:
@@ -135,10 +189,10 @@ def add_component(channel: Channel, name: str) -> Component:
             raise _retired(name)
         return there or Component(check_name(name), "active", time.time())
 
-    return _put(channel, name, added)
+    return _put(channel, name, added, key)
 
 
-def retire_component(channel: Channel, name: str) -> Component:
+def retire_component(channel: Channel, name: str, key: PrivateKey | None = None) -> Component:
     """Raises Refused where it is not listed. A retired one stays as it is."""
 
     def ended(there: Component | None) -> Component:
@@ -146,7 +200,7 @@ def retire_component(channel: Channel, name: str) -> Component:
             raise _unknown(channel, name)
         return replace(there, state="retired", retired=time.time()) if there.active else there
 
-    return _put(channel, name, ended)
+    return _put(channel, name, ended, key)
 
 
 def require_active(channel: Channel, name: str) -> None:
@@ -172,20 +226,20 @@ def _retired(name: str) -> Refused:
     return Refused(f"{name} is retired", remedy="add the adapter under another name")
 
 
-def _put(channel: Channel, name: str, change: Callable[[Component | None], Component]) -> Component:
-    run = channel.require_ours()[0].run_id
+def _put(
+    channel: Channel, name: str, change: Callable[[Component | None], Component], key: PrivateKey | None
+) -> Component:
+    if key is not None and channel.trust is None:
+        # what others wrote is not signed
+        channel = replace(channel, trust=Trust.of([key.public]))
     for left in reversed(range(_TRIES)):
         data = read_if_there(channel.store, REGISTRY, REGISTRY_LIMIT)
-        known = {} if data is None else {c.name: c for c in parse_registry(data, run)}
+        known = {} if data is None else {c.name: c for c in _checked(channel, data)[0]}
         found = change(known.get(name))
         if found == known.get(name):
             return found
-        written = write_registry(run, (*(known | {name: found}).values(),))
         try:
-            if data is None:
-                channel.store.create(REGISTRY, written)
-            else:
-                channel.store.replace(REGISTRY, written, expected=data)
+            _write(channel, (*(known | {name: found}).values(),), key, data)
             return found
         except (AlreadyExists, Changed):
             if not left:
@@ -193,11 +247,24 @@ def _put(channel: Channel, name: str, change: Callable[[Component | None], Compo
     raise AssertionError("unreachable")
 
 
+def _write(
+    channel: Channel, components: tuple[Component, ...], key: PrivateKey | None, before: bytes | None
+) -> None:
+    """`before`: what is there now. Raises AlreadyExists or Changed where it is not."""
+    signature = None if before is None else _split(before, REGISTRY)[1]
+    number = 1 if signature is None else stated_in(signature, REGISTRY).version + 1
+    written = write_registry(channel.require_ours()[0].run_id, components, key, number)
+    if before is None:
+        channel.store.create(REGISTRY, written)
+    else:
+        channel.store.replace(REGISTRY, written, expected=before)
+
+
 def all_faults(store: Store, advance: Advance | None = None, trust: Trust | None = None) -> list[Problem]:
     """As `faults`, of a channel and, if it is a run's, of its components, which their problems name."""
     problems = faults(store, advance, trust)
     try:
-        run = Channel.open(store)
+        run = Channel.open(store, trust)
     except WeightcastError:
         return problems
     try:

@@ -180,14 +180,15 @@ SIGNATURE_LIMIT = 16 << 10
 _CONTEXT = b"weightcast signature 1\n"
 _REMEMBERED = 4096
 
-StatedKind = Literal["base", "delta", "anchor"]
+StatedKind = Literal["base", "delta", "anchor", "components"]
 
 
 @dataclass(frozen=True)
 class Statement:
     """What a key vouches for. `blake3`: of the exact bytes of the signed file; `main`: digest of the main
     index for the index of an anchor or a multi-step delta, else empty; `time`: the index's
-    `created`. The rest is as in the index; of base.json: version 0, base_version -1, epoch 0."""
+    `created`. The rest is as in the index; of base.json: version 0, base_version -1, epoch 0. Of
+    components.json as of base.json, and `version` rises with every one."""
 
     run_id: str
     kind: StatedKind
@@ -222,6 +223,15 @@ def stated_by(index: Index, digest: str, main: str = "") -> Statement:
 
 def stated_by_base(base: Base, time: float) -> Statement:
     return Statement(base.run_id, "base", 0, -1, 0, time, "", "", base.digest)
+
+
+def stated_by_components(run: str, version: int, time: float, digest: str) -> Statement:
+    return Statement(run, "components", version, -1, 0, time, "", "", digest)
+
+
+def stated_in(signature: bytes, what: str) -> Statement:
+    """What a signature file says, whoever wrote it. Raises DamagedFile and UnknownFormat."""
+    return _parse_statement(_parse_signature(signature, what).text, what)
 
 
 def write_signature(statement: Statement, key: PrivateKey) -> bytes:
@@ -262,7 +272,7 @@ def _parse_statement(text: bytes, what: str) -> Statement:
     check_format(members, what)
     kind = members.text("kind", 32)
     if kind not in get_args(StatedKind):
-        raise members.bad("kind", "base, delta or anchor")
+        raise members.bad("kind", "base, delta, anchor or components")
     stated = members.record(Statement, run_id=run_id(members), kind=kind)
     for key in ("parent", "main"):
         if getattr(stated, key) and not is_hex(getattr(stated, key), 64):

@@ -22,6 +22,7 @@ from weightcast.shared.base.errors import (
     NeedsReseed,
     RetryLater,
     Stopped,
+    Untrusted,
     WeightcastError,
 )
 from weightcast.shared.base.failpoints import failpoint
@@ -31,7 +32,7 @@ from weightcast.shared.channel.components import (
     REGISTRY,
     component_store,
     open_component,
-    read_components,
+    read_registry,
 )
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
@@ -98,6 +99,8 @@ class Adapters:
         """by engine"""
         self._begun = self._listed = False
         """the disk was read; the registry was"""
+        self._registry = 0
+        """the highest number that was signed with one"""
         self._others: Set[str] = frozenset()
         """adapters of the run that are retired, or not followed here"""
         self._new: set[str] = set()
@@ -139,6 +142,7 @@ class Adapters:
         try:
             what = str(self._exported.state)
             members = Members(parse_object(durable.read_file(self._exported.state, _STATE_LIMIT), what), what)
+            self._registry = members.integer("registry") if "registry" in members else 0
             for name, value in members.object("engines").items():
                 row = Members(value, what)
                 process = None if row.is_null("process") else row.text("process")
@@ -213,8 +217,10 @@ class Adapters:
         active: dict[str, bool] = {}
         if self._store.stat(REGISTRY) is not None:
             self._run = Channel.open(self._store, self._options.trust, self._run)
-            active = {one.name.removeprefix(ADAPTER): one.active for one in read_components(self._run)}
-        elif self._adapters and self._options.adapters:
+            listed, number = read_registry(self._run)
+            self._require_newer(number)
+            active = {one.name.removeprefix(ADAPTER): one.active for one in listed}
+        elif (self._adapters or self._registry) and self._options.adapters:
             raise RetryLater(
                 f"{self._store.place(REGISTRY)} is gone",
                 remedy="is the channel mounted? nothing is changed here",
@@ -234,6 +240,20 @@ class Adapters:
                 one.updater.close()
                 one.updater = one.channel = one.target = None
         self._listed = True
+
+    def _require_newer(self, number: int) -> None:
+        """Raises Untrusted for a registry older than the newest one that was read here."""
+        if self._options.trust is None:
+            return
+        if number < self._registry:
+            raise Untrusted(
+                f"{self._store.place(REGISTRY)} is number {number}; number {self._registry} was read before",
+                remedy="an older file was put back: find out who can write to the channel",
+            )
+        if number > self._registry:
+            with self._saving:
+                self._registry = number
+                self._save()
 
     def _follow(self, one: _Adapter) -> None:
         """Its local checkpoint to its newest version, where that is not exported yet."""
@@ -382,10 +402,14 @@ class Adapters:
         """Durable when it returns."""
         with self._saving:
             self._loaded = {**self._loaded, engine.name: loaded}
-            rows = {n: {"process": one.process, "loaded": one.digests} for n, one in self._loaded.items()}
-            self._exported.directory.mkdir(exist_ok=True)
-            durable.replace(self._exported.state, write_object({"format": FORMAT, "engines": rows}))
+            self._save()
         failpoint("adapter.recorded")
+
+    def _save(self) -> None:
+        rows = {n: {"process": one.process, "loaded": one.digests} for n, one in self._loaded.items()}
+        self._exported.directory.mkdir(exist_ok=True)
+        facts = {"format": FORMAT, "engines": rows, "registry": self._registry}
+        durable.replace(self._exported.state, write_object(facts))
 
     def _offer(self, engine: HostEngine, one: _Adapter, kept: Sequence[Exported]) -> None:
         if self._engines.traffic is not None:

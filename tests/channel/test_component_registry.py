@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.shared.base.elements import TensorSpec, TensorTable
-from weightcast.shared.base.errors import DamagedFile, Refused, UnknownFormat, WeightcastError, WrongRun
+from weightcast.shared.base.errors import (
+    DamagedFile,
+    Refused,
+    UnknownFormat,
+    Untrusted,
+    WeightcastError,
+    WrongRun,
+)
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.components import (
     REGISTRY,
@@ -22,13 +30,16 @@ from weightcast.shared.channel.components import (
     open_component,
     parse_registry,
     read_components,
+    read_registry,
     retire_component,
+    sign_registry,
     write_registry,
     zero_base,
 )
 from weightcast.shared.channel.directory_store import DirectoryStore, directory_of
 from weightcast.shared.channel.layout import BASE_JSON, CHANNEL_JSON
 from weightcast.shared.channel.run_files import Base, ChannelFile, write_base, write_channel_file
+from weightcast.shared.channel.signing import PrivateKey, Trust
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.digest.checksums import hash_bytes, root
@@ -130,6 +141,34 @@ def test_components_are_added_and_retired_once(channel: Channel) -> None:
         add_component(channel, "adapter/code")
     with pytest.raises(Refused, match="no component adapter/other"):
         retire_component(channel, "adapter/other")
+
+
+def test_a_signed_registry_is_what_was_signed(channel: Channel) -> None:
+    key = PrivateKey.generate()
+    signed = replace(channel, trust=Trust.of([key.public]))
+    add_component(channel, "adapter/math")
+    unsigned = channel.store.read(REGISTRY, 1 << 20)
+    for reads in (read_components, lambda at: add_component(at, "adapter/code", key)):
+        with pytest.raises(Untrusted, match="is not signed"):
+            reads(signed)
+    sign_registry(channel, key)
+    first = channel.store.read(REGISTRY, 1 << 20)
+    ended = retire_component(signed, "adapter/math", key)
+    assert read_registry(signed) == ((ended,), 2) and read_components(channel) == (ended,)
+    for data in (
+        first.replace(b'"active"', b'"retired"').replace(b"null", b"7.5", 1),
+        first.replace(b"adapter/math", b"adapter/moth"),
+        write_registry("run", (MATH,), PrivateKey.generate(), 9),
+        unsigned,
+        unsigned[:-1] + b"," + first[first.index(b'"signature"') :].replace(b'"', b"'"),
+        first[:-1] + b',"components":[]}',
+        first[:-1] + b',"signature":""}',
+    ):
+        channel.store.replace(REGISTRY, data)
+        with pytest.raises((Untrusted, DamagedFile)):
+            read_components(signed)
+    channel.store.replace(REGISTRY, first)
+    assert [each.active for each in read_registry(signed)[0]] == [True] and read_registry(signed)[1] == 1
 
 
 def test_the_same_tensors_have_another_root_in_every_component() -> None:

@@ -92,6 +92,31 @@ def test_damage_of_an_adapter_is_found_and_repaired_with_main(run: Places, weigh
     assert code == 3 and "components.json" in out
 
 
+def test_a_signed_run_has_a_signed_list(places: Places, weightcast: Command) -> None:
+    key, on = places.root / "run.key", ("--channel", places.channel)
+    registry = places.channel / "components.json"
+    trusted = ("--trusted-key", f"{key}.pub")
+    assert weightcast("keygen", "--out", key)[0] == 0
+    assert weightcast("channel", "init", *on, "--base", places.base, "--sign-key", key)[0] == 0
+    assert weightcast(*publish(places, 1, "--sign-key", key))[0] == 0
+    code, out, err = weightcast("channel", "verify", *on, *trusted)
+    assert code == 0, out + err
+    code, _, err = weightcast("channel", "component", "retire", MATH, *on)
+    assert code == 3 and "no signing key is given" in err
+    data = json.loads(registry.read_bytes())
+    del data["signature"]
+    registry.write_text(json.dumps(data))
+    code, out, _ = weightcast("channel", "verify", *on, *trusted)
+    assert code == 3 and "components.json is not signed" in out
+    code, _, err = weightcast("channel", "component", "retire", MATH, *on, "--sign-key", key)
+    assert code != 0 and "is not signed" in err
+    assert weightcast(*publish(places, 2, "--sign-key", key))[0] != 0
+    assert weightcast("channel", "sign", *on, "--sign-key", key)[0] == 0
+    code, _, err = weightcast("channel", "component", "retire", MATH, *on, "--sign-key", key)
+    assert code == 0, err
+    assert weightcast("channel", "verify", *on, *trusted)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("more", "problem"),
     [

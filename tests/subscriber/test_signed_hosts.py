@@ -200,3 +200,34 @@ def test_a_publisher_that_trusts_signs(
     directories = ("--channel", run.channel, "--base", run.base_dir, "--local", tmp_path / "pub")
     code, _, err = weightcast("publisher", "run", *directories, "--trusted-key", str(key.public))
     assert code == 2 and "sign_key" in err
+
+
+def test_the_list_of_adapters_is_signed_and_never_goes_back(site: Site, key: PrivateKey) -> None:
+    """A host keeps its adapters, whatever is put in the list's place."""
+    run, host, engine = at_one(site, key, Trust.of([key.public]))
+    registry = run.channel / "components.json"
+    run.publish_adapter("math")
+    host.step()
+    one = registry.read_bytes()
+    run.publish_adapter("code")
+    assert host.step().ready and engine.loaded.keys() == {"math@1", "code@1"}
+    two = registry.read_bytes()
+    for forged, word in (
+        (b'{"format":1,"run_id":"x","components":[]}', "is not signed"),
+        (two.replace(b'"active"', b'"retired"').replace(b'"retired":null', b'"retired":7'), "altered"),
+        (one, "is number 1; number 2 was read before"),
+        (b"", "is gone"),
+    ):
+        registry.unlink(missing_ok=True)
+        if forged:
+            registry.write_bytes(forged)
+        for _ in range(2):
+            assert host.step().ready and any(word in each for each in host.status.degraded)
+            assert engine.loaded.keys() == {"math@1", "code@1"}
+            host.restart()
+    registry.write_bytes(two)
+    run.retire("code")
+    host.step()
+    host.clock.at += 1e6
+    host.step()
+    assert not host.status.degraded and engine.loaded.keys() == {"math@1"}
