@@ -36,6 +36,20 @@ class Copying(SGLangDouble):
         """what the engine's other hosts read"""
         self.refuses = self.loaded = False
         self.served: list[str] = []
+        self.mixed: list[tuple[str, dict[str, str]]] = []
+        """the weights and adapters that requests could have used at once"""
+
+    def digest_of(self, weights: Path) -> str:
+        return on_disk(weights.parent)
+
+    def load_adapter(self, name: str, path: str) -> str:
+        said = super().load_adapter(name, path)
+        self.note()
+        return said
+
+    def note(self) -> None:
+        if self.loaded and self.adapters and not self.paused:
+            self.mixed.append((self.held, {name: digest for name, (_, digest) in self.adapters.items()}))
 
     def load(self, directory: str) -> bool:
         found = on_disk(Path(directory))
@@ -48,6 +62,7 @@ class Copying(SGLangDouble):
 
     def resume(self) -> None:
         super().resume()
+        self.note()
         if self.loaded:
             self.served.append(self.held)
 
@@ -162,5 +177,7 @@ def _facts(double: Engine) -> dict[str, Any]:
         "spoiled": double.resumed_broken,
         "served": double.served[-8:],
         "label": label,
+        "adapters": {name: digest for name, (_, digest) in double.adapters.items()},
+        "mixed": getattr(double, "mixed", [])[-8:],
         "calls": len([call for call in double.calls if call.method == "POST"]),
     }

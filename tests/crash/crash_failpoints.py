@@ -1,5 +1,5 @@
 """The register of failpoints: the table in their document. tests/publisher/test_mirror.py kills at those of
-mirrors, tests/subscriber/test_adapters.py at those of adapters on a host."""
+mirrors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FAILPOINTS = tuple(re.findall(r"^\| `([a-z-]+\.[a-z-]+)` \| .+ \|$", _PAGE.read_
 
 _OF_OBJECT_STORES = ("object.", "index.deleted")
 _OF_DIRECTORIES = ("version.", "trash.", "prune.moved", "prune.emptying", "prune.deleted", "file.linked")
-_APART = ("mirror.", "adapter.")
+_APART = ("mirror.",)
 
 
 def failpoints_of(channel: str) -> tuple[str, ...]:

@@ -85,6 +85,19 @@ class EngineSeen:
     spoiled: bool
     """it served at some time with weights that were half loaded or being written"""
     label: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """by name in the engine: digest of the tensors"""
+    mixed: tuple[tuple[int | None, Mapping[str, str]], ...] = ()
+    """steps of main weights, and the adapters that requests could use over them"""
+
+
+@dataclass(frozen=True)
+class AdapterSeen:
+    """A listed component. `belongs`: by version the main version, and its root, that it names."""
+
+    active: bool
+    channel: ChannelSeen
+    belongs: Mapping[int, tuple[int, str]]
 
 
 def step_at(truth: Truth, channel: ChannelSeen, version: int) -> int | None:
@@ -264,6 +277,59 @@ class Settled:
     step: int
     version: int
     seeds: int = 0
+
+
+def belonging_violations(adapters: Mapping[str, AdapterSeen], roots: Mapping[int, str]) -> list[str]:
+    """At every moment. `roots`: of the versions of main that are there."""
+    return [
+        f"{name}@{version} names version {main} of main with another root"
+        for name, adapter in adapters.items()
+        for version, (main, root) in adapter.belongs.items()
+        if roots.get(main, root) != root
+    ]
+
+
+def mixing_violations(
+    truth: Truth,
+    channel: ChannelSeen,
+    adapters: Mapping[str, AdapterSeen],
+    digests: Mapping[str, Mapping[int, str]],
+    engine: EngineSeen,
+) -> list[str]:
+    """At every moment. `digests`: of the tensors of each adapter, by step."""
+    found = []
+    for held, loaded in engine.mixed:
+        for label, digest in loaded.items():
+            name, _, number = label.partition("@")
+            adapter = adapters.get(name)
+            version = None if adapter is None else adapter.channel.versions.get(int(number))
+            if adapter is None or version is None:
+                if adapter is None or int(number) >= adapter.channel.horizon:
+                    found.append(f"{engine.name} has {label}, which was never published")
+                continue
+            if digests[name].get(version.step) != digest:
+                found.append(f"{engine.name} has other bytes than those of {label}")
+            main = step_at(truth, channel, adapter.belongs[int(number)][0])
+            if main is not None and main != held:
+                found.append(f"{engine.name} offered {label} of main step {main} over step {held}")
+    return found
+
+
+def settled_adapters(
+    truth: Truth, channel: ChannelSeen, adapters: Mapping[str, AdapterSeen], engine: EngineSeen
+) -> list[str]:
+    """Names in the engine once nothing happens any more: the newest of each active adapter, where it belongs
+    to the main weights."""
+    found = []
+    for name, adapter in adapters.items():
+        versions = {int(label.partition("@")[2]) for label in engine.adapters if label.startswith(f"{name}@")}
+        at = adapter.channel.pointer
+        fits = bool(at) and step_at(truth, channel, adapter.belongs[at][0]) == engine.held
+        if adapter.active and fits and max(versions, default=0) != at:
+            found.append(f"{engine.name} has versions {sorted(versions)} of {name}, not {at}")
+        elif not (adapter.active and fits) and versions:
+            found.append(f"{engine.name} keeps versions {sorted(versions)} of {name}")
+    return found
 
 
 def settled_violations(

@@ -11,7 +11,7 @@ from typing import Any
 
 from blake3 import blake3
 from core_cases import read_checkpoint
-from crash_model import Bytes, ChannelSeen, EngineSeen, LocalSeen, Truth, VersionSeen
+from crash_model import AdapterSeen, Bytes, ChannelSeen, EngineSeen, LocalSeen, Truth, VersionSeen
 
 INDEX = "model.safetensors.index.json"
 _LOOKS = 20
@@ -40,6 +40,38 @@ def see_channel(channel: Path) -> ChannelSeen:
     return ChannelSeen(base, pointer, versions, max(claims, default=0), horizon)
 
 
+def see_adapters(channel: Path) -> dict[str, AdapterSeen]:
+    """Of the registry, by names without `adapter/`. Raises ValueError for one that is not whole."""
+    if not (channel / "components.json").exists():
+        return {}
+    found = {}
+    for row in json.loads((channel / "components.json").read_bytes())["components"]:
+        place = channel / "components" / row["name"]
+        seen = see_channel(place)
+        facts = {version: _facts_of(place, version) for version in seen.versions}
+        belongs = {n: (each["main_version"], each["main_root"]) for n, each in facts.items() if each}
+        found[row["name"].removeprefix("adapter/")] = AdapterSeen(row["state"] == "active", seen, belongs)
+    return found
+
+
+def see_roots(channel: Path) -> dict[int, str]:
+    """Of the versions of main."""
+    found = {0: json.loads((channel / "base.json").read_bytes())["root"]}
+    names = (entry.name.removeprefix("weight_v") for entry in channel.glob("weight_v*"))
+    for facts in (_facts_of(channel, int(name)) for name in names if name.isdigit()):
+        found |= {facts["version"]: facts["root"]} if facts else {}
+    return found
+
+
+def _facts_of(channel: Path, version: int) -> dict[str, Any]:
+    try:
+        data = (channel / f"weight_v{version:06d}" / INDEX).read_bytes()
+    except FileNotFoundError:
+        return {}
+    found: dict[str, Any] = json.loads(data)["weightcast"]
+    return found
+
+
 def see_pointer(channel: Path) -> int:
     latest = channel / "latest"
     return int(latest.read_text()) if latest.exists() else 0
@@ -47,11 +79,7 @@ def see_pointer(channel: Path) -> int:
 
 def see_step(channel: Path, version: int) -> int:
     """The training step of a committed version; 0 where there is none."""
-    try:
-        data = (channel / f"weight_v{version:06d}" / INDEX).read_bytes()
-    except FileNotFoundError:
-        return 0
-    return json.loads(data)["weightcast"]["step"] or 0
+    return _facts_of(channel, version).get("step") or 0
 
 
 def _see_standing(directory: Path) -> VersionSeen | None:
@@ -131,4 +159,6 @@ def see_engine(facts: Mapping[str, Any], truth: Truth) -> EngineSeen:
         paused=facts["paused"],
         spoiled=facts["spoiled"] or bool(served),
         label=facts["label"],
+        adapters=facts["adapters"],
+        mixed=tuple((steps.get(held), adapters) for held, adapters in facts["mixed"]),
     )

@@ -58,7 +58,12 @@ KINDS = {
     "publisher": "local",
     "host": "local",
     "rank1-local": "local",
+    "components.json": "registry",
 }
+OF_ADAPTERS = frozenset(("components", "adapters"))
+"""directories of the channel, a publisher and a host"""
+_ADAPTER = re.compile(r"(default|extra-\d+)(-v\d+)?(\.tmp)?")
+_INBOX = re.compile(r"inbox-adapter-.+\.json")
 OF_A_DISK = re.compile(r"^(file|directory|shard|journal|fetch|seed|patch|undo|anchor|skip|version|part)\.")
 UNINTERESTING = re.compile(r"\.port$|^world-")
 """names of what holds no state: the file that tells a port, and where it lies"""
@@ -66,9 +71,18 @@ UNINTERESTING = re.compile(r"\.port$|^world-")
 
 def kind_of(where: Path) -> str:
     """What a file or directory is, so that rows of the table do not name versions and hosts."""
+    mark = "adapter " if OF_ADAPTERS.intersection(where.parts) else ""
+    return f"{mark}{_kind_of(where)}"
+
+
+def _kind_of(where: Path) -> str:
     name, parent = where.name, where.parent.name
+    if _INBOX.fullmatch(name):
+        return "adapter inbox"
+    if found := _ADAPTER.fullmatch(name):
+        return "exported" if found[2] else "local"
     if name == "model.safetensors.index.json":
-        kind = kind_of(where.parent)
+        kind = _kind_of(where.parent)
         return "index" if kind == "version" else f"{kind} index"
     if parent in ("publishers", "hosts"):
         return "claim" if parent == "publishers" else "report"
@@ -97,7 +111,7 @@ def key_of(name: str, where: Path | None) -> str:
     """The row of a failpoint: small files, directories and locks are told apart by what they are."""
     if where is not None and name.startswith(("file.", "directory.", "lock.", "object.")):
         return f"{name} {kind_of(where)}"
-    return name
+    return f"{name} adapter" if where is not None and OF_ADAPTERS.intersection(where.parts) else name
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,8 @@ class Plan:
 
 
 def _kind_of(scenario: Scenario) -> object:
-    return scenario.daemons, scenario.engines, scenario.keep_versions, scenario.member, scenario.shards
+    made_for = scenario.engines, scenario.keep_versions, scenario.member, scenario.shards
+    return scenario.daemons, *made_for, scenario.adapters
 
 
 class Campaign:
@@ -357,13 +358,15 @@ class Campaign:
             shape = replace(shape, keep_versions=scenario.keep_versions)
         if scenario.shards is not None:
             shape = replace(shape, shards=scenario.shards)
-        shape = replace(shape, member=scenario.member)
+        shape = replace(shape, member=scenario.member, adapters=scenario.adapters)
         world = World(self._root / f"world-{seed}", seed, shape, self._channel)
         if scenario.member:
             world.start_member()
         if scenario.daemons:
             world.start_publisher()
             world.hand_over()
+            if shape.adapters:
+                world.hand_over_adapters()
             world.start_host()
             world.seeds = 1
             found = world.settle()
@@ -567,17 +570,15 @@ def run_here(arguments: argparse.Namespace, seed: int, console: Console) -> dict
 
 
 def run_parts(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """The scenarios of hosts, of publishers' daemons and of what runs without daemons at once, each in a
-    process of its own; the results of all."""
-    publishers = [name for name, each in SCENARIOS.items() if each.daemons and each.side == "publisher"]
-    kinds = {
-        "hosts": [name for name, each in SCENARIOS.items() if each.daemons and name not in publishers],
-        "publishers": publishers,
-        "without daemons": [name for name, scenario in SCENARIOS.items() if not scenario.daemons],
-    }
+    """The scenarios of hosts, of publishers' daemons, of adapters and of what runs without daemons at once,
+    each in a process of its own; the results of all."""
+    kinds: dict[str, list[str]] = {"hosts": [], "publishers": [], "adapters": [], "without daemons": []}
+    for name, each in SCENARIOS.items():
+        side = "publishers" if each.side == "publisher" else "hosts"
+        kinds["adapters" if each.adapters else side if each.daemons else "without daemons"].append(name)
     with tempfile.TemporaryDirectory() as directory:
         tally = Tally(Path(directory) / "kills")
-        files = [Path(directory) / f"{number}.json" for number in range(3)]
+        files = [Path(directory) / f"{number}.json" for number in range(len(kinds))]
         parts = [
             subprocess.Popen(_part(arguments, seed + number, kind, file, tally.file, kinds[kind]))
             for number, (kind, file) in enumerate(zip(kinds, files, strict=True))
@@ -621,7 +622,7 @@ def _part(
     command += ["--seed", str(seed), "--tally", str(tally)]
     for option in ("minutes", "cover", "most", "patience"):
         command += [f"--{option}", str(getattr(arguments, option))]
-    command += ["--kills", str(-(-arguments.kills // 3))]
+    command += ["--kills", str(-(-arguments.kills // 4))]
     command += ["--channel", arguments.channel] + ["--errors"] * arguments.errors
     return command + [word for name in names for word in ("--scenario", name)]
 

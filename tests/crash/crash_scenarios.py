@@ -117,12 +117,14 @@ BEFORE_A_HOST = ("", "patch.record", "patch.begun", "journal.complete", "undo.fo
 """where the one before is killed; empty: at a random moment"""
 
 
-def _killed_at_work(run: Run, first: Child, places: Sequence[str]) -> None:
+def _killed_at_work(
+    run: Run, first: Child, places: Sequence[str], work: Callable[[], object] | None = None
+) -> None:
     """After its work was laid before it."""
     place = run.rng.choice(places)
     if place:
         first.wire.order(Order(place, run.rng.choice((1, 1, 2, 5))))
-    run.world.hand_over()
+    (work or run.world.hand_over)()
     with contextlib.suppress(NotReached):
         wait_for(lambda: first.ended, "killed", 0.6 if place else run.rng.uniform(0.0, 0.3))
     first.kill()
@@ -194,7 +196,8 @@ def _all_is_made(world: World, publisher: Child, looked: int) -> bool:
 def _age_the_trash(world: World) -> None:
     """What was pruned lies there since the boot, so that it is deleted."""
     note = world.root / "pruned.json"
-    for grave in (world.channel / ".trash").glob("*.pruned"):
+    graves = (world.channel.glob(f"{at}.trash/*.pruned") for at in ("", "components/adapter/*/"))
+    for grave in (each for found in graves for each in found):
         note.write_text(json.dumps({"boot": Boot.here().boot_id, "seconds": 0.0}))
         with contextlib.suppress(FileNotFoundError):
             note.rename(grave / note.name)  # whole, whoever reads it meanwhile
@@ -256,6 +259,144 @@ def start_host(run: Run) -> None:
     if ended:
         run.check(world.violations_now())
         world.start_host()
+    run.settle()
+
+
+OF_ADAPTERS = re.compile(r"^(adapter|component)\.| (adapter|registry)\b")
+"""the others lie on the way of every publisher and host"""
+BEFORE_A_PUBLISHER_OF_ADAPTERS = (
+    "",
+    "component.described adapter",
+    "component.made adapter",
+    "file.renamed registry",
+    "attempt.begun adapter",
+    "pointer.moved adapter",
+    "patch.record adapter",
+    "inbox.published",
+)
+BEFORE_A_HOST_OF_ADAPTERS = (
+    "",
+    "patch.record adapter",
+    "adapter.copied adapter",
+    "adapter.exported adapter",
+    "adapter.loaded",
+    "adapter.recorded",
+    "adapter.withdrawn",
+    "adapter.unloaded",
+)
+
+
+def _of_adapters(rows: Mapping[str, int]) -> dict[str, int]:
+    return {row: count for row, count in rows.items() if OF_ADAPTERS.search(row)}
+
+
+def _moves(run: Run) -> None:
+    """A save of adapters, sometimes with a new one, while main may move too."""
+    if run.rng.random() < 0.3:
+        run.world.replace_adapter()
+    if run.rng.random() < 0.6:
+        run.world.hand_over()
+    run.world.hand_over_adapters()
+
+
+def _all_published(world: World) -> bool:
+    return world.published() and world.adapters_published()
+
+
+def _all_followed(world: World) -> bool:
+    return _all_published(world) and world.followed(see_pointer(world.channel)) and world.adapters_followed()
+
+
+def _of_a_running(
+    run: Run, side: Side, work: Callable[[], object], settled: Callable[[World], bool], beside: bool = False
+) -> None:
+    """It is struck at what it does for adapters."""
+    world = run.world
+    victim = _running(world, side)
+    before = victim.wire.counts
+    victim.wire.order(run.trap)
+    work()
+    ended = run.strike(victim, lambda: settled(world))
+    run.rows = _of_adapters(passed(victim, before, beside=beside))
+    if ended:
+        run.check(world.violations_now())
+        world.start_publisher() if side == "publisher" else world.start_host()
+    run.settle()
+
+
+def publish_adapters(run: Run) -> None:
+    _of_a_running(run, "publisher", run.world.hand_over_adapters, _all_published)
+
+
+def add_adapter(run: Run) -> None:
+    run.world.replace_adapter()
+    _of_a_running(run, "publisher", partial(_moves, run), _all_published)
+
+
+def prune_adapters(run: Run) -> None:
+    """A running publisher makes what is due beside the versions of adapters."""
+    world, victim = run.world, _running(run.world, "publisher")
+    looked = victim.wire.counts.get("upkeep.idle", 0)
+
+    def work() -> None:
+        for _ in range(VERSIONS_BESIDE):
+            _age_the_trash(world)
+            world.hand_over_adapters()
+            with contextlib.suppress(NotReached):
+                wait_for(lambda: victim.ended or _all_published(world), "published", 10.0)
+
+    def settled(world: World) -> bool:
+        # after each of its three channels
+        return victim.wire.counts.get("upkeep.idle", 0) > looked + 2 and _all_published(world)
+
+    _of_a_running(run, "publisher", work, settled, beside=True)
+
+
+def retire_adapter(run: Run) -> None:
+    """The command is struck, and given again."""
+    world = run.world
+    victim = world.retire(run.trap)
+    ended = run.strike(victim, lambda: victim.ended)
+    run.rows = _of_adapters(passed(victim, {}))
+    if run.struck and ended:
+        run.check(world.violations_now())
+    world.replace_adapter()
+    world.hand_over_adapters()
+    run.settle()
+
+
+def follow_adapters(run: Run) -> None:
+    def work() -> None:
+        run.world.hand_over()
+        run.world.hand_over_adapters()
+
+    _of_a_running(run, "host", work, _all_followed)
+
+
+def drop_adapter(run: Run) -> None:
+    """A running subscriber sees that an adapter is retired."""
+    _of_a_running(run, "host", run.world.replace_adapter, _all_followed)
+    run.world.hand_over_adapters()
+    run.settle()
+
+
+def start_with_adapters(run: Run, side: Side) -> None:
+    """On what another left that was killed at work on adapters."""
+    world, publishes = run.world, side == "publisher"
+    places = BEFORE_A_PUBLISHER_OF_ADAPTERS if publishes else BEFORE_A_HOST_OF_ADAPTERS
+    _killed_at_work(run, _running(world, side), places, partial(_moves, run))
+    if not publishes:
+        wait_for(lambda: _all_published(world), "published")
+        left = see_local(world.local, tensors=False)
+        if left is not None:
+            world.behind = min((left.version, *(left.between or ())))
+    victim = world.start_publisher(run.trap) if publishes else world.start_host(run.trap)
+    settled = _all_published if publishes else _all_followed
+    ended = run.strike(victim, lambda: settled(world))
+    run.rows = _of_adapters(passed(victim, {}))
+    if ended:
+        run.check(world.violations_now())
+        world.start_publisher() if publishes else world.start_host()
     run.settle()
 
 
@@ -658,6 +799,7 @@ class Scenario:
     engines: tuple[str, ...] | None = None
     keep_versions: int | None = None
     member: bool = False
+    adapters: bool = False
     shards: int | None = None
     """files of weights, None: as the world is drawn; one file has no local index"""
     moments: bool = True
@@ -693,6 +835,19 @@ SCENARIOS: Mapping[str, Scenario] = {
     "rank 1 shares a local checkpoint": Scenario(
         lambda run: ranks(run, 1, "shared"), "rank 1", daemons=False
     ),
+    **{
+        name: Scenario(act, side, engines=("copy",), keep_versions=3, adapters=True)
+        for name, act, side in (
+            ("publish adapters", publish_adapters, "publisher"),
+            ("add adapter", add_adapter, "publisher"),
+            ("prune adapters", prune_adapters, "publisher"),
+            ("retire adapter", retire_adapter, "publisher"),
+            ("follow adapters", follow_adapters, "host"),
+            ("drop adapter", drop_adapter, "host"),
+            ("start publisher of adapters", partial(start_with_adapters, side="publisher"), "publisher"),
+            ("start host of adapters", partial(start_with_adapters, side="host"), "host"),
+        )
+    },
     "take over": Scenario(take_over, "publisher", moments=False),
     "power of host": Scenario(lose_power_of_host, "host"),
     "power of publisher": Scenario(lose_power_of_publisher, "publisher"),

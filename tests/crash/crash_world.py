@@ -17,20 +17,43 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from core_cases import Model, all_changed, bytes_of, every_dtype, much_changed, some_changed, write_checkpoint
+from core_cases import (
+    Model,
+    Tensor,
+    all_changed,
+    bytes_of,
+    every_dtype,
+    much_changed,
+    pack,
+    some_changed,
+    write_checkpoint,
+)
 from crash_engines import run_engines
 from crash_model import (
+    AdapterSeen,
     ChannelSeen,
     EngineSeen,
     LocalSeen,
     Settled,
     Truth,
+    belonging_violations,
     channel_violations,
     engine_violations,
     local_violations,
+    mixing_violations,
+    settled_adapters,
     settled_violations,
 )
-from crash_observe import see_channel, see_engine, see_local, see_pointer, see_step
+from crash_observe import (
+    digest_of,
+    see_adapters,
+    see_channel,
+    see_engine,
+    see_local,
+    see_pointer,
+    see_roots,
+    see_step,
+)
 from crash_power import record_syncs
 from crash_processes import CRASHED, Child, NotReached, Order, fork, wait_for
 from opening import open_publisher
@@ -40,12 +63,14 @@ from s3_copy import BucketCopy
 from weightcast.publisher import init_channel
 from weightcast.publisher.daemon.daemon import run_publisher
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.shared.channel.channel import look
+from weightcast.shared.channel.channel import Channel, look
+from weightcast.shared.channel.components import retire_component
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import version_name
 from weightcast.shared.daemon.logs import setup_logs
 from weightcast.subscriber.daemon.daemon import run_subscriber
 from weightcast.subscriber.daemon.settings import SubscriberSettings
+from weightcast.subscriber.sync import adapters as adapters_of_hosts
 
 MARKER = "complete"
 POLL_SECONDS = 0.05
@@ -67,6 +92,8 @@ class Shape:
     keep_versions: int | None = None
     member: bool = False
     """a second host, whose local checkpoint the engines read too"""
+    adapters: bool = False
+    """two are published, one of which is replaced by another name now and then"""
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Shape:
@@ -103,6 +130,12 @@ class World:
         self.behind: int | None = None
         """where a host starts that may take an anchor, if that is fewer bytes than the deltas from there"""
         self._seeds_seen = 0
+        self.adapters: dict[str, Truth] = {}
+        """by name without `adapter/`; all have the same steps"""
+        self.extra = 0
+        """number of the one that is replaced"""
+        self._adapter_steps = 0
+        self._of_adapters: dict[str, ChannelSeen] = {}
         root.mkdir(parents=True, exist_ok=True)
         write_checkpoint(self.base, self.models[0], files=shape.shards)
         self.watch.mkdir()
@@ -188,6 +221,42 @@ class World:
         unfinished.rename(self.watch / f"step_{step:06d}")
         return step
 
+    def hand_over_adapters(self) -> None:
+        """The next save of peft: the default adapter with the other one below it."""
+        self._adapter_steps += 1
+        unfinished = self.root / "unfinished-adapters"
+        for name, place in (("default", unfinished), (self.extra_name, unfinished / self.extra_name)):
+            tensors = {
+                f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight": Tensor(
+                    "F32", shape, self._random.integers(0, 256, 4 * 4 * 24, np.uint8)
+                )
+                for part, shape in (("A", (4, 24)), ("B", (24, 4)))
+            }
+            zeros = {each: bytes(len(one.data)) for each, one in tensors.items()}
+            truth = self.adapters.setdefault(name, Truth([zeros]))
+            truth.steps += [{}] * (self._adapter_steps - len(truth.steps)) + [bytes_of(tensors)]
+            place.mkdir()
+            (place / "adapter_model.safetensors").write_bytes(pack(tensors))
+            (place / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+            (place / MARKER).touch()
+        unfinished.rename(self.watch / f"checkpoint-{self._adapter_steps:06d}")
+
+    @property
+    def extra_name(self) -> str:
+        return f"extra-{self.extra}"
+
+    def retire(self, order: Order | None = None) -> Child:
+        """As the command does."""
+        name, address = f"adapter/{self.extra_name}", self.address
+        role = lambda: retire_component(Channel.open(open_store(address)), name)  # noqa: E731
+        return fork(role, self.root / "retire.log", order)
+
+    def replace_adapter(self) -> None:
+        """Retires one; the next save has another."""
+        retired = self.retire()
+        wait_for(lambda: retired.ended, "retired")
+        self.extra += 1
+
     def tell_engines(self, order: str) -> list[EngineSeen]:
         self._engines.send(order)
         return [see_engine(facts, self.truth) for facts in self._engines.recv()]
@@ -230,6 +299,8 @@ class World:
         settings = self._host_settings(self.local, "host", engine=self.options, **group)
 
         def run() -> None:
+            # no gate counts requests here
+            adapters_of_hosts.GRACE_SECONDS = 0.1
             if record is not None:
                 record_syncs(record)
             run_subscriber(settings)
@@ -293,7 +364,8 @@ class World:
             return "it is starting"
         if not (self.channel / "latest").exists():
             return "there is no pointer"
-        waiting = sorted(path.name for path in self.watch.iterdir())
+        # a save of adapters leaves its directory, empty
+        waiting = sorted(path.name for path in self.watch.rglob("*") if path.is_file())
         if waiting:
             return f"in the watched directory: {waiting}"
         pointer = see_pointer(self.channel)
@@ -306,6 +378,70 @@ class World:
             return f"journals that no state names: {local.journals - local.named}"
         parts = sorted(path.name for path in self.channel.glob("*.parts"))
         return f"left in the channel: {parts}" if parts else ""
+
+    def adapters_published(self) -> bool:
+        seen = see_adapters(self.channel)
+        return all(
+            name in seen and not self._unpublished_adapter(name, seen[name])
+            for name in self.adapters
+            if name in ("default", self.extra_name)
+        )
+
+    def _unpublished_adapter(self, name: str, adapter: AdapterSeen) -> str:
+        at = adapter.channel.pointer
+        if adapter.active and (not at or adapter.channel.versions[at].step != self.adapters[name].newest):
+            return f"{name}: the pointer {at} is not of step {self.adapters[name].newest}"
+        local = see_local(self.published_adapter(name), tensors=False)
+        if adapter.active and (local is None or (local.phase, local.version) != ("clean", at)):
+            return f"{name}: local checkpoint: {local}"
+        parts = list((self.channel / "components" / "adapter" / name).glob("*.parts"))
+        return f"{name}: left in the channel: {parts}" if adapter.active and parts else ""
+
+    def published_adapter(self, name: str) -> Path:
+        return self.pub / ".weightcast" / "components" / "adapter" / name
+
+    def adapters_followed(self) -> bool:
+        return not self._unsettled_adapters()
+
+    def _unsettled_adapters(self) -> list[str]:
+        seen, channel, room = see_adapters(self.channel), self.see(), self.local / "adapters"
+        found = [text for name, each in seen.items() if (text := self._unpublished_adapter(name, each))]
+        for engine in self.tell_engines("see"):
+            found += settled_adapters(self.truth, channel, seen, engine)
+        for name, adapter in seen.items():
+            left = [*room.glob(f"{name}-v*"), *(room / ".follow").glob(name)]
+            if not adapter.active and left:
+                found.append(f"left of {name}: {sorted(path.name for path in left)}")
+        return [*found, *(f"a draft: {path.name}" for path in room.glob("*.tmp"))]
+
+    def _adapter_violations(self) -> list[str]:
+        """At every moment; of local checkpoints where nobody writes."""
+        if not self.adapters:
+            return []
+        try:
+            seen, channel = see_adapters(self.channel), self.see()
+        except ValueError as error:
+            return [f"the registry is not whole: {error}"]
+        found = belonging_violations(seen, see_roots(self.channel))
+        for name, adapter in seen.items():
+            texts = channel_violations(adapter.channel, self._of_adapters.get(name))
+            self._of_adapters[name] = adapter.channel
+            truth = self.adapters[name]
+            places = (
+                (self.publisher, self.published_adapter(name)),
+                (self.host, self.local / "adapters" / ".follow" / name),
+            )
+            for child, place in places:
+                if child is None or child.ended:
+                    texts += local_violations(truth, adapter.channel, see_local(place))
+            found += [f"{name}: {text}" for text in texts]
+        digests = {
+            name: {step: digest_of(one) for step, one in enumerate(truth.steps)}
+            for name, truth in self.adapters.items()
+        }
+        for engine in self.tell_engines("see"):
+            found += mixing_violations(self.truth, channel, seen, digests, engine)
+        return found
 
     def followed(self, version: int) -> bool:
         if self.shape.member:
@@ -345,7 +481,7 @@ class World:
             local = see_local(self.local)
             found += [f"host: {text}" for text in self._local_violations(channel, local)]
             found += engine_violations(self.truth, channel, local, self.tell_engines("see"))
-        return found
+        return found + self._adapter_violations()
 
     def _local_violations(self, channel: ChannelSeen, local: LocalSeen | None) -> list[str]:
         return local_violations(self.truth, channel, local)
@@ -358,8 +494,13 @@ class World:
             at = self.see().pointer if version is None else version
             if host:
                 self._until(lambda: self.followed(at), ("host", "member"), "followed", seconds)
+            if self.adapters:
+                self._until(self.adapters_published, ("publisher",), "adapters published", seconds)
+            if host and self.adapters:
+                self._until(self.adapters_followed, ("host",), "adapters followed", seconds)
         except NotReached as error:
-            return [f"did not recover: {error}", self.unpublished(), *self.violations_now()]
+            left = self._unsettled_adapters() if self.adapters else []
+            return [f"did not recover: {error}", self.unpublished(), *left, *self.violations_now()]
         channel = self.see()
         found = channel_violations(channel, self.before)
         self.before = channel
@@ -376,6 +517,7 @@ class World:
             engines = self.tell_engines("see")
         found += settled_violations(self.truth, channel, locals_, engines, wanted, self._new_seeds())
         self.seeds, self.behind = 0, None
+        found += self._adapter_violations()
         return found + (self._engine_violations(channel, engines) if host else [])
 
     def _see_member(self) -> LocalSeen | None:
