@@ -4,19 +4,22 @@ After each step the adapter that torch gathered lies in PLACE/full-<step>.safete
 """
 
 import os
+import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from weightcast.publisher import Publisher, PublisherOptions
 from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.base.failpoints import watch
 
 WORLD, WIDTH, RANK = 2, 40, 6
 NAME = "base_model.model.model.layers.0.self_attn.q_proj."
@@ -44,6 +47,22 @@ def broken(model: nn.Module, rank: int):  # type: ignore[no-untyped-def]
         yield name, shard
 
 
+def opened(rank: int, seconds: float) -> Publisher:
+    return Publisher.open(
+        place / "channel",
+        local=place / f"pub-{rank}",
+        base=place / "base",
+        rank=rank,
+        world_size=WORLD,
+        options=PublisherOptions(deadline_seconds=seconds),
+    )
+
+
+def die(name: str, where: Path | None) -> None:
+    if name == "part.written":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def run(rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -51,15 +70,7 @@ def run(rank: int) -> None:
     model = fully_shard(Adapter(), mesh=init_device_mesh("cpu", (WORLD,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": {"q_proj"}}
-    options = PublisherOptions(deadline_seconds=100.0)
-    with Publisher.open(
-        place / "channel",
-        local=place / f"pub-{rank}",
-        base=place / "base",
-        rank=rank,
-        world_size=WORLD,
-        options=options,
-    ) as publisher:
+    with opened(rank, 100.0) as publisher:
         for step in (1, 2, 3):
             model(torch.randn(4, WIDTH)).pow(2).mean().backward()
             optimizer.step()
@@ -76,17 +87,35 @@ def run(rank: int) -> None:
         except (WeightcastError, ValueError) as error:
             (place / f"failed-{rank}").write_text(f"{type(error).__name__}: {error}")
     dist.barrier()
-    dist.destroy_process_group()
+    shards = {name: one.detach() for name, one in named(model).items()}
+    if rank == 1:
+        watch(die)
+    with opened(rank, 5.0) as publisher:
+        try:
+            publisher.publish(shards, step=5, component="adapter/math")
+        except WeightcastError as error:
+            (place / "alone").write_text(f"{type(error).__name__}: {error}")
+            (place / "after").write_text(str(publisher.component("adapter/math").version))
 
 
-def main() -> None:
+def run_again(rank: int) -> None:
+    """New processes go on with step 5: this time each holds one of the tensors."""
+    full = load_file(place / "full-3.safetensors")
+    name = sorted(full)[rank]
+    with opened(rank, 100.0) as publisher:
+        report = publisher.publish({name: full[name] + 1}, step=5, component="adapter/math")
+    assert report.version == 4, report
+
+
+def forked(role: Callable[[int], None]) -> list[int]:
+    """Wait statuses of the ranks."""
     children = []
     for rank in range(WORLD):
         child = os.fork()
         if not child:
             status = 1
             try:
-                run(rank)
+                role(rank)
                 status = 0
             except BaseException:
                 traceback.print_exc()
@@ -94,9 +123,9 @@ def main() -> None:
                 sys.stderr.flush()
                 os._exit(status)
         children.append(child)
-    ended = [os.waitpid(child, 0)[1] for child in children]
-    if any(ended):
-        sys.exit("a rank failed")
+    return [os.waitpid(child, 0)[1] for child in children]
 
 
-main()
+first, again = forked(run), forked(run_again)
+if first != [0, signal.SIGKILL] or any(again):
+    sys.exit(f"a rank failed: {first}, {again}")

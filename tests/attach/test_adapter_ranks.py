@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from core_cases import Tensor, read_checkpoint, write_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from weightcast.publisher import init_channel
 from weightcast.shared.channel.channel import Channel
@@ -38,7 +38,9 @@ def test_an_adapter_from_the_shards_of_two_ranks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     nested = open_component(Channel.open(open_store(tmp_path / "channel")), "adapter/math")
-    for version in (1, 2, 3):
+    last = {name: one + 1 for name, one in load_file(tmp_path / "full-3.safetensors").items()}
+    save_file(last, tmp_path / "full-4.safetensors")
+    for version in (1, 2, 3, 4):
         updater = LocalUpdater(nested.store, tmp_path / "host", None, UpdaterOptions())
         try:
             updater.update_to(nested, version)
@@ -53,3 +55,5 @@ def test_an_adapter_from_the_shards_of_two_ranks(tmp_path: Path) -> None:
     assert all_faults(nested.store) == []
     failed = {rank: (tmp_path / f"failed-{rank}").read_text() for rank in (0, 1)}
     assert failed[1] == "ValueError: the device is gone"
+    # rank 1 was killed in the fifth step
+    assert "NotInTime" in (tmp_path / "alone").read_text() and (tmp_path / "after").read_text() == "3"
