@@ -65,12 +65,16 @@ test-engines-full: install $(ENGINES)/.installed $(ENGINES_OLD)/.installed $(SGL
 	WEIGHTCAST_ENGINES_FULL=1 WEIGHTCAST_ENGINE_VENV=$(ENGINES_OLD) $(BIN)/python -m pytest -q -m engines tests/engines \
 		--ignore tests/engines/test_real_sglang.py --ignore tests/engines/test_two_hosts.py
 
-# The demo with vLLM as both engines: ten minutes, most of them their starts.
-demo-vllm: install $(ENGINES)/.installed
-	$(BIN)/python -m examples.demo --engine-python $(ENGINES)/bin/python $(DEMO_ARGS)
-
 # Released trainers on the CPU, in an environment of their own.
 TRAINERS := .venv-trainers
+
+# With --lora the trainer alone runs in the environment that has peft.
+DEMO_LORA := $(findstring --lora,$(DEMO_ARGS))
+DEMO_TRAINER := $(DEMO_LORA:--lora=--trainer-python $(TRAINERS)/bin/python)
+
+# The demo with vLLM as both engines: ten minutes, most of them their starts.
+demo-vllm: install $(ENGINES)/.installed $(DEMO_LORA:--lora=$(TRAINERS)/.installed)
+	$(BIN)/python -m examples.demo --engine-python $(ENGINES)/bin/python $(DEMO_TRAINER) $(DEMO_ARGS)
 
 $(TRAINERS)/.installed: constraints-trainers.txt pyproject.toml
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
@@ -164,11 +168,8 @@ soak-gate: install
 	GATE_REQUESTS=$(GATE_REQUESTS) GATE_HOSTS=4 GATE_CALLERS=64 $(BIN)/python -m pytest -q -s --timeout 14400 -k "allowed[3]" \
 		tests/subscriber/test_gate_model.py $(PYTEST_ARGS)
 
-# With --lora the trainer alone runs in the environment that has peft.
-DEMO_LORA := $(findstring --lora,$(DEMO_ARGS))
-
 demo: install $(DEMO_LORA:--lora=$(TRAINERS)/.installed)
-	$(BIN)/python -m examples.demo $(DEMO_LORA:--lora=--trainer-python $(TRAINERS)/bin/python) $(DEMO_ARGS)
+	$(BIN)/python -m examples.demo $(DEMO_TRAINER) $(DEMO_ARGS)
 
 # Twenty minutes and 50 GB of disk; BENCH_ARGS=--quick: two minutes, 100 MB.
 bench: install

@@ -171,14 +171,16 @@ def claim_directory(run: Path, channel: str = DIRECTORY) -> Paths:
     )
 
 
-def vllm_command(paths: Paths, host: str, seed: int, python: Path) -> list[str | Path]:
+def vllm_command(
+    paths: Paths, host: str, seed: int, python: Path, adapters: Sequence[str]
+) -> list[str | Path]:
     """Its port is chosen here: vLLM writes none to a file."""
     port = vllm.free_port()
     write_whole(paths.port(f"engine-{host}"), str(port))
     return [
         *(Path(sys.executable).with_name("weightcast"), "run-engine", "--local", paths.local(host)),
         *("--engine", f"vllm=http://127.0.0.1:{port}", "--load-deadline", str(VLLM_START_SECONDS), "--"),
-        *vllm.command(python, paths.local(host), port, seed),
+        *vllm.command(python, paths.local(host), port, seed, len(adapters)),
     ]
 
 
@@ -244,6 +246,8 @@ class Demo:
         self._kills = 0
         self._phase = ""
         self._updates: dict[str, dict[float, Mapping[str, Any]]] = {host: {} for host in HOSTS}
+        self._loads: dict[str, dict[str, float]] = {host: {} for host in HOSTS}
+        """when a version of an adapter was first seen loaded in vLLM, by its name"""
         self._publisher, self._gateway = Daemon(paths.port("publisher")), Daemon(paths.port("gateway"))
         self._engines = {host: Daemon(paths.port(f"engine-{host}")) for host in HOSTS}
         self._subscribers = {host: Daemon(paths.port(f"subscriber-{host}")) for host in HOSTS}
@@ -285,7 +289,7 @@ class Demo:
         python = self._options.engine_python
         if python is None:
             return engine_command(self._paths, host, number)
-        return vllm_command(self._paths, host, number, python)
+        return vllm_command(self._paths, host, number, python, self._options.adapters)
 
     def _train(self) -> None:
         self._phase = "training"
@@ -311,7 +315,7 @@ class Demo:
         self._children.start("publisher", publisher_command(self._paths))
 
     def _has_unpublished(self) -> bool:
-        """Adapters stay in the watched directory; of the model what is published is deleted there."""
+        """Directories of adapters' saves stay in the watched one, empty; those of the model are deleted."""
         saved, channel = len(list(self._paths.watch.glob("step_*"))), self._channel
         published = [observe.pointer(channel, name) for name in self._options.adapters]
         return saved > min(published, default=0)
@@ -350,24 +354,26 @@ class Demo:
     def _adapter_facts(self, name: str) -> Facts:
         paths, newest = self._paths, observe.pointer(self._channel, name)
         last = paths.last / name
-        engines = {
-            f"engine {host}": observe.live_checksums(engine, f"{name}@{newest}")
-            for host, engine in self._engines.items()
-        }
+        wanted = checkpoint.file_checksums(last)
+        if self._options.engine_python is None:
+            labelled = f"{name}@{newest}"
+            live = {f"engine {h}": observe.live_checksums(e, labelled) for h, e in self._engines.items()}
+        else:
+            live = self._live_vllm(wanted, paths.base, last)
         files = {
             f"exported files {host}": checkpoint.same_files(last, paths.exported(host, name, newest))
             for host in HOSTS
         }
         return Facts(
             versions=observe.read_versions(self._channel, newest, name),
-            engines={host: observe.read_loads(paths.events(host), name) for host in HOSTS},
+            engines={host: self._adapter_events(host, name) for host in HOSTS},
             steps=observe.read_steps(paths.metrics(name)),
             full_bytes=(last / checkpoint.ADAPTER).stat().st_size,
             kills=self._kills,
             max_lag=self._options.max_lag,
             seconds=time.monotonic() - self._began,
-            wanted=checkpoint.file_checksums(last),
-            found={**engines, **files},
+            wanted=wanted,
+            found={**live, **files},
         )
 
     def _events(self, host: str) -> Sequence[EngineEvent]:
@@ -375,13 +381,24 @@ class Demo:
             return observe.read_events(self._paths.events(host))
         return vllm.events_of(self._updates[host].values())
 
+    def _adapter_events(self, host: str, name: str) -> Sequence[EngineEvent]:
+        if self._options.engine_python is None:
+            return observe.read_loads(self._paths.events(host), name)
+        loads = ((at, *label.split("@")) for label, at in self._loads[host].items())
+        return [EngineEvent(at, "resumed", version) for at, which, version in loads if which == name]
+
     def _live(self, wanted: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
-        """What the engines hold; vLLM is asked, as its checksums leave out what its CPU build repacks."""
         if self._options.engine_python is None:
             return {f"engine {host}": observe.live_checksums(e) for host, e in self._engines.items()}
+        return self._live_vllm(wanted, self._paths.last)
+
+    def _live_vllm(
+        self, wanted: Mapping[str, str], model: Path, adapter: Path | None = None
+    ) -> dict[str, Mapping[str, str]]:
+        """By its answers, as its checksums leave out what its CPU build repacks."""
         gates = {host: s.get("/v1/status")["gate"]["url"] for host, s in self._subscribers.items()}
         return {
-            f"engine {host} (its answers)": wanted if vllm.answers_like(gate, self._paths.last) else {}
+            f"engine {host} (its answers)": wanted if vllm.answers_like(gate, model, adapter) else {}
             for host, gate in gates.items()
         }
 
@@ -401,8 +418,12 @@ class Demo:
         if self._options.engine_python is None:
             return
         for host, subscriber in self._subscribers.items():
-            for update in (subscriber.get("/v1/status") or {}).get("updates", ()):
+            status = subscriber.get("/v1/status") or {}
+            for update in status.get("updates", ()):
                 self._updates[host][update["at"]] = update
+            for one in status.get("adapters", ()):
+                for version in one["loaded"]:
+                    self._loads[host].setdefault(f"{one['name']}@{version}", time.time())
 
     def _view(self) -> View:
         return View(
@@ -483,8 +504,8 @@ def main() -> int:
         signal.signal(number, lambda *_: sys.exit(1))
     # a shell's background jobs start with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if given.lora and (given.off_policy or given.engine_python is not None):
-        parser.error("--lora takes neither --off-policy nor --engine-python")
+    if given.lora and given.off_policy:
+        parser.error("--lora does not take --off-policy")
     usual = (MAX_LAG if given.engine_python is None and not given.lora else LEAST_LAG,)
     max_lags = MAX_LAGS if given.off_policy else usual if given.max_lag is None else (given.max_lag,)
     summaries: list[Summary] = []

@@ -16,9 +16,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from examples import checkpoint
 from examples.model import CausalLM
-from examples.trainer import ADAPTERS, Fleet, Plan, Rollouts, Trainer, note, random_questions
+from examples.trainer import ADAPTERS, RANK, Fleet, Plan, Rollouts, Trainer, note, random_questions
 
-RANK = 8
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RATE = 1e-3
 

@@ -35,6 +35,8 @@ DIGITS = 6
 SEPARATOR = checkpoint.encode(">")[0]
 ADAPTERS = {"ascending": False, "descending": True}
 """of `--lora`: whether the task is to sort in descending order"""
+RANK = 8
+"""of the adapters"""
 MASTERS = "masters.safetensors"
 BETAS = (0.9, 0.95)
 
@@ -106,10 +108,11 @@ class Answer:
 @dataclass(frozen=True)
 class Dialect:
     """How engines are asked. `request`: the body for questions, int64 (questions, DIGITS), and answers per
-    question; `read`: all answers, those of a question together."""
+    question; `read`: all answers, those of a question together; `adapter`: member that names one."""
 
     request: Callable[[torch.Tensor, int], dict[str, Any]]
     read: Callable[[Any], list[Answer]]
+    adapter: str = "lora_path"
 
 
 def _sglang_request(questions: torch.Tensor, group: int) -> dict[str, Any]:
@@ -148,11 +151,12 @@ class Fleet:
         """None is from a version before `oldest`. Groups with an aborted answer are left out. First all
         hosts reach that version, or the first of them would get all requests."""
         what = f"all hosts at version {oldest}"
-        wait_until(lambda: self.slowest_version() >= oldest, what, self.seconds)
+        if oldest:
+            wait_until(lambda: self.slowest_version() >= oldest, what, self.seconds)
         return asyncio.run(self._rollouts(questions, group, step, oldest))
 
     async def _rollouts(self, questions: torch.Tensor, group: int, step: int, oldest: int) -> Rollouts:
-        named = {"lora_path": self.adapter} if self.adapter else {}
+        named = {self.dialect.adapter: self.adapter} if self.adapter else {}
         bodies = [self.dialect.request(part, group) | named for part in questions.chunk(self.requests)]
         async with Client(self.url, token=_token(), seconds=self.seconds) as client:
             asked = (

@@ -16,13 +16,23 @@ import torch
 from examples import checkpoint
 from examples.model import CausalLM
 from examples.summary import EngineEvent
-from examples.trainer import DIGITS, Answer, Dialect, Fleet, answer_logprobs, prompts_of, random_questions
+from examples.trainer import (
+    DIGITS,
+    RANK,
+    Answer,
+    Dialect,
+    Fleet,
+    answer_logprobs,
+    prompts_of,
+    random_questions,
+)
 
 MODEL = "demo"
 CLOSE = 1e-3
 """nats: two float32 implementations of one model; another version is off by a thousand times as much"""
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # its threads would all be bound to the first core, with every other vLLM on the machine
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -40,12 +50,15 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def command(python: Path, model: Path, port: int, seed: int) -> list[str | Path]:
+def command(python: Path, model: Path, port: int, seed: int, adapters: int = 0) -> list[str | Path]:
+    """`adapters`: so many, of each of which two versions are loaded."""
+    lora = ("--max-lora-rank", RANK, "--max-loras", 2 * adapters, "--max-cpu-loras", 4 * adapters)
     return [
         *("env", *(f"{name}={value}" for name, value in ENVIRONMENT.items())),
         *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", MODEL),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--seed", str(seed)),
         *("--max-model-len", str(checkpoint.Config().max_position_embeddings), "--enforce-eager"),
+        *(["--enable-lora", *map(str, lora)] if adapters else []),
     ]
 
 
@@ -74,16 +87,25 @@ def _answers(answer: Any) -> list[Answer]:
     ]
 
 
-DIALECT = Dialect(_request, _answers)
+DIALECT = Dialect(_request, _answers, adapter="model")
 
 
 @torch.no_grad()
-def answers_like(gate: str, directory: Path) -> bool:
-    """Whether the engine gives its answers the log probabilities that a fresh load of `directory` gives."""
-    model = CausalLM(checkpoint.load_config(directory))
-    model.load_state_dict(checkpoint.load(directory))
+def answers_like(gate: str, directory: Path, adapter: Path | None = None) -> bool:
+    """Whether the engine gives its answers the log probabilities that a fresh load of `directory` gives, with
+    the adapter of this directory's name."""
+    model, weights = CausalLM(checkpoint.load_config(directory)), checkpoint.load(directory)
+    if adapter is not None:
+        # not for the trainer, whose environment serves nothing
+        from examples.engine import Adapter
+
+        read = Adapter.read(adapter)
+        read.merge(weights)
+        weights |= read.merged
+    model.load_state_dict(weights)
     questions = random_questions(24, torch.Generator().manual_seed(1))
-    found = Fleet(gate, DIALECT).rollouts(questions, group=2, step=0, oldest=0)
+    fleet = Fleet(gate, DIALECT, adapter="" if adapter is None else adapter.name)
+    found = fleet.rollouts(questions, group=2, step=0, oldest=0)
     expected = answer_logprobs(model, found.questions, found.answers)
     return bool((expected - found.logprobs).abs().max() < CLOSE)
 
