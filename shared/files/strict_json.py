@@ -179,9 +179,6 @@ class Members:
         wanted = f"an integer from {low} to {high}"
         return self._checked(key, wanted, int, lambda number: low <= number <= high)
 
-    def optional_integer(self, key: str) -> int | None:
-        return None if self._members.get(key) is None else self.integer(key)
-
     def number(self, key: str) -> float:
         value = self._members.get(key)
         if type(value) is int and abs(value) <= MAX_INTEGER:

@@ -134,8 +134,6 @@ def test_members_of_the_right_type() -> None:
     assert members.boolean("bool") is True
     assert members.texts("list") == ("x",)
     assert members.text_map("map") == {"a": "b"}
-    assert members.optional_integer("no") is None
-    assert members.optional_integer("absent") is None
     assert members.is_null("no") and not members.is_null("absent")
 
 
