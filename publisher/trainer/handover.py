@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import numpy as np
@@ -41,9 +41,6 @@ from weightcast.shared.files.paths import exists, is_link
 from weightcast.shared.files.probes import HAND_OVER_NEEDS, require
 from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
-
-if TYPE_CHECKING:
-    from weightcast.publisher.weights.config import AdapterConfig
 
 _PAGE = 4096
 _TELL_SECONDS = 2.0
@@ -120,7 +117,7 @@ class HandOver:
         step: SupportsIndex | None = None,
         timeout: float = 60.0,
         component: str = MAIN,
-        adapter_config: AdapterConfig = None,
+        adapter_config: Mapping[str, Any] | str | Path | None = None,
     ) -> Handed:
         """Copies the tensors, which may change when this returns. The newest wins: earlier ones that are not
         being read are replaced.

@@ -16,7 +16,7 @@ from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile, Refused, Untrusted, WeightcastError, WrongRun
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import Problem, faults
-from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.run_files import (
     DRAFT,
     FORMAT,
@@ -83,9 +83,11 @@ def component_store(store: Store, name: str) -> Store:
 
 def open_component(channel: Channel, name: str, known: Channel | None = None) -> Channel:
     """The channel of a component, read with the trust of the run's channel. `known`: as of `Channel.open`.
-    Raises what that does, and WrongRun for the channel of another run."""
+    Raises what that does, NoChannel while it is being made, and WrongRun for the channel of another run."""
     file, _ = channel.require_ours()
     opened = Channel.open(component_store(channel.store, name), channel.trust, known)
+    if opened.foreign:
+        raise NoChannel.within(opened.place)
     found, _ = opened.require_ours()
     if found.run_id != file.run_id:
         raise WrongRun(
@@ -170,8 +172,9 @@ def write_registry(
 
 def sign_registry(channel: Channel, key: PrivateKey) -> None:
     """In place of the signature that is there."""
-    if read_components(channel):
-        _put(channel, None, key)
+    data = read_if_there(channel.store, REGISTRY, REGISTRY_LIMIT)
+    if data is not None:
+        _write(channel, read_components(channel), key, data)
 
 
 def add_component(channel: Channel, name: str, key: PrivateKey | None = None) -> Component:
@@ -182,7 +185,7 @@ def add_component(channel: Channel, name: str, key: PrivateKey | None = None) ->
             raise _retired(name)
         return there or Component(check_name(name), "active", time.time())
 
-    return _changed(channel, name, added, key)
+    return _put(channel, name, added, key)
 
 
 def retire_component(channel: Channel, name: str, key: PrivateKey | None = None) -> Component:
@@ -193,7 +196,7 @@ def retire_component(channel: Channel, name: str, key: PrivateKey | None = None)
             raise _unknown(channel, name)
         return replace(there, state="retired", retired=time.time()) if there.active else there
 
-    return _changed(channel, name, ended, key)
+    return _put(channel, name, ended, key)
 
 
 def require_active(channel: Channel, name: str) -> None:
@@ -220,46 +223,38 @@ def _retired(name: str) -> Refused:
     return Refused(f"{name} is retired", remedy=other)
 
 
-def _changed(
+def _put(
     channel: Channel, name: str, change: Callable[[Component | None], Component], key: PrivateKey | None
 ) -> Component:
     if key is not None and channel.trust is None:
         # what others wrote is not signed
         channel = replace(channel, trust=Trust.of([key.public]))
-
-    def changed(listed: tuple[Component, ...]) -> tuple[Component, ...]:
-        known = {each.name: each for each in listed}
-        return (*(known | {name: change(known.get(name))}).values(),)
-
-    return next(each for each in _put(channel, changed, key) if each.name == name)
-
-
-def _put(
-    channel: Channel,
-    change: Callable[[tuple[Component, ...]], tuple[Component, ...]] | None,
-    key: PrivateKey | None,
-) -> tuple[Component, ...]:
-    """`change`: None signs what is there."""
-    run = channel.require_ours()[0].run_id
     for left in reversed(range(_TRIES)):
         data = read_if_there(channel.store, REGISTRY, REGISTRY_LIMIT)
-        known = () if data is None else _checked(channel, data)[0]
-        found = known if change is None else tuple(sorted(change(known), key=lambda each: each.name))
-        if change is not None and found == known:
+        known = {} if data is None else {c.name: c for c in _checked(channel, data)[0]}
+        found = change(known.get(name))
+        if found == known.get(name):
             return found
-        signature = None if data is None else _split(data, REGISTRY)[1]
-        number = 1 if signature is None else stated_in(signature, REGISTRY).version + 1
-        written = write_registry(run, found, key, number)
         try:
-            if data is None:
-                channel.store.create(REGISTRY, written)
-            else:
-                channel.store.replace(REGISTRY, written, expected=data)
+            _write(channel, (*(known | {name: found}).values(),), key, data)
             return found
         except (AlreadyExists, Changed):
             if not left:
                 raise
     raise AssertionError("unreachable")
+
+
+def _write(
+    channel: Channel, components: tuple[Component, ...], key: PrivateKey | None, before: bytes | None
+) -> None:
+    """`before`: what is there now. Raises AlreadyExists or Changed where it is not."""
+    signature = None if before is None else _split(before, REGISTRY)[1]
+    number = 1 if signature is None else stated_in(signature, REGISTRY).version + 1
+    written = write_registry(channel.require_ours()[0].run_id, components, key, number)
+    if before is None:
+        channel.store.create(REGISTRY, written)
+    else:
+        channel.store.replace(REGISTRY, written, expected=before)
 
 
 def all_faults(store: Store, advance: Advance | None = None, trust: Trust | None = None) -> list[Problem]:

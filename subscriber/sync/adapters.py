@@ -287,7 +287,7 @@ class Adapters:
         self._listed = True
 
     def _require_newer(self, number: int) -> None:
-        """Raises Untrusted for a registry older than the newest one that was read here."""
+        """Raises Untrusted for a registry older than the newest that was read here."""
         if self._options.trust is None:
             return
         if number < self._registry:

@@ -57,8 +57,8 @@ def see_adapters(channel: Path) -> dict[str, AdapterSeen]:
 def see_roots(channel: Path) -> dict[int, str]:
     """Of the versions of main."""
     found = {0: json.loads((channel / "base.json").read_bytes())["root"]}
-    for entry in channel.glob("weight_v*"):
-        facts = _facts_of(channel, int(entry.name.removeprefix("weight_v")))
+    names = (entry.name.removeprefix("weight_v") for entry in channel.glob("weight_v*"))
+    for facts in (_facts_of(channel, int(name)) for name in names if name.isdigit()):
         found |= {facts["version"]: facts["root"]} if facts else {}
     return found
 

@@ -214,6 +214,20 @@ def test_a_kill_leaves_no_checkpoint_out_and_publishes_none_twice(
         again.publish_loop.close()
 
 
+@pytest.mark.parametrize("failpoint", ["component.described", "component.made", "component.listed"])
+def test_a_kill_while_an_adapter_is_added(places: Places, office: Office, failpoint: str) -> None:
+    save_in(places.watch / "checkpoint-1", 1)
+    with interrupted_at(failpoint):
+        stepped(office, DEFAULT, 1)
+    office.publish_loop.close()
+    again = Office(places)
+    again.publish_loop.start()
+    try:
+        stepped(again, DEFAULT, 1)
+    finally:
+        again.publish_loop.close()
+
+
 def test_an_order_for_an_adapter_is_carried_out(places: Places, office: Office) -> None:
     for step in (1, 2):
         save_in(places.watch / f"checkpoint-{step}", step)

@@ -8,10 +8,10 @@ from weightcast.publisher.daemon.sources import observation
 from weightcast.publisher.daemon.sources.layouts import Unpublished
 from weightcast.publisher.daemon.sources.watched import (
     DEFAULT,
+    MEMORY,
     WatchedDirectory,
     WatchedJob,
     component_of,
-    memory_of,
 )
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.errors import Refused
@@ -19,7 +19,6 @@ from weightcast.shared.channel.components import ADAPTER
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.files.paths import is_directory, matching
 
-_MEMORY = memory_of(ADAPTER).removesuffix(".json")
 _REMEDY = "rename the adapter to letters, digits and ._-, or publish it with `POST /v1/publish`"
 
 
@@ -29,8 +28,8 @@ class WatchedAdapters:
     def __init__(self, watched: WatchedDirectory) -> None:
         self._directory, self._settings, self._own = watched.directory, watched.settings, watched.own
         self._of: dict[str, WatchedDirectory] = {}
-        for memory in sorted(matching(LocalPaths(self._settings.local).room, f"{_MEMORY}*.json")):
-            self._add(ADAPTER + memory.stem.removeprefix(_MEMORY))
+        for memory in sorted(matching(LocalPaths(self._settings.local).room, f"{MEMORY}*.json")):
+            self._add(ADAPTER + memory.stem.removeprefix(MEMORY))
         self.left: tuple[Unpublished, ...] = ()
         """those with names that no component can have"""
 

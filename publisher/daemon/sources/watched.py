@@ -61,12 +61,8 @@ _PAUSE = Backoff(0.5, 300.0)
 
 log = get_log("inbox")
 
-DEFAULT = f"{ADAPTER}default"
+DEFAULT, MEMORY = f"{ADAPTER}default", "inbox-adapter-"
 _SAVE = re.compile(r"((checkpoint|global_?step|step|iter|epoch)[-_]?)?\d+", re.ASCII | re.IGNORECASE)
-
-
-def memory_of(component: str) -> str:
-    return "inbox.json" if component == MAIN else f"inbox-{component.replace('/', '-')}.json"
 
 
 def component_of(name: str) -> str:
@@ -278,8 +274,8 @@ class WatchedDirectory:
         self._present: frozenset[str] | None = None
         """what the last look saw"""
         self._place = os.path.realpath(directory)
-        memory = LocalPaths(settings.local).room / memory_of(component)
-        self._memory = Memory(memory, InboxMemory(), _LIMIT, _REMEDY)
+        memory = "inbox.json" if self.is_main else f"{MEMORY}{component.removeprefix(ADAPTER)}.json"
+        self._memory = Memory(LocalPaths(settings.local).room / memory, InboxMemory(), _LIMIT, _REMEDY)
         known = self._memory.value
         self.is_first = known.watch != self._place
         self.inbox = Inbox(settings, known.by_name(self._place))
