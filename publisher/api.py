@@ -604,7 +604,6 @@ class Publisher:
         cast: bool = False,
         rename: Iterable[str] = (),
         drop: Iterable[str] = (),
-        quantise: str | None = None,
         component: str = MAIN,
         main_version: SupportsIndex | None = None,
     ) -> PublishReport:
@@ -618,7 +617,6 @@ class Publisher:
             cast: Round floating-point tensors to the run's dtypes.
             rename: `A=B`: prefixes, or patterns with as many `*`.
             drop: Globs of tensors to leave out.
-            quantise: The base's format, of `weightcast.publisher.weights.quantise`.
             component: As in `publish`.
             main_version: As in `publish`.
 
@@ -626,8 +624,7 @@ class Publisher:
             Refused: The checkpoint does not fit the run, or changes while it is read.
         """
         publisher, belongs = self._for(component, lambda: AdapterWeights(Path(directory)), main_version)
-        rules = ExportRules.of(cast, rename, drop, quantise)
-        read = functools.partial(publisher.open_checkpoint, directory, rules)
+        read = functools.partial(publisher.open_checkpoint, directory, ExportRules.of(cast, rename, drop))
         return publisher.publish_weights(
             read, step=step, advance=advance, watching=watching, trained_on=belongs
         )

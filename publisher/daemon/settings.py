@@ -242,7 +242,7 @@ class PublisherSettings(ServiceSettings):
     @property
     def rules(self) -> ExportRules:
         """For exports, whatever way they come."""
-        return ExportRules.of(self.cast, self.rename, self.drop, self.quantise)
+        return ExportRules.of(self.cast, self.rename, self.drop, self.quantise or "")
 
     @property
     def worker_threads(self) -> int:
