@@ -98,7 +98,7 @@ def error(scheme: str, made: Weights, name: str, weight: torch.Tensor) -> float:
     else:
         numbers = codes.float()
     scale = known.load(made[module + known.names[1]])
-    if known.has_unit:
+    if known.names[2:]:
         scale = scale / made[module + known.names[2]]
     high, wide = known.block[0], known.block[1] or weight.shape[1]
     wide_scale = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)

@@ -587,7 +587,6 @@ class Publisher:
         cast: bool = False,
         rename: Iterable[str] = (),
         drop: Iterable[str] = (),
-        quantise: str | None = None,
         component: str = MAIN,
         main_version: SupportsIndex | None = None,
     ) -> PublishReport:
@@ -601,7 +600,6 @@ class Publisher:
             cast: Round floating-point tensors to the run's dtypes.
             rename: `A=B`: prefixes, or patterns with as many `*`.
             drop: Globs of tensors to leave out.
-            quantise: The base's format, of `weightcast.publisher.weights.quantise`.
             component: As in `publish`.
             main_version: As in `publish`.
 
@@ -611,7 +609,7 @@ class Publisher:
         publisher, belongs = self._for(
             component, lambda: ComponentWeights(Path(directory), component), main_version
         )
-        rules = ExportRules.of(cast, rename, drop, quantise)
+        rules = ExportRules.of(cast, rename, drop)
         read = functools.partial(publisher._open_checkpoint, directory, rules)
         return publisher._publish_weights(
             read, step=step, advance=advance, watching=watching, trained_on=belongs

@@ -140,7 +140,7 @@ def publish(
 ) -> None:
     """Publish one checkpoint as the channel's next version."""
     output = Output(json=as_json)
-    rules = ExportRules.of(cast, rename, drop, quantise)
+    rules = ExportRules.of(cast, rename, drop, quantise or "")
     options = PublisherOptions(
         threads=working_threads(threads),
         trusted_keys=others.pop("trusted_key"),

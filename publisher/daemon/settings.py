@@ -250,7 +250,7 @@ class PublisherSettings(ServiceSettings):
         """For exports, whatever way they come."""
         from weightcast.publisher.weights.export_rules import ExportRules
 
-        return ExportRules.of(self.cast, self.rename, self.drop, self.quantise)
+        return ExportRules.of(self.cast, self.rename, self.drop, self.quantise or "")
 
     @property
     def worker_threads(self) -> int:

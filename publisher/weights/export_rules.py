@@ -69,11 +69,9 @@ class ExportRules:
     quantise: str = ""
 
     @classmethod
-    def of(
-        cls, cast: bool, rename: Iterable[str], drop: Iterable[str], quantise: str | None = None
-    ) -> ExportRules:
+    def of(cls, cast: bool, rename: Iterable[str], drop: Iterable[str], quantise: str = "") -> ExportRules:
         """Raises BadRule."""
-        return cls(cast, tuple(map(Rename.of, rename)), tuple(drop), quantise or "")
+        return cls(cast, tuple(map(Rename.of, rename)), tuple(drop), quantise)
 
     def renamed(self, name: str) -> tuple[str, Rename | None]:
         """With the rule that applied."""

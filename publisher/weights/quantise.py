@@ -34,7 +34,7 @@ from weightcast.publisher.weights.given import (
 from weightcast.publisher.weights.precision import FLOATS
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights
 from weightcast.shared.base.errors import Refused
-from weightcast.shared.files.hf_checkpoint import WEIGHT_INDEX, side_files
+from weightcast.shared.files.hf_checkpoint import side_files
 
 _E4M3_MAX, _FP4_MAX, _INT8_MAX = 448.0, 6.0, 127.5
 _BAND = 1 << 22
@@ -109,10 +109,6 @@ class Scheme:
     store: Callable[[Any], Any] = lambda scale: scale
     load: Callable[[Any], Any] = lambda stored: stored.float()
     packed: int = 1
-
-    @property
-    def has_unit(self) -> bool:
-        return len(self.names) > 2
 
 
 def _compressed(form: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -242,7 +238,7 @@ class Quantiser:
         self.reused, self._room = 0, self._keep_bytes
         pairs: Iterable[tuple[str, Any]] = pairs_of(named_tensors)
         units: Mapping[str, Any] = {}
-        if self.scheme.has_unit:
+        if self.scheme.names[2:]:
             pairs = list(pairs)
             units = self._units(pairs)
         for name, tensor in pairs:
@@ -255,15 +251,14 @@ class Quantiser:
 
     def start_from(self, checkpoint: str | Path) -> None:
         """Holds the scales of a quantised checkpoint: after a restart of the publisher's local one."""
-        own, held = self.scheme.names, {}
+        own = self.scheme.names
         with closing(CheckpointWeights(Path(checkpoint))) as weights:
-            for name, tensor in _copies(weights):
-                if name.endswith(tuple(f".{one}" for one in own[1:])):
-                    held[name] = _tensor(tensor)
+            found = _copies(weights, tuple(f".{one}" for one in own[1:]))
+            held = {name: _tensor(tensor) for name, tensor in found}
         for name in held:
             module = name.removesuffix(own[1])
             if module != name:
-                unit = held.get(module + own[2]) if self.scheme.has_unit else None
+                unit = held.get(module + own[2]) if own[2:] else None
                 self._last[f"{module}weight"] = _Last(held[name], unit)
 
     def config(self, matrices: Iterable[str]) -> dict[str, Any]:
@@ -370,8 +365,10 @@ def quantise(
 
 
 def quantise_checkpoint(source: str | Path, target: str | Path, scheme: str | Quantiser) -> None:
-    """Makes the base of a quantised run: `source`, a Hugging Face checkpoint, quantised into the new
-    directory `target`, with `quantization_config` in its config.json. Raises Refused as `Quantiser` does."""
+    """Makes the base of a quantised run in the new directory `target`: the Hugging Face checkpoint `source`,
+    quantised in memory, with `quantization_config` in its config.json. Raises Refused as `Quantiser` does."""
+    from huggingface_hub import save_torch_state_dict
+
     quantiser = Quantiser(scheme, keep_bytes=0) if isinstance(scheme, str) else scheme
     target = Path(target)
     if target.exists():
@@ -388,39 +385,10 @@ def quantise_checkpoint(source: str | Path, target: str | Path, scheme: str | Qu
         matrices = [spec.name for spec in weights.table if len(spec.shape) == 2]
         said = {**read_config(directory / CONFIG), "quantization_config": quantiser.config(matrices)}
         (directory / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
-        _write_shards(directory, quantiser(_copies(weights)))
+        tensors = {name: _tensor(tensor) for name, tensor in quantiser(_copies(weights))}
+        save_torch_state_dict(tensors, directory, max_shard_size=_SHARD_BYTES)
         weights.finish()
         directory.rename(target)
-
-
-def _write_shards(directory: Path, pairs: Iterable[tuple[str, Any]]) -> None:
-    from safetensors.torch import save_file
-
-    shards: list[list[str]] = []
-    waiting: dict[str, Any] = {}
-    size = total = 0
-
-    def write() -> None:
-        save_file(waiting, directory / f"{len(shards)}.part", {"format": "pt"})
-        shards.append([*waiting])
-        waiting.clear()
-
-    for name, tensor in pairs:
-        waiting[name] = _tensor(tensor).contiguous()
-        size += waiting[name].nbytes
-        if size >= _SHARD_BYTES:
-            write()
-            size, total = 0, total + size
-    if waiting:
-        write()
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    names = names if len(names) > 1 else ["model.safetensors"]
-    for number, name in enumerate(names):
-        (directory / f"{number}.part").rename(directory / name)
-    if len(names) > 1:
-        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        index = {"metadata": {"total_size": total + size}, "weight_map": weight_map}
-        (directory / WEIGHT_INDEX).write_text(json.dumps(index))
 
 
 class QuantisedWeights(GivenWeights):
@@ -440,9 +408,11 @@ class QuantisedWeights(GivenWeights):
         self._weights.close()
 
 
-def _copies(weights: NewWeights) -> Iterator[tuple[str, RawTensor]]:
+def _copies(weights: NewWeights, ends: tuple[str, ...] = ("",)) -> Iterator[tuple[str, RawTensor]]:
     for spec in weights.table:
-        yield spec.name, RawTensor(spec.dtype, spec.shape, weights.words_in(spec.name, 0, spec.words).copy())
+        if spec.name.endswith(ends):
+            words = weights.words_in(spec.name, 0, spec.words).copy()
+            yield spec.name, RawTensor(spec.dtype, spec.shape, words)
 
 
 def _tensor(given: Any) -> Any:

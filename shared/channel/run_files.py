@@ -185,9 +185,7 @@ class TensorRecords(Mapping[str, TensorRecord]):
     ) -> TensorRecords:
         """Of some tensors of a table. `lanes`, `changed`: of all of its tensors."""
         names = tuple(table[number].name for number in numbers.tolist())
-        records = cls(names, lanes[numbers], changed[numbers])
-        records._numbered.append((table, numbers))
-        return records
+        return cls(names, lanes[numbers], changed[numbers])
 
     @cached_property
     def _numbered(self) -> list[tuple[TensorTable, NDArray[np.int64]]]:

@@ -101,11 +101,6 @@ class PackedRecord(NamedTuple):
         """Old ones, and as many new ones, at the payload's end."""
         return self.whole or self.changes
 
-    @property
-    def places(self) -> int:
-        """Bytes before them, which say where they are."""
-        return self.size - 2 * self.width * self.words
-
 
 def _mask_bytes(words: int) -> int:
     return -(-words // 64) * 8
@@ -372,17 +367,18 @@ class JournalReader:
         for _ in range(self._footer[2]):
             if offset + HEAD.size > begin + len(block):
                 block, begin = os.pread(self._file.fileno(), _HEADS, offset), offset
-            record = self._head(block[offset - begin : offset - begin + HEAD.size], offset, end)
+            record = self._head(block, offset - begin, offset, end)
             yield record
             offset = record.offset + record.size
         if offset != end:
             raise self._bad("more records than the footer counts")
 
-    def _head(self, head: bytes, offset: int, end: int) -> PackedRecord:
-        if len(head) != HEAD.size:
+    def _head(self, block: bytes, at: int, offset: int, end: int) -> PackedRecord:
+        if len(block) < at + HEAD.size:
             raise self._bad("ends early")
-        tensor, width, first, changes, more, checksum = HEAD.unpack(head)
-        own_width, words = self._table.forms[tensor] if tensor < len(self._table) else (0, 0)
+        tensor, width, first, changes, more, checksum = HEAD.unpack_from(block, at)
+        forms = self._table.forms
+        own_width, words = forms[tensor] if tensor < len(forms) else (0, 0)
         if width != own_width or changes == 0:
             raise self._bad("record of no tensor")
         masked = more - MASKED if more >= MASKED else 0
@@ -393,7 +389,7 @@ class JournalReader:
             raise self._bad("record past the end of its tensor")
         if changes > (stretch if more >= WHOLE else words) or escapes > changes:
             raise self._bad("record longer than its tensor")
-        checksum ^= xxhash.xxh3_64_intdigest(head[: FACTS.size])
+        checksum ^= xxhash.xxh3_64_intdigest(block[at : at + FACTS.size])
         at = offset + HEAD.size
         places = _mask_bytes(masked) if masked else 0 if whole else changes + 4 * escapes
         size = places + 2 * width * (whole or changes)
@@ -443,15 +439,15 @@ class JournalReader:
         and how many words it has. Nothing is written where a word is unexpected; returns its record and its
         number."""
         start, stop = records[0].offset, records[-1].offset + records[-1].size
-        room = self._bytes(start, stop - start)
+        # slices of an array take longer than those of its memory
+        room = self._bytes(start, stop - start).data
         found = [
             self._split(one, room[one.offset - start : one.offset - start + one.size]) for one in records
         ]
-        joined = _Payload(*map(np.concatenate, zip(*found, strict=True)))
-        facts = ((one.changes, one.escapes, one.first) for one in records)
-        rows = ((*one, *place) for one, place in zip(facts, places, strict=True))
-        columns = zip(*rows, strict=True)
-        counts, escaped, firsts, homes, limits = (np.array(column, np.int64) for column in columns)
+        joined = _Payload(*(np.frombuffer(b"".join(part), np.uint8) for part in zip(*found, strict=True)))
+        facts = [(one.changes, one.escapes, one.first) for one in records]
+        counts, escaped, firsts = np.array(facts, np.int64).T
+        homes, limits = np.array(places, np.int64).T
         index = unpack_many_gaps(firsts, counts, joined.gaps, escaped, joined.escapes)
         if index is None or (index[np.cumsum(counts) - 1] >= limits).any():
             raise self._bad("record with changes out of order, or past the end")
@@ -478,11 +474,13 @@ class JournalReader:
             raise self._bad("ends early")
         return room
 
-    def _split(self, record: PackedRecord, payload: ByteArray) -> _Payload:
-        if xxhash.xxh3_64_intdigest(payload.data) != record.checksum:
+    def _split(self, record: PackedRecord, payload: Any) -> _Payload:
+        """`payload`: an array, or the memory of one, as are the parts."""
+        if xxhash.xxh3_64_intdigest(payload) != record.checksum:
             raise self._bad("record damaged")
-        listed, places = record.changes if record.listed else record.places, record.places
-        words = places + record.width * record.words
+        half = record.width * record.words
+        places = record.size - 2 * half
+        listed, words = record.changes if record.listed else places, places + half
         return _Payload(payload[:listed], payload[listed:places], payload[places:words], payload[words:])
 
     def records(self) -> Iterator[Record]:
