@@ -49,7 +49,7 @@ _DIGIT = 128
 
 
 def register() -> None:
-    # it may be called twice, and releases before 0.32 have no such factory
+    # it may be called twice, and older releases have no such factory
     with suppress(ImportError, ValueError):
         from vllm.distributed.weight_transfer.factory import (  # type: ignore[import-not-found]
             WeightTransferEngineFactory,
