@@ -84,6 +84,9 @@ $(TRAINERS)/.installed: constraints-trainers.txt pyproject.toml
 # verl asks for an older transformers, and for what its checkpoint engine does without
 	$(@D)/bin/python -m pip install -q -c $< codetiming hydra-core ray tensordict
 	$(@D)/bin/python -m pip install -q --no-deps -c $< verl
+# SkyRL asks for Python 3.12 for its HTTP server, and for GPU packages
+	$(@D)/bin/python -m pip install -q --no-deps -c $< cloudpathlib jaxtyping loguru pybase64
+	$(@D)/bin/python -m pip install -q --no-deps --ignore-requires-python -c $< skyrl skyrl-gym
 	@touch $@
 
 test-trainers: $(TRAINERS)/.installed

@@ -22,6 +22,10 @@ TOP = ROOT / "shared" / "top"
 OTHER_DISTRIBUTION = ROOT / "subscriber" / "engine_plugin"
 """what is installed into an engine's environment, where nothing else of weightcast is"""
 NEEDS_TORCH = {
+    "weightcast.integrations.nemo_rl",
+    "weightcast.integrations.prime_rl",
+    "weightcast.integrations.skyrl",
+    "weightcast.integrations.transfer",
     "weightcast.integrations.verl",
     "weightcast.publisher.transformers_hook",
 }

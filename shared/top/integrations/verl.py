@@ -13,29 +13,18 @@ checkpoint to the new version, and verl's own server adapter loads from there. O
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from weightcast.publisher import Publisher, PublisherOptions, cast_like, init_channel
-from weightcast.shared.base.errors import RetryLater
-from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
-from weightcast.shared.checkpoint.state.state import Phase, read_state
-from weightcast.shared.files.hf_checkpoint import open_checkpoint
-from weightcast.subscriber.sync.options import SyncOptions
-from weightcast.subscriber.sync.sync import Sync
-
-_LOOK_SECONDS = 0.1
+from weightcast.integrations.transfer import Receiver, Sender
 
 
 @CheckpointEngineRegistry.register("weightcast")
 class WeightcastEngine(CheckpointEngine):  # type: ignore[misc]
-    """One per trainer rank and per rollout worker. The workers of a host share its local checkpoint: one of
-    them patches it, the others wait for it."""
+    """One per trainer rank and per rollout worker."""
 
     def __init__(
         self,
@@ -59,24 +48,13 @@ class WeightcastEngine(CheckpointEngine):  # type: ignore[misc]
             deadline_seconds: How long a rollout worker waits for a version.
             options: Of `PublisherOptions`, by name.
         """
-        self._channel, self._base, self._local = channel, Path(base), Path(local)
-        self._is_master, self._deadline_seconds = is_master, deadline_seconds
-        self._options = PublisherOptions(**(options or {}))
-        self._publisher: Publisher | None = None
-        self._sync: Sync | None = None
-        self._before = 0
+        self._is_master, self._before = is_master, 0
+        self._sender = Sender(channel, base, Path(local) / "publisher", options)
+        self._receiver = Receiver(channel, base, Path(local) / "rollout", deadline_seconds)
 
     def prepare(self) -> dict[str, Any]:
         """The version that the coming one follows, from the rank that publishes it."""
-        if not self._is_master:
-            return {}
-        if self._publisher is None:
-            init_channel(self._channel, self._base)
-            local = self._local / "publisher"
-            self._publisher = Publisher.open(
-                self._channel, local=local, base=self._base, options=self._options
-            )
-        return {"version": self._publisher.version}
+        return {"version": self._sender.open()} if self._is_master else {}
 
     @classmethod
     def build_topology(
@@ -95,55 +73,11 @@ class WeightcastEngine(CheckpointEngine):  # type: ignore[misc]
     async def send_weights(
         self, weights: Iterable[tuple[str, Any]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Publishes what verl gathers, copied into host memory. Raises what `Publisher.publish` raises.
-
-        Returns:
-            verl's metrics: seconds, bytes of the delta, share of the elements that changed.
-        """
-        publisher, began = self._publisher, time.perf_counter()
-        # gathering is collective: every rank takes all of them
-        pairs = [(name, tensor.detach().cpu()) for name, tensor in weights if publisher is not None]
-        if publisher is None:
-            return {}
-        report = await asyncio.to_thread(publisher.publish, cast_like(publisher, pairs), step=global_steps)
-        return {
-            "weightcast/version": report.version,
-            "weightcast/seconds": time.perf_counter() - began,
-            "weightcast/delta_bytes": report.delta_bytes,
-            "weightcast/changed_share": report.density_elements,
-        }
+        """As `Sender.send`: verl's metrics."""
+        return await self._sender.send(weights, global_steps)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
-        """The host's local checkpoint at the coming version, tensor by tensor from its mapped files. Raises
-        RetryLater when the version does not come in time, and what a sync raises."""
-        await asyncio.to_thread(self._follow)
-        for path in open_checkpoint(self._local / "rollout", follow_links=False).weight_files:
-            with safe_open(path, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    yield name, tensors.get_tensor(name)
-
-    def _follow(self) -> None:
-        """Until the local checkpoint is at a version after `before`, moved there by this process or another
-        one of the host."""
-        local = self._local / "rollout"
-        deadline, problem = time.monotonic() + self._deadline_seconds, ""
-        while not _is_after(local, self._before):
-            if time.monotonic() > deadline:
-                waited = f"in {self._deadline_seconds:g} s"
-                raise RetryLater(
-                    f"{local} did not get past version {self._before} {waited}{problem}",
-                    remedy="see the trainer's log: its rank 0 publishes",
-                )
-            if self._sync is None:
-                self._sync = Sync(SyncOptions(self._channel, local, self._base))
-            try:
-                self._sync.sync_once()
-            except RetryLater as error:
-                # another worker of this host patches it, or the channel is being made
-                problem = f": {error.message}"
-            time.sleep(_LOOK_SECONDS)
-
-
-def _is_after(local: Path, version: int) -> bool:
-    state = read_state(LocalPaths(local).state)
-    return state is not None and state.phase is Phase.CLEAN and state.position.version > version
+        """The host's local checkpoint at the coming version. Raises what `Receiver.follow` raises."""
+        await asyncio.to_thread(self._receiver.follow, self._before)
+        for name, tensor in self._receiver.tensors():
+            yield name, tensor
