@@ -416,11 +416,11 @@ def test_versions_are_charts_and_a_table(double: Double, open_tab: OpenTab) -> N
     page = open_tab(double.url).page
     charts = page.locator("#versions figure")
     charts.first.wait_for()
-    assert charts.count() == 6
+    assert charts.count() == 4
     newest = double.versions["versions"][0]
     assert charts.nth(0).locator(".reading").inner_text() == f"{newest['bytes'] / 1e6:.0f} MB"
-    label = charts.nth(2).get_by_role("img").get_attribute("aria-label")
-    assert label is not None and label.startswith("Full weights ÷ delta: 128 points, least ")
+    label = charts.nth(1).get_by_role("img").get_attribute("aria-label")
+    assert label is not None and label.startswith("Time to publish: ")
     drawn = (
         "canvas => new Set(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data).size"
     )
@@ -432,6 +432,7 @@ def test_versions_are_charts_and_a_table(double: Double, open_tab: OpenTab) -> N
     row = page.locator("#versions tbody tr").nth(LATEST - 40)
     assert row.locator("th").inner_text() == "40"
     assert "tag best; kept; delta from 32" in row.inner_text()
+    assert "weights of version 60" in page.locator("#versions tbody tr").nth(LATEST - 70).inner_text()
 
 
 def test_lag_cost_and_pruning_are_told(double: Double, open_tab: OpenTab) -> None:
@@ -578,4 +579,4 @@ def test_the_scheme_is_followed_while_the_page_is_open(double: Double, open_tab:
     light = page.evaluate(ground)
     page.emulate_media(color_scheme="dark")
     wait_until(lambda: page.evaluate(ground) != light, WAIT_MS / 1000)
-    assert page.locator("#versions canvas").count() == 6
+    assert page.locator("#versions canvas").count() == 4

@@ -29,8 +29,6 @@ function Versions({ versions, hosts }: { versions: Version[]; hosts: Host[] }) {
     <>
       <div class="charts">
         <Chart {...shared} title="Delta" values={oldestFirst.map((each) => each.bytes)} text={bytes} />
-        <Chart {...shared} title="Changed elements" values={oldestFirst.map((each) => each.density)} text={percent} />
-        <Chart {...shared} title="Full weights ÷ delta" values={oldestFirst.map((each) => each.ratio)} text={times} />
         <Chart {...shared} title="Time to publish" values={oldestFirst.map((each) => each.publish_seconds)} text={seconds} />
         {updates.size > 0 && (
           <>
