@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from weightcast import publisher
+from weightcast.publisher.api import FOR_TRAINERS
 
 FIRST = ("Publisher", "PublisherOptions", "Handle", "PublishReport", "init_channel", "HandOver", "cast_like")
 HOOKS = ("transformers_hook.PublishCallback", "field_hook.point")
-CALLED = (
-    *("open", "publish", "submit", "wait", "publish_checkpoint", "settle", "close"),
-    *("state_dict", "load_state_dict", "repair", "write_anchor"),
-    *("version", "run_id", "epoch", "channel", "local_version", "config_changed", "left_behind"),
-)
-"""of the publisher, by trainers; its daemon calls more"""
 OPTIONS = {
-    "Publisher": f"members: [{', '.join(CALLED)}]\n      merge_init_into_class: false",
+    "Publisher": f"members: [{', '.join(FOR_TRAINERS)}]\n      merge_init_into_class: false",
     "PublishReport": "inherited_members: true\n      show_if_no_docstring: true\n      "
     'filters: ["!^shown$", "!^_"]',
 }

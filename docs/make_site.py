@@ -28,6 +28,8 @@ MADE = {
     "reference/python.md": make_python.document,
     "reference/http.md": make_http.document,
 }
+BOOSTS = {"runbook.md": 4, "adr": 0.3, "files": 0.3, "measurements": 0.5, "failpoints.md": 0.5}
+"""of search results: what is wrong comes before why it was made"""
 LINK = re.compile(r"\]\(([^)#\s:]*)(#[\w-]+)?\)")
 FENCE = re.compile(r"\s*(```|~~~)")
 ITEM = re.compile(r"( *)([-*]|\d+\.) ")
@@ -131,6 +133,7 @@ def _folder(path: str) -> str:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     place = page.file.src_uri
     origin = ORIGINS.get(place)
+    page.meta["search"] = {"boost": BOOSTS.get(place.partition("/")[0], 1)}
     if origin is None:
         return markdown
 

@@ -217,7 +217,6 @@ def _beside(make: Callable[[], object]) -> None:
 
 
 def _show(console: Console, done: Publication) -> None:
-    ratio = done.full_bytes / done.delta_bytes if done.delta_bytes else 0.0
     adapted = ", ".join(f"{count:,} tensors {what}" for what, count in done.adapted.items() if count)
     finite = not done.non_finite_elements
     facts = {
@@ -227,7 +226,7 @@ def _show(console: Console, done: Publication) -> None:
         "changed elements": f"{done.changed_elements:,} ({done.density_elements:.4%})",
         "changed bytes": f"{done.density_bytes:.4%}",
         "delta": f"{done.delta_bytes:,} bytes",
-        "full": f"{done.full_bytes:,} bytes (ratio {ratio:,.1f})",
+        "full": f"{done.full_bytes:,} bytes (ratio {done.ratio:,.1f})",
         "bits per change": f"{done.bits_per_change:.2f}",
         "seconds": f"{done.total_seconds:.3f}",
         "became NaN or infinite": "" if finite else f"{done.non_finite_elements:,} elements",

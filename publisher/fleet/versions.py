@@ -50,6 +50,7 @@ class VersionFacts:
     step: int | None
     created: float
     totals: VersionTotals
+    root: str
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class VersionHistory:
                 index = channel.own_index(version)
             if index is None:
                 continue
-            self._facts[version] = VersionFacts(index.step, index.created, index.totals)
+            self._facts[version] = VersionFacts(index.step, index.created, index.totals, index.root)
             now = self._clock()
             self._read_until = max(self._read_until, began) + _SHARE * (now - began)
 
@@ -162,6 +163,8 @@ class VersionRow(BaseModel, frozen=True):
     """it has an anchor, or is one"""
     skips: tuple[int, ...]
     """older versions from which a delta leads here"""
+    same_as: int | None = None
+    """the version before it with the same weights: mostly what a rollback went back to"""
 
 
 class Versions(BaseModel, frozen=True):
@@ -217,7 +220,8 @@ class PrunePlan(BaseModel, frozen=True):
 
 def version_rows(page: History, publish_seconds: Mapping[int, float]) -> Versions:
     rows = []
-    for version in sorted(page.facts, reverse=True):
+    roots: dict[str, int] = {}
+    for version in sorted(page.facts):
         facts, stored = page.facts[version], page.versions[version]
         totals, nbytes = facts.totals, stored.nbytes
         rows.append(
@@ -235,9 +239,11 @@ def version_rows(page: History, publish_seconds: Mapping[int, float]) -> Version
                 tags=tuple(sorted(name for name, tagged in page.tags.items() if tagged == version)),
                 anchor=stored.full is not None,
                 skips=tuple(sorted(stored.skips)),
+                same_as=roots.get(facts.root),
             )
         )
-    return Versions(versions=tuple(rows), complete=page.complete)
+        roots[facts.root] = version
+    return Versions(versions=tuple(reversed(rows)), complete=page.complete)
 
 
 def catch_up(page: History, hosts: Sequence[Host]) -> CatchUp:

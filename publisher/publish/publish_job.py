@@ -75,6 +75,11 @@ class Publication(Facts):
         return self.seconds["total"] if "total" in self.seconds else sum(self.seconds.values())
 
     @property
+    def ratio(self) -> float:
+        """Bytes of the weights per byte of the version; 0 for a version without bytes."""
+        return self.full_bytes / self.delta_bytes if self.delta_bytes else 0.0
+
+    @property
     def not_carried(self) -> tuple[str, ...]:
         """Changed config files that hosts do not get."""
         return tuple(name for name in self.config_changed if name not in self.carried)

@@ -172,7 +172,7 @@ class Channel:
         if not store.present():
             raise NoChannel(
                 f"{store.place()} is not a directory",
-                remedy="mount it, or make the channel with `weightcast channel init`",
+                remedy="mount it, or make it: start the publisher, or run `weightcast channel init`",
             )
         file = read_if_there(store, CHANNEL_JSON, CHANNEL_FILE_LIMIT)
         if file is None:

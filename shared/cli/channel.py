@@ -48,6 +48,10 @@ def log(channel: ChannelAddress, last: int | None, trusted_key: Sequence[str], a
     found = list(entries(opened, pointer))
     found = found[-last if last is not None else 0 :]
     rows = [row_of(entry, entry.version in anchored, trust) for entry in found]
+    roots: dict[str, int] = {}
+    for row, entry in zip(rows, found, strict=True):
+        if isinstance(entry.index, Index):
+            row["same_as"], roots[entry.index.root] = roots.get(entry.index.root), entry.version
     facts = {
         "channel": str(channel),
         "run_id": None if opened.file is None else opened.file.run_id,
@@ -64,7 +68,8 @@ def log(channel: ChannelAddress, last: int | None, trusted_key: Sequence[str], a
 def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> dict[str, Any]:
     """One line of the log: `density`: changed elements / elements; `ratio`: bytes of the model / bytes
     published; `created`: unix time on the publisher's clock; `signed_by`: id of the trusted key that signed
-    it. None where the format does not say, or no keys were given."""
+    it; `same_as`: the version before it with the same weights. None where the format does not say, or no keys
+    were given."""
     index = entry.index
     kind = {ForeignIndex: "foreign delta", FullVersion: "full"}.get(type(index), "unreadable")
     row: dict[str, Any] = {
@@ -75,6 +80,7 @@ def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> dic
         "anchor": kind == "full",
         "problem": entry.problem,
         "signed_by": None,
+        "same_as": None,
     }
     if isinstance(index, Index):
         totals = index.totals
@@ -100,6 +106,7 @@ def _log_table(console: Console, facts: dict[str, Any]) -> None:
         table.add_column(title, justify="left" if title in ("kind", "") else "right")
     for row in facts["versions"]:
         signed = f"signed by {row['signed_by']}" if row["signed_by"] is not None else ""
+        same = f"weights of version {row['same_as']} " if row["same_as"] is not None else ""
         table.add_row(
             str(row["version"]),
             row["kind"] + (" +anchor" if row["anchor"] and row["kind"] == "delta" else ""),
@@ -108,7 +115,7 @@ def _log_table(console: Console, facts: dict[str, Any]) -> None:
             or_dash(row["bytes"], "{:,}"),
             or_dash(row["ratio"], "{:.1f}x"),
             "-" if row["created"] is None else time_text(row["created"]),
-            printable(row["problem"] or signed),
+            printable(row["problem"] or f"{same}{signed}"),
         )
     console.print(f"run {printable(facts['run_id'] or 'foreign')}, latest {or_dash(facts['latest'])}")
     console.print(table)

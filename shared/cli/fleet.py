@@ -297,7 +297,8 @@ def _head(fleet: Fleet, cut: int | None) -> list[Text]:
     found = fleet.verdict if fleet.verdict.text else verdict(fleet)
     lines = [(found.text, _LEVELS[found.level]), (_counts(fleet), "")]
     lines += [(text, "dim") for text in _publisher(fleet)]
-    if fleet.time_source != "channel" and (fleet.hosts or fleet.owner):
+    # without hosts hosts/ may not be there yet
+    if fleet.time_source != "channel" and fleet.hosts:
         unknown = "it is behind the reports, so ages are unknown (?)"
         local = unknown if fleet.time_source == "unknown" else "ages are by this machine's clock"
         lines.append((f"hosts/ cannot be written from here: {local}", "yellow"))
@@ -326,7 +327,7 @@ def _publisher(fleet: Fleet) -> Iterator[str]:
     said = (state, line.held, doing, f"queue {line.queue}", *inbox)
     yield f"publisher {'; '.join(text for text in said if text)}"
     yield from line.notes[:_NOTES_SHOWN]
-    if line.last_refused is not None and (line.refused_since_version or line.inbox.get("refused")):
+    if line.last_refused is not None and line.refused_since_version:
         if short(line.last_refused.message) != line.last_refused.message:
             yield f"refused {line.last_refused.source}: {line.last_refused.message}"
         yield f"remedy: {line.last_refused.remedy}"

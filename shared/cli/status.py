@@ -123,7 +123,8 @@ class Summary:
 
 def summary(answer: Answer) -> Summary:
     is_publisher = answer.get("role") == "publisher"
-    said = _publisher_says(answer) if is_publisher else f"serves {_version(answer, 'served_version')}"
+    lag = f", {answer['lag_versions']} behind" if answer.get("lag_versions") else ""
+    said = _publisher_says(answer) if is_publisher else f"serves {_version(answer, 'served_version')}{lag}"
     problem, remedy = _publisher_problem(answer) if is_publisher else _host_problem(answer)
     name = "publisher" if is_publisher else str(answer.get("host") or "host")
     ready = "ready" if answer.get("ready") else "not ready"
@@ -162,7 +163,10 @@ def _host_problem(answer: Answer) -> tuple[str, str]:
     if not answer.get("ready"):
         return _reasons(answer), remedy
     degraded = _some(_texts(answer, "degraded"))
-    return (f"degraded: {degraded}", remedy) if degraded else ("", "")
+    if degraded:
+        return f"degraded: {degraded}", remedy
+    fails = _of(answer, "loop").get("failures_in_a_row")
+    return (str(_of(answer, "last_error").get("message", "")), remedy) if fails else ("", "")
 
 
 def _publisher_rows(answer: Answer) -> Iterator[Row]:
@@ -191,6 +195,8 @@ def _host_rows(answer: Answer) -> Iterator[Row]:
     # a step that ended says nothing of engines that are still to follow
     idle = answer.get("state") == "idle" and not answer.get("ready")
     yield "doing", "waiting for what is named above" if idle else str(answer.get("state"))
+    waiting = _of(answer, "waiting_for")
+    yield "waiting for", f"version {waiting.get('version')}: {waiting.get('reason')}" if waiting else ""
     engines = _list(answer, "engines")
     serving = [engine for engine in engines if engine.get("state") == "serving"]
     for engine in [engine for engine in engines if engine not in serving] + serving[:_MOST]:

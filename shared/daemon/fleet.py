@@ -515,9 +515,8 @@ def _publisher_findings(fleet: Fleet) -> list[tuple[Level, str]]:
         return found
     if not line.ready:
         found.append(("bad", f"publisher not ready: {short('; '.join(line.reasons))}"))
-    if line.last_refused is not None and (line.refused_since_version or line.inbox.get("refused")):
-        said = f"{line.last_refused.source} refused: {short(line.last_refused.message)}"
-        found.append(("bad" if line.refused_since_version else "warning", said))
+    if line.last_refused is not None and line.refused_since_version:
+        found.append(("bad", f"{line.last_refused.source} refused: {short(line.last_refused.message)}"))
     if line.held:
         found.append(("warning", f"publisher held: {line.held}"))
     return found

@@ -137,7 +137,7 @@ def _late(version: int, found: WaitResult, timeout: float) -> NotInTime:
     behind = _some(found.behind) or ("none" if absent else "nobody reports")
     return NotInTime(
         f"{len(found.arrived)} of {counted(waited, 'host')} ready with version {version} or later "
-        f"after {timeout:g} s; behind: {behind}{absent}",
+        f"after {timeout:.3g} s; behind: {behind}{absent}",
         remedy="check these hosts: `weightcast status` shows more"
         if waited
         else "start the subscribers"

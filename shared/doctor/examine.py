@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weightcast.shared.base.errors import NotInTime, Refused
-from weightcast.shared.channel.store import StoreError
+from weightcast.shared.base.errors import NotInTime, Refused, WeightcastError
 from weightcast.shared.doctor.observe import (
     Hangs,
     observe_bucket,
@@ -80,10 +79,10 @@ def _hindrances(place: str, path: ChannelAddress, findings: list[Finding]) -> It
     except Hangs as hangs:
         says, remedy = f"{path} {hangs}", "the mount hangs: check its server and the network"
         findings.append(Finding(place, "answers", "failure", says, remedy, NotInTime.exit_code))
-    except OSError as error:
-        says = f"{path} cannot be looked at: {error.strerror or error}"
+    except (OSError, WeightcastError) as error:
+        says = f"{path} cannot be looked at: {getattr(error, 'strerror', '') or error}"
         remedy = "check the mount, and that this user may enter every directory on the way"
-        if isinstance(error, StoreError):
+        if isinstance(error, WeightcastError):
             says, remedy = error.message, error.remedy
         findings.append(Finding(place, "path", "failure", says, remedy))
 

@@ -138,6 +138,7 @@ def versions(latest: int) -> JSON:
                 "tags": ["best"] if number == 40 else [],
                 "anchor": number % 50 == 0,
                 "skips": [number - 8] if number % 8 == 0 else [],
+                "same_as": 60 if number == 70 else None,
             }
         )
     return {"versions": rows, "complete": True}

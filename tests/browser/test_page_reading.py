@@ -267,6 +267,21 @@ def test_stopped_hosts_are_calm_and_ghosts_come_last(double: Double, open_tab: O
     assert "rollout-001" not in rows(page)
 
 
+def test_hosts_with_the_same_error_are_one_press_away(double: Double, open_tab: OpenTab) -> None:
+    hosts = [host(number, LATEST) for number in range(1, 101)]
+    for number, each in enumerate(hosts[:38]):
+        error = f"/data/{number}/policy: no space left: 4096 bytes needed, {number} free"
+        each |= {"standing": "failed", "last_error": error, "remedy": "run `weightcast doctor --local DIR`"}
+    double.show(hosts, LATEST)
+    page = open_tab(double.url).page
+    page.get_by_role("button", name="38 hosts").click()
+    page.get_by_text("38 of 100 hosts shown").wait_for(state="attached")
+    assert "error=" in page.url
+    copy = page.get_by_role("button", name="Copy weightcast doctor --local DIR").first
+    copy.click()
+    page.get_by_text("Copied").wait_for()
+
+
 def test_a_host_opens_to_its_engines_and_its_last_updates_by_phase(double: Double, open_tab: OpenTab) -> None:
     page = open_tab(double.url).page
     page.get_by_role("button", name="rollout-012").click()
@@ -404,16 +419,20 @@ def test_versions_are_charts_and_a_table(double: Double, open_tab: OpenTab) -> N
     assert charts.count() == 4
     newest = double.versions["versions"][0]
     assert charts.nth(0).locator(".reading").inner_text() == f"{newest['bytes'] / 1e6:.0f} MB"
-    label = charts.nth(2).get_by_role("img").get_attribute("aria-label")
-    assert label is not None and label.startswith("Full weights ÷ delta: 128 points, least ")
+    label = charts.nth(1).get_by_role("img").get_attribute("aria-label")
+    assert label is not None and label.startswith("Time to publish: ")
     drawn = (
         "canvas => new Set(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data).size"
     )
+    for title in ("Published to served, half of the hosts", "Longest pause of engines"):
+        label = page.get_by_role("img", name=title).get_attribute("aria-label")
+        assert label is not None and ": 8 points, least " in label
     assert all(page.evaluate(drawn, canvas.element_handle()) > 8 for canvas in page.locator("canvas").all())
     page.get_by_text("128 versions as a table").click()
     row = page.locator("#versions tbody tr").nth(LATEST - 40)
     assert row.locator("th").inner_text() == "40"
     assert "tag best; kept; delta from 32" in row.inner_text()
+    assert "weights of version 60" in page.locator("#versions tbody tr").nth(LATEST - 70).inner_text()
 
 
 def test_lag_cost_and_pruning_are_told(double: Double, open_tab: OpenTab) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-from command_tree import commands_of, find
 from pydantic import BaseModel
 
 from weightcast.publisher.daemon import status as publisher_status
@@ -63,22 +61,3 @@ def test_every_engine_option_has_a_line() -> None:
     text = (DOCS / "engines.md").read_text()
     assert [option for option in OPTIONS if f"\n| `{option}` |" not in text] == []
     assert [word for word in (*KINDS, *POLICIES) if f"`{word}`" not in text] == []
-
-
-def commands() -> list[list[str]]:
-    blocks = re.findall(r"```sh\n(.*?)```", OPERATIONS, re.DOTALL)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("weightcast ")]
-
-
-def test_command_lines_are_understood() -> None:
-    assert len(commands()) > 5
-    for words in commands():
-        command, rest = find(words)
-        # Parses and judges the options; the command itself is not run.
-        command.make_context(command.name, rest)
-
-
-def test_every_command_has_a_row() -> None:
-    table = OPERATIONS.split("\n## Commands\n")[1].split("\n# ")[0]
-    assert [name for name, _ in commands_of() if f"`{name}`" not in table] == []

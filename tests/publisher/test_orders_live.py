@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import forked
+import pytest
 from core_cases import Model, bytes_of, read_checkpoint
 from daemonkit import Daemon, Places, base_tensors, changed, rename_in
 from waiting import wait_until
@@ -67,7 +69,7 @@ def verb(places: Places, *arguments: object) -> int:
     return weightcast(["channel", *map(str, arguments), "--channel", str(places.channel)])
 
 
-def test_a_fleet_is_rolled_back_held_and_let_go(places: Places) -> None:
+def test_a_fleet_is_rolled_back_held_and_let_go(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, daemon = Trainer(places), Daemon.start(places, "--every").ready()
     try:
         with host(places, "host") as local:
@@ -78,6 +80,13 @@ def test_a_fleet_is_rolled_back_held_and_let_go(places: Places) -> None:
             assert verb(places, "rollback", "--to", 1) == 0
             holds(local, 4, trainer.models[1])
             assert "version 1" in wait_until(lambda: daemon.status()["held"])
+            capsys.readouterr()
+            assert verb(places, "log", "--json") == 0
+            listed = json.loads(capsys.readouterr().out)["versions"]
+            assert [row["same_as"] for row in listed] == [None, None, None, 1]
+            # the page's view follows the channel by itself
+            shown = partial(daemon.get, "/v1/versions")
+            wait_until(lambda: [row["same_as"] for row in shown().json()["versions"]][:1] == [1])
             newest = trainer.leave()
             daemon.kill()
             daemon = Daemon.start(places, "--every")

@@ -132,6 +132,8 @@ export interface Version {
   tags: string[];
   anchor: boolean;
   skips: number[];
+  /** The version before it with the same weights: mostly what a rollback went back to. */
+  same_as?: number | null;
 }
 
 export interface CatchUpRow {

@@ -35,7 +35,7 @@ function Page({ token, refused }: { token: string | null; refused: () => void })
       <main>
         <FleetPart fleet={shown.fleet} came={shown.came} live={shown.link.state === "live"} />
         <RequestsPart fleet={shown.fleet} />
-        <VersionsPart part={shown.versions} />
+        <VersionsPart part={shown.versions} hosts={shown.fleet?.hosts ?? []} />
         <div class="pair">
           <LagPart fleet={shown.fleet} />
           <CatchUpPart part={shown.catchUp} />

@@ -6,6 +6,8 @@ export interface Series {
   title: string;
   /** One per point: what stands below the axis. */
   names: string[];
+  /** One per point: what is read out for it; `names` where it is missing. */
+  labels?: string[];
   /** One per point; null where nothing was measured. */
   values: (number | null)[];
   text: (value: number) => string;
@@ -55,7 +57,7 @@ function Reading({ series, at }: { series: Series; at: number | null }) {
   if (value == null) return null;
   return (
     <span class="reading">
-      {at !== null && <small>{series.names[point]}</small>} {series.text(value)}
+      {at !== null && <small>{(series.labels ?? series.names)[point]}</small>} {series.text(value)}
     </span>
   );
 }
@@ -98,7 +100,7 @@ function options(
     axes: [
       {
         ...axis,
-        size: 22,
+        size: now.current.names.some((name) => name.includes("\n")) ? 36 : 22,
         grid: { show: false },
         space: 56,
         incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000],

@@ -11,17 +11,20 @@ export const PAGE_ROWS = 25;
 export interface Look {
   words: string;
   only: Standing | null;
+  /** One kind of trouble, as `kindOf` names it. */
+  kind: string | null;
   sort: Column;
   descending: boolean;
   page: number;
   host: string | null;
 }
 
-export const FIRST_LOOK: Look = { words: "", only: null, sort: "standing", descending: false, page: 0, host: null };
+export const FIRST_LOOK: Look = { words: "", only: null, kind: null, sort: "standing", descending: false, page: 0, host: null };
 
-export function select(hosts: readonly Host[], look: Look): Host[] {
+export function select({ hosts, run_id: runId }: Fleet, look: Look): Host[] {
   const words = look.words.toLowerCase().split(/\s+/).filter(Boolean);
-  const found = hosts.filter((host) => isOf(host, look.only) && words.every((word) => says(host, word)));
+  const alike = (host: Host) => look.kind === null || kindOf(host, runId) === look.kind;
+  const found = hosts.filter((host) => isOf(host, look.only) && alike(host) && words.every((word) => says(host, word)));
   return found.sort((a, b) => compare(a, b, look.sort) * (look.descending ? -1 : 1) || byName(a, b));
 }
 
@@ -70,6 +73,24 @@ function engineTrouble(host: Host): Trouble | null {
     if (engine !== undefined) return { error: `Engine ${engine.name} ${says}.`, remedy };
   }
   return null;
+}
+
+/** Its error without what differs from host to host: paths, addresses, numbers. */
+export function kindOf(host: Host, runId: string | null): string | null {
+  const trouble = troubleOf(host, runId);
+  return trouble === null ? null : trouble.error.replace(/\S*[\d/]\S*/g, "…").slice(0, 80);
+}
+
+const MOST_KINDS = 5;
+
+/** Kinds of trouble that several hosts share, those of most hosts first. */
+export function kinds({ hosts, run_id: runId }: Fleet): [kind: string, hosts: number][] {
+  const found = new Map<string, number>();
+  for (const host of hosts) {
+    const kind = kindOf(host, runId);
+    if (kind !== null) found.set(kind, (found.get(kind) ?? 0) + 1);
+  }
+  return [...found].filter(([, hosts]) => hosts > 1).sort((a, b) => b[1] - a[1]).slice(0, MOST_KINDS);
 }
 
 /** The page that is shown of `rows`: the asked one, or the last there is. */
@@ -125,6 +146,7 @@ export function lookOf(hash: string): Look {
   return {
     words: (given.get("find") ?? "").slice(0, 200),
     only: STANDINGS.find((standing) => standing === given.get("only")) ?? null,
+    kind: given.get("error"),
     sort,
     descending: given.get("order") === "down",
     page: Math.max(0, Math.trunc(Number(given.get("page") ?? 1)) - 1 || 0),
@@ -136,6 +158,7 @@ export function hashOf(look: Look): string {
   const given = new URLSearchParams();
   if (look.words !== "") given.set("find", look.words);
   if (look.only !== null) given.set("only", look.only);
+  if (look.kind !== null) given.set("error", look.kind);
   if (look.sort !== FIRST_LOOK.sort) given.set("sort", look.sort);
   if (look.descending) given.set("order", "down");
   if (look.page > 0) given.set("page", String(look.page + 1));

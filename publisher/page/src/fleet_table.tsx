@@ -2,10 +2,11 @@ import { Fragment } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { STANDINGS, type Fleet, type Host } from "./api.ts";
 import { Badge } from "./standing.tsx";
-import { FIRST_LOOK, hashOf, lookOf, PAGE_ROWS, pageOf, select, traits, troubleOf, type Column, type Look, type Traits, type Trouble } from "./fleet.ts";
-import { age, bytes, count, seconds, sentence, version } from "./format.ts";
+import { FIRST_LOOK, hashOf, kinds, lookOf, PAGE_ROWS, pageOf, select, traits, troubleOf, type Column, type Look, type Traits, type Trouble } from "./fleet.ts";
+import { age, bytes, count, seconds, version } from "./format.ts";
 import { HostDetail } from "./host_detail.tsx";
 import { useNow } from "./live.ts";
+import { Remedy } from "./remedy.tsx";
 import { total } from "./phases.tsx";
 
 type Turn = (some: Partial<Look>) => void;
@@ -61,7 +62,7 @@ interface Showing {
 }
 
 function Hosts({ fleet, came, live, look, turn }: Showing) {
-  const found = select(fleet.hosts, look);
+  const found = select(fleet, look);
   const all = traits(fleet);
   const page = pageOf(found.length, look.page);
   const rows = found.slice(page * PAGE_ROWS, (page + 1) * PAGE_ROWS);
@@ -69,6 +70,7 @@ function Hosts({ fleet, came, live, look, turn }: Showing) {
   return (
     <>
       <Filters fleet={fleet} look={look} turn={turn} found={found.length} />
+      <Kinds fleet={fleet} look={look} turn={turn} />
       <div class="wide" data-live={live}>
         <table class="hosts">
           <caption class="unseen">Hosts as they report themselves, press a column to sort by it</caption>
@@ -104,8 +106,23 @@ function Filters({ fleet, look, turn, found }: { fleet: Fleet; look: Look; turn:
         <input type="search" placeholder="Find host, path, error" value={look.words} onInput={(event) => turn({ words: event.currentTarget.value })} />
       </label>
       <p class="unseen" role="status">
-        {look.words === "" && look.only === null ? "" : `${count(found)} of ${count(fleet.hosts.length)} hosts shown`}
+        {look.words === "" && look.only === null && look.kind === null ? "" : `${count(found)} of ${count(fleet.hosts.length)} hosts shown`}
       </p>
+    </div>
+  );
+}
+
+/** One press shows the hosts with the same trouble. */
+function Kinds({ fleet, look, turn }: { fleet: Fleet; look: Look; turn: Turn }) {
+  const found = kinds(fleet);
+  if (found.length === 0) return null;
+  return (
+    <div role="group" aria-label="Show hosts with the same error" class="chips kinds">
+      {found.map(([kind, hosts]) => (
+        <button key={kind} type="button" data-kind={kind} aria-pressed={look.kind === kind} onClick={() => turn({ kind: look.kind === kind ? null : kind })}>
+          <b>{count(hosts)} hosts</b> {kind}
+        </button>
+      ))}
     </div>
   );
 }
@@ -199,7 +216,7 @@ function TroubleRow({ host, trouble, width }: { host: Host; trouble: Trouble; wi
       <td colSpan={width}>
         <span class="unseen">{host.host}: </span>
         <span class="error">{trouble.error}</span>
-        {trouble.remedy !== "" && <span class="remedy">{sentence(trouble.remedy)}</span>}
+        {trouble.remedy !== "" && <Remedy text={trouble.remedy} />}
       </td>
     </tr>
   );

@@ -1,6 +1,7 @@
 import type { Publisher, RefusedCheckpoint } from "./api.ts";
-import { age, count, sentence } from "./format.ts";
+import { age, count } from "./format.ts";
 import { useNow } from "./live.ts";
+import { Remedy } from "./remedy.tsx";
 
 /** What the publisher itself is doing, and the last checkpoint it refused. */
 export function PublisherStrip({ publisher, came, live }: { publisher: Publisher; came: number; live: boolean }) {
@@ -57,7 +58,7 @@ function Refusal({ refused, bad, silent }: { refused: RefusedCheckpoint; bad: bo
         <b>{refused.source}</b> was refused {when}
         {bad && ", no version since"}: {refused.message}
       </p>
-      {refused.remedy !== "" && <p class="remedy">{sentence(refused.remedy)}</p>}
+      {refused.remedy !== "" && <p><Remedy text={refused.remedy} /></p>}
     </div>
   );
 }

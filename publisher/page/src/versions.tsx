@@ -1,27 +1,41 @@
-import type { Version } from "./api.ts";
+import type { Host, Update, Version } from "./api.ts";
 import { Chart } from "./chart.tsx";
-import { bytes, count, date, percent, seconds, times, version } from "./format.ts";
+import { bytes, clock, count, date, percent, seconds, times, version } from "./format.ts";
 import type { Part } from "./live.ts";
 import { Section, Wide } from "./part.tsx";
+import { paused, total } from "./phases.tsx";
 
-export function VersionsPart({ part }: { part: Part<{ versions: Version[] }> }) {
+export function VersionsPart({ part, hosts }: { part: Part<{ versions: Version[] }>; hosts: Host[] }) {
   return (
     <Section id="versions" title="Versions" part={part}>
-      {({ versions }) => (versions.length === 0 ? <p class="none">Nothing was published yet.</p> : <Versions versions={versions} />)}
+      {({ versions }) => (versions.length === 0 ? <p class="none">Nothing was published yet.</p> : <Versions versions={versions} hosts={hosts} />)}
     </Section>
   );
 }
 
-function Versions({ versions }: { versions: Version[] }) {
+function Versions({ versions, hosts }: { versions: Version[]; hosts: Host[] }) {
   const oldestFirst = [...versions].reverse();
-  const shared = { names: oldestFirst.map((each) => `v${each.version}`), group: "versions", shape: "bars" as const, newestLast: true };
+  const back = oldestFirst.map((each, at) => wentBack(each, oldestFirst[at - 1]));
+  const shared = {
+    names: oldestFirst.map((each, at) => `v${each.version}${back[at] && " ↩"}\n${clock(each.created)}`),
+    labels: oldestFirst.map((each, at) => `v${each.version}, ${date(each.created)}${back[at] && `, ${back[at]}`}`),
+    group: "versions",
+    shape: "bars" as const,
+    newestLast: true,
+  };
+  const updates = updatesOf(hosts);
+  const of = (each: Version) => updates.get(each.version) ?? [];
   return (
     <>
       <div class="charts">
         <Chart {...shared} title="Delta" values={oldestFirst.map((each) => each.bytes)} text={bytes} />
-        <Chart {...shared} title="Changed elements" values={oldestFirst.map((each) => each.density)} text={percent} />
-        <Chart {...shared} title="Full weights ÷ delta" values={oldestFirst.map((each) => each.ratio)} text={times} />
         <Chart {...shared} title="Time to publish" values={oldestFirst.map((each) => each.publish_seconds)} text={seconds} />
+        {updates.size > 0 && (
+          <>
+            <Chart {...shared} title="Published to served, half of the hosts" values={oldestFirst.map((each) => delay(each, of(each)))} text={seconds} />
+            <Chart {...shared} title="Longest pause of engines" values={oldestFirst.map((each) => longestPause(of(each)))} text={seconds} />
+          </>
+        )}
       </div>
       <details>
         <summary>
@@ -34,6 +48,41 @@ function Versions({ versions }: { versions: Version[] }) {
       </details>
     </>
   );
+}
+
+/** An update of a host, with the time at which it ended by the publisher's clock. */
+interface Ended {
+  update: Update;
+  at: number;
+}
+
+/** By version. Empty in large fleets, whose hosts come without updates. */
+function updatesOf(hosts: Host[]): Map<number, Ended[]> {
+  const found = new Map<number, Ended[]>();
+  for (const host of hosts) {
+    for (const update of host.updates) {
+      if (update.outcome !== "done" || update.kind === "seed") continue;
+      const at = update.began + total(update) - (host.clock_offset_seconds ?? 0);
+      found.set(update.version, [...(found.get(update.version) ?? []), { update, at }]);
+    }
+  }
+  return found;
+}
+
+function delay({ created }: Version, ended: Ended[]): number | null {
+  const seconds = ended.map(({ at }) => Math.max(0, at - (created ?? at))).sort((a, b) => a - b);
+  return created === null ? null : (seconds[(seconds.length - 1) >> 1] ?? null);
+}
+
+function longestPause(ended: Ended[]): number | null {
+  return ended.length === 0 ? null : Math.max(...ended.map(({ update }) => paused(update)));
+}
+
+/** To what a rollback, or a trainer that resumed from an older step, went back; or empty. */
+function wentBack({ step, same_as: same }: Version, before: Version | undefined): string {
+  if (same != null) return `weights of version ${same}`;
+  const stepBefore = before?.step ?? null;
+  return step !== null && stepBefore !== null && step < stepBefore ? `back from step ${stepBefore}` : "";
 }
 
 function VersionTable({ versions }: { versions: Version[] }) {
@@ -70,10 +119,11 @@ function VersionTable({ versions }: { versions: Version[] }) {
   );
 }
 
-function beside({ tags, anchor, kept, skips, step }: Version, before: Version | undefined): string {
+function beside(each: Version, before: Version | undefined): string {
+  const { tags, anchor, kept, skips } = each;
   const parts = tags.map((tag) => `tag ${tag}`);
-  const stepBefore = before?.step ?? null;
-  if (step !== null && stepBefore !== null && step < stepBefore) parts.push(`resumed from step ${stepBefore}`);
+  const back = wentBack(each, before);
+  if (back !== "") parts.push(back);
   if (kept) parts.push("kept");
   if (anchor) parts.push("anchor");
   if (skips.length > 0) parts.push(`delta from ${skips.join(", ")}`);
