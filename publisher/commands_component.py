@@ -30,12 +30,7 @@ name_argument = click.argument("name", help="adapter/NAME or draft.")
 @click.command
 @name_argument
 @channel_option
-@option(
-    "--like",
-    type=path,
-    required=True,
-    help="Directory of an adapter or draft model with the same tensors.",
-)
+@option("--like", type=path, required=True, help="Directory of an adapter or draft with the same tensors.")
 @sign_key_option
 @json_option
 def add(name: str, channel: ChannelAddress, like: Path, sign_key: Path | None, as_json: bool) -> None:

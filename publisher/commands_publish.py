@@ -54,11 +54,7 @@ if TYPE_CHECKING:
 @click.command
 @click.argument("checkpoint", type=path, help="HF checkpoint directory with the new weights.")
 @channel_option
-@option(
-    "--component",
-    default=MAIN,
-    help="What the directory is: adapter/NAME (as peft saves it), draft (a draft model), or main.",
-)
+@option("--component", default=MAIN, help="What it is: adapter/NAME (as peft saves it), draft, or main.")
 @option("--main-version", type=click.IntRange(min=0), help="Version of main that it was trained on.")
 @option(
     "--local",

@@ -144,6 +144,7 @@ _MOST_SECONDS, _MOST = 1e9, 1_000_000
 @click.command
 @any_channel_option
 @option("--local", type=path, envvar="WEIGHTCAST_LOCAL", help="Local checkpoint, or where it will be.")
+@option("--draft", type=path, envvar="WEIGHTCAST_DRAFT", help="Local checkpoint of the run's draft model.")
 @option(
     "--engine",
     multiple=True,
@@ -186,6 +187,7 @@ _MOST_SECONDS, _MOST = 1e9, 1_000_000
 def doctor(
     channel: ChannelAddress | None,
     local: Path | None,
+    draft: Path | None,
     engine: Sequence[str],
     role: Role | None,
     timeout: float,
@@ -202,7 +204,7 @@ def doctor(
     findings: list[Finding] = []
     if plan is None or channel is not None or local is not None or engine:
         findings += examine(channel, local, role, timeout)
-        findings += judge_engines(engine, Path.cwd() if local is None else local.absolute(), timeout)
+        findings += judge_engines(engine, Path.cwd() if local is None else local.absolute(), timeout, draft)
 
     def show(console: Console) -> None:
         if weights is not None and found is not None:

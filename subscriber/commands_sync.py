@@ -47,6 +47,7 @@ _LOOK_SECONDS = 0.5
 @channel_option
 @local_option
 @option("--base", type=path, envvar="WEIGHTCAST_BASE", help="HF checkpoint that the run starts from.")
+@option("--draft", type=path, envvar="WEIGHTCAST_DRAFT", help="Local checkpoint of the run's draft model.")
 @option(
     "--base-version",
     type=click.IntRange(min=0),
@@ -219,8 +220,7 @@ def _show(console: Console, status: HostStatus) -> None:
     for engine in status.engines:
         version = or_dash(engine.version)
         rows.append((engine.name, f"{engine.mark} {version} {engine.reason}"))
-    for adapter in status.adapters:
-        loaded = ", ".join(map(str, adapter.loaded)) or "-"
-        said = f"{adapter.state} {loaded} (target {or_dash(adapter.target)}) {adapter.error}"
-        rows.append((f"adapter {adapter.name}", said))
+    for name, one in status.components.items():
+        loaded = ", ".join(map(str, one.loaded)) or "-"
+        rows.append((name, f"{one.state} {loaded} (target {or_dash(one.target)}) {one.error}"))
     console.print(facts_table((printable(name), printable(text)) for name, text in rows if text))

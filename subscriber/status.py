@@ -276,6 +276,14 @@ class HostStatus(FollowerStatus):
     """null without --gate"""
     adapters: tuple[AdapterStatus, ...] = ()
     """those of the run that are followed here"""
+    draft: AdapterStatus | None = None
+    """the draft model as a component of its own; null without --draft"""
+
+    @property
+    def components(self) -> dict[str, AdapterStatus]:
+        """All but main, as people name them."""
+        draft = {} if self.draft is None else {"draft": self.draft}
+        return {f"adapter {one.name}": one for one in self.adapters} | draft
 
 
 _WEAKEST_FIRST = ("status-only", "label", "digest")

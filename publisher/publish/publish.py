@@ -423,7 +423,7 @@ class OwnerRank:
         """What lists the files of an anchor beside its weights, and where they are."""
         if self._updater.local is not None:
             return self._updater.local.base, self._updater.local.side_files
-        if base.from_zeros:
+        if base.component != MAIN:
             return base, {}
         directory = self._updater.base_dir or find_base(self._channel())
         return base, side_files(open_base(directory)).files

@@ -19,13 +19,7 @@ from blake3 import blake3
 
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import DamagedFile, Refused, WrongRun
-from weightcast.shared.channel.run_files import (
-    CARRIED_LIMIT,
-    Base,
-    FileRecord,
-    is_adapter,
-    is_carriable,
-)
+from weightcast.shared.channel.run_files import CARRIED_LIMIT, Base, FileRecord, is_adapter, is_carriable
 from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import ADAPTER_CONFIG, Checkpoint
 from weightcast.shared.files.paths import is_file, matching, printable

@@ -246,10 +246,6 @@ class Base:
     def is_adapter(self) -> bool:
         return is_adapter(self.component)
 
-    @property
-    def from_zeros(self) -> bool:
-        return starts_from_zeros(self.component)
-
 
 def write_base(base: Base) -> bytes:
     return write_object(

@@ -13,6 +13,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "subscriber run": (
         f"subscriber run {_HOST} --engine sglang=http://127.0.0.1:30000",
+        f"subscriber run {_HOST} --draft /nvme/run7-draft{_ON}--engine vllm=http://127.0.0.1:8000,via=live",
         f"subscriber run {_HOST} --gate 8350{_ON}--engine vllm=http://127.0.0.1:8000,via=live",
     ),
     "gateway run": (
@@ -21,7 +22,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "mirror run": ("mirror run --from s3://bucket/run7 --to /shared/copy7",),
     "mirror sync": ("mirror sync --from /shared/run7 --to s3://bucket/run7 --verify",),
-    "publish": (f"publish /scratch/exports/step_12 --step 12{_ON}{_PUBLISHER}",),
+    "publish": (
+        f"publish /scratch/exports/step_12 --step 12{_ON}{_PUBLISHER}",
+        f"publish /scratch/drafter_12 --component draft{_ON}{_PUBLISHER}",
+    ),
     "sync": (
         f"sync {_HOST}",
         f"sync {_HOST} --target 8 --engine sglang=http://127.0.0.1:30000",

@@ -133,7 +133,7 @@ def fleet(
 @option(
     "--component",
     default=MAIN,
-    help="adapter/NAME: wait until engines have loaded this version of the adapter.",
+    help="adapter/NAME or draft: wait until engines have loaded this version of it.",
 )
 @any_channel_option
 @url_option

@@ -79,8 +79,8 @@ class Announcer:
             log.info("files left behind", files=list(status.left_behind))
         if self._is_news("base notes", status.base_notes):
             log.info("small faults in the base, tolerated", notes=list(status.base_notes))
-        for one in status.adapters:
-            if self._is_news(f"adapter {one.name}", one.loaded) and one.loaded:
+        for name, one in status.components.items():
+            if self._is_news(name, one.loaded) and one.loaded:
                 log.info("adapter", sentence=f"serving {one.name}@{one.loaded[0]}", loaded=list(one.loaded))
         troubles = (*status.not_ready_reasons, *status.degraded)
         if self._is_news("troubles", troubles):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weightcast.shared.base.errors import FIX_ENGINE
 from weightcast.shared.channel.components import ADAPTER
 from weightcast.shared.channel.reports import UPDATES_LIMIT, AdapterReport, Report, Update
+from weightcast.shared.channel.run_files import DRAFT
 from weightcast.shared.daemon.reporter import report_of
 from weightcast.subscriber.status import AdapterStatus, GateStatus, HostStatus, UpdateStatus
 
@@ -16,13 +17,14 @@ VERIFY_CHANNEL = "check the mount; run `weightcast channel verify` on the publis
 
 def describe(status: HostStatus) -> Report:
     """`counter` is 0."""
+    rows = [] if status.draft is None else [_adapter(status.draft, DRAFT)]
     return report_of(
         status,
         *_trouble(status),
         engines=tuple({name: getattr(one, name) for name in _ENGINE} for one in status.engines),
         bytes={str(cause): nbytes for cause, nbytes in status.bytes_by_cause.items()},
         updates=tuple(map(_update, reversed(status.updates[-UPDATES_LIMIT:]))),
-        adapters=tuple(map(_adapter, status.adapters)),
+        adapters=(*rows, *(_adapter(one, ADAPTER + one.name) for one in status.adapters)),
         gate="" if status.gate is None else status.gate.url,
         requests={} if status.gate is None else _requests(status.gate),
         tokens={} if status.gate is None else status.gate.tokens,
@@ -45,14 +47,14 @@ def _trouble(status: HostStatus) -> tuple[str, str]:
     failed = [f"engine {one.name} failed: {one.reason}" for one in status.engines if one.state == "failed"]
     if failed:
         return "; ".join(failed), FIX_ENGINE
-    adapters = [one for one in status.adapters if one.state == "failed"]
-    texts = "; ".join(f"adapter {one.name}: {one.error}" for one in adapters)
-    return texts, adapters[0].remedy if adapters else ""
+    troubles = {name: one for name, one in status.components.items() if one.state == "failed"}
+    texts = "; ".join(f"{name}: {one.error}" for name, one in troubles.items())
+    return texts, next((one.remedy for one in troubles.values()), "")
 
 
-def _adapter(one: AdapterStatus) -> AdapterReport:
+def _adapter(one: AdapterStatus, name: str) -> AdapterReport:
     return AdapterReport(
-        name=ADAPTER + one.name,
+        name=name,
         version=one.loaded[0] if one.loaded else None,
         target=one.target,
         main_version=one.main_version,

@@ -59,6 +59,8 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     """HF checkpoint directory that the run starts from."""
     base_version: NonNegativeInt = 0
     """Version whose weights --base has, of a foreign run that was resumed (Stitch)."""
+    draft: Path | None = None
+    """Local checkpoint of the run's draft model (component draft): the directory that engines draft from."""
     engine: tuple[str, ...] = ()
     """Inference engine KIND=URL[,KEY=VALUE...]; repeatable. KIND: sglang, vllm, webhook (docs/engines.md)."""
     target: str = Field("latest", min_length=1, max_length=255)
@@ -129,10 +131,10 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
         # What is wrong with `local` itself is said elsewhere, and it is then absent here.
         local, problems, needs_syntax = info.data.get("local", Path("/")), dict[str, None](), False
         each = (partial(parse_engine, text) for text in value)
-        parts: list[Callable[[Path], object]] = [*each, partial(parse_engines, value)]
+        parts: list[Callable[[Path, Path | None], object]] = [*each, partial(parse_engines, value)]
         for parse in parts:
             try:
-                parse(local)
+                parse(local, info.data.get("draft"))
             except BadEngineOption as error:
                 known = error.remedy == SYNTAX
                 problems[error.message if known else f"{error.message}; {error.remedy}"] = None
@@ -161,6 +163,8 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
             raise ValueError("group_follower: engines and members are given to the group's leader")
         for url in self.group_member:
             require_reachable("group_member", url, self.secret(self.group_token), "WEIGHTCAST_GROUP_TOKEN")
+        if self.draft is not None and (self.group_follower or self.group_member):
+            raise ValueError("draft: engine groups take no draft model of its own; leave it out")
         if len(set(map(address_of, self.group_member))) < len(self.group_member):
             raise ValueError("group_member: a URL is given twice")
         return self
@@ -179,5 +183,6 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
         return value
 
     def missing(self) -> list[str]:
-        problem = problem_of(lambda: require_places(self.channel, self.local))
-        return [*super().missing(), *filter(None, [problem])]
+        places = [self.local, *([] if self.draft is None else [self.draft])]
+        problems = [problem_of(partial(require_places, self.channel, place)) for place in places]
+        return [*super().missing(), *filter(None, problems)]

@@ -49,6 +49,7 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         verified_within=settings.verified_within,
         group_follower=settings.group_follower,
         group_patch=settings.group_patch,
+        draft=None if settings.draft is None else settings.draft.absolute(),
         adapters=() if settings.adapters == ("none",) else settings.adapters,
         adapters_kept=settings.adapters_kept,
         allow_base_drift=settings.allow_base_drift,
@@ -85,7 +86,7 @@ def open_engines(
 ) -> Engines:
     """Connects to nothing yet. `lead`: of the group whose hosts the engines read. `stopping`: as of Engines.
     Raises BadEngineOption."""
-    specs = parse_engines(settings.engine, settings.local)
+    specs = parse_engines(settings.engine, settings.local, settings.draft)
     limits = Timeouts(reload=settings.engine_deadline)
     pace = RetryPace(ATTEMPTS, total=settings.engine_deadline, rounds=settings.engine_attempts)
     mapping = [spec.name for spec in specs if not spec.copies_weights]

@@ -103,6 +103,11 @@ class Adapter(ABC):
     def relabel(self, label: str) -> Confirmation:
         """New name for the same weights; `status-only` where the engine has no labels."""
 
+    def load_draft(self) -> None:
+        """Its draft model's weights again, from the directory that it was started with. Pauses by itself
+        unless it is paused."""
+        raise NotImplementedError
+
     def adapters(self) -> Mapping[str, str]:
         """Directory of each LoRA adapter that it has loaded, by name. NoAdapters where it takes none."""
         raise NoAdapters(f"{self.spec.shown_url} takes no adapters", remedy="give --adapters none")

@@ -33,7 +33,8 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 SYNTAX = (
     "--engine kind=URL[,path=LOCAL as the engine sees it][,via=reload|live][,policy=recompute|wait|abort]"
     "[,name=NAME][,copies=true|false][,api_key_env=VARIABLE][,admin_api_key_env=VARIABLE][,deadline=SECONDS]"
-    "[,ca=FILE][,verify=true|false][,drafter=refuse|keep]; kinds: sglang, vllm, webhook"
+    "[,ca=FILE][,verify=true|false][,drafter=refuse|keep][,draft=DRAFT as the engine sees it]; "
+    "kinds: sglang, vllm, webhook"
 )
 NO_ROUTE = frozenset({404, 405})
 """what an HTTP server answers where it has no such route"""
@@ -66,6 +67,7 @@ OPTIONS: Mapping[str, Callable[[str], object]] = {
     "ca": bool,
     "verify": _TRUTH,
     "drafter": get_args(Drafter).__contains__,
+    "draft": bool,
 }
 """Whether a value fits."""
 _CONVERTED: Mapping[str, Callable[[str], object]] = {
@@ -115,6 +117,8 @@ class EngineSpec:
     """False: whoever answers at the URL is believed to be the engine"""
     via: Via = "reload"
     drafter: Drafter = "refuse"
+    draft: str = ""
+    """the draft model's local checkpoint as the engine sees it; empty: it loads none"""
     local: Path | None = field(default=None, compare=False)
     """the local checkpoint as the subscriber sees it"""
 
@@ -246,8 +250,9 @@ def unreachable(failure: EngineFailed) -> EngineFacts:
     return EngineFacts(False, absent=isinstance(failure, NobodyListens))
 
 
-def parse_engine(text: str, local: Path) -> EngineSpec:
-    """`text` is the value of an `--engine` option, `local` the local checkpoint. Raises BadEngineOption."""
+def parse_engine(text: str, local: Path, draft: Path | None = None) -> EngineSpec:
+    """`text` is the value of an `--engine` option, `local` the local checkpoint, `draft` that of the draft
+    model. Raises BadEngineOption."""
     head, *rest = re.split(r",(?=[A-Za-z_]+=)", text)
     kind_text, equals, url = head.partition("=")
     if not equals or kind_text not in KINDS:
@@ -269,22 +274,28 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
         "path": str(local.absolute()),
         "name": f"{kind}@{urlsplit(url).netloc}",
         "copies": "false" if kind == "webhook" else "true",
+        "draft": "" if draft is None or given.get("drafter") == "keep" else str(draft.absolute()),
         **given,
     }
     values |= {key: convert(values[key]) for key, convert in _CONVERTED.items() if key in values}
     spec = EngineSpec(kind, url, copies_weights=values.pop("copies"), local=local, **values)
     _check(text, "name", spec.name)
-    for fault, applies in _contradictions(spec, given.keys()).items():
+    followed = draft is not None and spec.drafter != "keep"
+    for fault, applies in _contradictions(spec, given.keys(), followed=followed).items():
         if applies:
             raise BadEngineOption(f"--engine {text!r}: {fault}")
     return spec
 
 
-def _contradictions(spec: EngineSpec, given: Collection[str]) -> Mapping[str, bool]:
+def _contradictions(spec: EngineSpec, given: Collection[str], *, followed: bool) -> Mapping[str, bool]:
     has_key = spec.api_key_env is not None or spec.admin_api_key_env is not None
     is_copied = spec.kind != "webhook" and spec.copies_weights
     return {
         "via=live is for vllm and sglang, which copy weights": spec.via == "live" and not is_copied,
+        "with --draft, give vllm with via=live, which reloads a draft model, or drafter=keep": (
+            spec.draft != "" and (spec.kind != "vllm" or spec.via != "live")
+        ),
+        "draft= needs --draft, and no drafter=keep": "draft" in given and not followed,
         f"path={spec.path!r} must be absolute, as the engine sees it": not spec.path.startswith("/"),
         "admin_api_key_env= is for sglang; use api_key_env=": (
             spec.kind != "sglang" and spec.admin_api_key_env is not None
@@ -297,9 +308,9 @@ def _contradictions(spec: EngineSpec, given: Collection[str]) -> Mapping[str, bo
     }
 
 
-def parse_engines(texts: Sequence[str], local: Path) -> tuple[EngineSpec, ...]:
+def parse_engines(texts: Sequence[str], local: Path, draft: Path | None = None) -> tuple[EngineSpec, ...]:
     """All `--engine` options of a host. Raises BadEngineOption, also for two of one name or address."""
-    specs = tuple(parse_engine(text, local) for text in texts)
+    specs = tuple(parse_engine(text, local, draft) for text in texts)
     seen: dict[Address, str] = {}
     for spec in specs:
         address = address_of(spec.url)

@@ -23,6 +23,7 @@ from weightcast.shared.daemon.timing import Backoff
 from weightcast.subscriber.engines.adapter import Adapter, LiveAdapter, guarded
 from weightcast.subscriber.engines.base import (
     Confirmation,
+    Done,
     EngineFacts,
     HeldWeights,
     Intact,
@@ -147,6 +148,8 @@ class HostEngine:
         self._clock, self._jitter = self.pace.clock, self.pace.jitter
         self.before_pause: Callable[[], None] = lambda: None
         """raises EngineFailed where it may not be paused"""
+        self.after_reload: Callable[[], None] = lambda: None
+        """called after a reload from disk, while it is paused still; raises nothing"""
         self.facts = _UNSEEN
         """as of the last look"""
         self.last: EngineResult | None = None
@@ -175,6 +178,11 @@ class HostEngine:
         with guarded(self.spec):
             self._loader.pause()
 
+    def load_draft(self) -> None:
+        """In a pause of its own where it is not paused."""
+        with guarded(self.spec):
+            self.adapter.load_draft()
+
     def adapters(self) -> Mapping[str, str]:
         with guarded(self.spec):
             return self.adapter.adapters()
@@ -200,9 +208,12 @@ class HostEngine:
                 return Intact(str(failure))
         try:
             with guarded(self.spec):
-                return self._loader.reload(self.spec.path, label)
+                outcome = self._loader.reload(self.spec.path, label)
         except EngineFailed as failure:
             return Suspect(failure.message)
+        if isinstance(outcome, Done) and not outcome.resumed:
+            self.after_reload()
+        return outcome
 
     def read_back(self, label: str) -> Confirmation:
         with guarded(self.spec):

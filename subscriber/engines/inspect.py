@@ -114,10 +114,10 @@ _RESTARTS = {
 }
 
 
-def judge_engines(texts: Sequence[str], local: Path, seconds: float) -> Iterator[Finding]:
+def judge_engines(texts: Sequence[str], local: Path, seconds: float, draft: Path | None) -> Iterator[Finding]:
     """`texts`: values of `--engine`. Raises BadEngineOption."""
     timeouts = Timeouts(connect=min(seconds, _PROBE_SECONDS), probe=min(seconds, _PROBE_SECONDS))
-    for spec in parse_engines(texts, local):
+    for spec in parse_engines(texts, local, draft):
         with closing(open_engine(spec, timeouts=timeouts)) as engine:
             yield from judge_engine(spec, _facts(engine))
 

@@ -8,6 +8,7 @@ engine's start, and a reload reads the model's own directory.
 from __future__ import annotations
 
 import json
+import posixpath
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -204,14 +205,23 @@ def vllm_drafter(config: Mapping[str, Any]) -> str:
     return NONE if speculative is None else UNKNOWN
 
 
-def require_vllm(spec: EngineSpec, drafter: str) -> str:
-    """What to show. Raises Unfit for a model that every reload would leave old: up to 0.32
-    `reload_weights` loads the main model alone, and the routes for draft models take no files."""
+def require_vllm(spec: EngineSpec, drafter: str, source: str | None = None) -> str:
+    """What to show. `source`: the directory of its draft model. Raises Unfit for a model that every reload
+    would leave old: up to 0.32 `reload_weights` loads the main model alone, and the routes for draft models
+    take no files."""
+    if spec.draft:
+        if posixpath.normpath(source or "") == posixpath.normpath(spec.draft):
+            return drafter
+        raise Unfit(
+            f"{spec.shown_url} drafts with {source or 'no model of its own'}, expected {spec.draft}",
+            remedy="start vLLM with it as model of --speculative-config, or give draft=, its path there",
+        )
     if drafter in (NONE, UNKNOWN) or spec.drafter == "keep":
         return drafter
     raise Unfit(
         f"{spec.shown_url} runs a draft model ({drafter}), which vLLM would leave at its old weights",
-        remedy="start vLLM without --speculative-config, or give drafter=keep to leave it old",
+        remedy="start vLLM without --speculative-config, follow the component draft (--draft), or give "
+        "drafter=keep to leave it old",
     )
 
 
@@ -243,7 +253,8 @@ class VLLMLive(_LoRA, LiveAdapter):
             reply = self._processes.read(lambda: self._wire.get(ROUTES, self._timeouts.probe), _process_of)
             hindrance = _hindrance(reply.require_key())
             told = reply.text_field("drafter")
-            drafter = require_vllm(self.spec, UNKNOWN if told is None else drafter_named(told))
+            drafter = UNKNOWN if told is None else drafter_named(told)
+            drafter = require_vllm(self.spec, drafter, reply.text_field("draft"))
         except EngineFailed as failure:
             return unreachable(failure)
         if hindrance:
@@ -311,6 +322,9 @@ class VLLMLive(_LoRA, LiveAdapter):
                 remedy="see the engine's log; restart it if this stays",
             )
         return "label"
+
+    def load_draft(self) -> None:
+        self._post("draft", {}, self._timeouts.reload).require_ok(LOG)
 
     def relabel(self, label: str) -> Confirmation:
         """Labels are versions here (`rules.label_of`)."""

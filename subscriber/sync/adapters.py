@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -29,13 +29,12 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.components import (
     ADAPTER,
     REGISTRY,
-    component_store,
     open_component,
     read_components,
 )
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
-from weightcast.shared.channel.run_files import FORMAT
+from weightcast.shared.channel.run_files import FORMAT, is_adapter
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position
 from weightcast.shared.daemon.timing import Backoff, Due
@@ -45,14 +44,10 @@ from weightcast.subscriber.engines.adapter import NoAdapters
 from weightcast.subscriber.engines.host import HostEngine
 from weightcast.subscriber.status import AdapterStatus
 from weightcast.subscriber.sync.exported import Exported, ExportedAdapters
-from weightcast.subscriber.sync.host import StepHost, known
+from weightcast.subscriber.sync.host import LOOK_SECONDS, StepHost, known
 
 GRACE_SECONDS = 60.0
 """before an old version is unloaded where no gate counts the requests that use it"""
-_REGISTRY_SECONDS = 10.0
-"""between two looks for components where every look is a request"""
-_VISIBLE_SECONDS = 5.0
-"""that what a pointer implies is waited for in a step: main versions wait behind it"""
 _RETRY = Backoff(1.0, 60.0)
 _STATE_LIMIT = 4 << 20
 
@@ -106,8 +101,7 @@ class Adapters:
         """by engine and name, or by adapter alone: failures in a row, when the next try is due, why"""
         self._saving = threading.Lock()
         self._run: Channel | None = None
-        self._visible_seconds = min(host.options.visible_seconds, _VISIBLE_SECONDS)
-        self._looks = Due(0.0 if self._store.renames else _REGISTRY_SECONDS, host.clock)
+        self._looks = Due(0.0 if self._store.renames else LOOK_SECONDS, host.clock)
         host.adapters = self._status
         for engine in self._engines.engines:
             engine.before_pause = partial(self.withdraw, engine)
@@ -213,7 +207,8 @@ class Adapters:
         active: dict[str, bool] = {}
         if self._store.stat(REGISTRY) is not None:
             self._run = Channel.open(self._store, self._options.trust, self._run)
-            active = {one.name.removeprefix(ADAPTER): one.active for one in read_components(self._run)}
+            listed = [one for one in read_components(self._run) if is_adapter(one.name)]
+            active = {one.name.removeprefix(ADAPTER): one.active for one in listed}
         elif self._adapters and self._options.adapters:
             raise RetryLater(
                 f"{self._store.place(REGISTRY)} is gone",
@@ -225,10 +220,7 @@ class Adapters:
         for name in wanted:
             one = self._adapter(name)
             if one.updater is None:
-                store = component_store(self._store, ADAPTER + name)
-                options = replace(self._host.updater.options, visible_seconds=self._visible_seconds)
-                options = replace(options, on_phase=_pass, on_wait=_pass, before_replay=_pass)
-                one.updater = LocalUpdater(store, self._exported.followed(name), None, options)
+                one.updater = self._host.updater_of(ADAPTER + name, self._exported.followed(name))
         for one in self._adapters.values():
             if one.name not in wanted and one.updater is not None:
                 one.updater.close()
@@ -444,7 +436,3 @@ class Adapters:
                 remedy="" if one.error is None else one.error.remedy,
                 ready=bool(loaded) or one.target == 0,
             )
-
-
-def _pass(given: object) -> None:
-    pass

@@ -66,6 +66,7 @@ class Apply:
                 self._fetch_ahead(route.channel, staged, last)
                 if last:
                     self._offer(staged)
+                    self._host.bring_draft(staged.step.target)
                 with self._locked(local):
                     self._engines.look()
                     try:
@@ -87,6 +88,7 @@ class Apply:
         self._prover.ahead()
         self._host.enter("reloading")
         local = self._host.local()
+        self._host.bring_draft(local.state.position)
         with self._locked(local):
             version = local.state.position.version
             with self._reloading(version, only=due) as reload:

@@ -7,10 +7,12 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_args
 
 from weightcast.shared.base.errors import RetryLater, Stopped, WeightcastError
+from weightcast.shared.channel.components import component_store
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.rate import Rate, Rates
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter, LocalCheckpoint
@@ -41,6 +43,10 @@ from weightcast.subscriber.sync.options import SyncOptions
 _SHOW_EVERY_SECONDS = 0.25
 _PATIENCE_SECONDS = 2.0
 """before a wait for a file is shown; most files are late by less"""
+LOOK_SECONDS = 10.0
+"""between two looks for components where every look is a request"""
+_VISIBLE_SECONDS = 5.0
+"""that what a component's pointer implies is waited for in a step: main versions wait behind it"""
 _LOOK_EVERY_SECONDS = 1.0
 """at engines while a file is waited for"""
 
@@ -154,6 +160,9 @@ class StepHost:
         )
         """what the pass knows, and what it last showed"""
         self.adapters: Callable[[], Iterable[AdapterStatus]] = tuple
+        self.draft: Callable[[], AdapterStatus | None] = lambda: None
+        self.bring_draft: Callable[[Position], None] = lambda main: None
+        """called before engines are reloaded with these main weights; they load the draft model too"""
         self.usable = False
         """the local checkpoint is a version of this run, although it may be closed after an error"""
         self.error: WeightcastError | None = None
@@ -181,6 +190,13 @@ class StepHost:
                 base_version=options.base_version,
             ),
         )
+
+    def updater_of(self, component: str, local: Path) -> LocalUpdater:
+        """Of a component, in `local`."""
+        seconds = min(self.options.visible_seconds, _VISIBLE_SECONDS)
+        options = replace(self.updater.options, visible_seconds=seconds, base_version=0)
+        options = replace(options, on_phase=_pass, on_wait=_pass, before_replay=_pass)
+        return LocalUpdater(component_store(self.updater.store, component), local, None, options)
 
     def begin(self) -> None:
         """A pass begins."""
@@ -225,10 +241,10 @@ class StepHost:
         self.note(
             progress_bytes=self._progress_bytes,
             bytes_read=self.bytes_read,
-            adapters=tuple(self.adapters()),
             signed="not checked" if trust is None else f"verified by {signer}" if signer else "not verified",
         )
-        if self.status.ready and not all(one.ready for one in self.status.adapters):
+        components = self._components()
+        if self.status.ready and not all(one.ready for one in components.values()):
             # taken from an engine just now
             self.judge_ready()
         self.engines.admit(state)
@@ -252,18 +268,22 @@ class StepHost:
             reason = "the local checkpoint is not seeded" if self.error is None else self.error.message
             self.not_ready(*((reason,) if waiting is None else (reason, str(waiting))))
             return
-        serving, adapters = self.engines.serving(state), tuple(self.adapters())
+        serving, components = self.engines.serving(state), self._components()
         self.not_ready(
             *(
                 f"engine {one.name}{' failed' if one.failed else ''}: {one.reason or 'not reloaded yet'}"
                 for one in self.engines.engines
                 if one.name not in serving
             ),
-            *(f"adapter {one.name}: {one.error or 'not loaded yet'}" for one in adapters if not one.ready),
+            *(f"{n}: {one.error or 'not loaded yet'}" for n, one in components.items() if not one.ready),
         )
-        for one in adapters:
+        for name, one in components.items():
             if one.ready and one.error:
-                self.degrade(f"adapter {one.name}: {one.error}")
+                self.degrade(f"{name}: {one.error}")
+
+    def _components(self) -> dict[str, AdapterStatus]:
+        self.note(adapters=tuple(self.adapters()), draft=self.draft())
+        return self.status.components
 
     def degrade(self, reason: str) -> None:
         if reason and reason not in self.status.degraded:
@@ -400,6 +420,10 @@ class StepHost:
         if state is not None and any(one.mark is Mark.SUSPECT for one in state.engines.values()):
             self.judge_ready()
         self.tell()
+
+
+def _pass(given: object) -> None:
+    pass
 
 
 def known(error: BaseException) -> WeightcastError:

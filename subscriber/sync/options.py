@@ -94,6 +94,8 @@ class SyncOptions:
     """the local checkpoint moves only by the orders given to `Sync.sync_once`"""
     base_version: int = 0
     """whose full weights `base` has; above 0 only in foreign channels, whose runs may begin at any version"""
+    draft: Path | None = None
+    """local checkpoint of the draft model; None: it is not followed"""
     adapters: tuple[str, ...] = ("*",)
     """patterns of the names of adapters that are followed"""
     adapters_kept: int = 2

@@ -25,6 +25,7 @@ from weightcast.subscriber.groups.messages import Order
 from weightcast.subscriber.status import HostStatus
 from weightcast.subscriber.sync.adapters import Adapters
 from weightcast.subscriber.sync.apply import Apply
+from weightcast.subscriber.sync.draft import Draft
 from weightcast.subscriber.sync.host import Callbacks, EnginesFirst, StepHost
 from weightcast.subscriber.sync.options import SyncOptions, Target
 
@@ -53,6 +54,7 @@ class Sync:
         self.updater = self.host.updater
         self._apply = Apply(self.host)
         self.adapters = Adapters(self.host)
+        self.draft = Draft(self.host)
         self._order: Order | None = None
         self._reads_all = False
         """the next load re-hashes every byte, and what is not the version's is repaired"""
@@ -72,6 +74,7 @@ class Sync:
 
     def close(self) -> None:
         self.adapters.close()
+        self.draft.close()
         self.updater.close()
         self.engines.close()
         self.lead.close()
@@ -163,8 +166,11 @@ class Sync:
             raise
         except (WeightcastError, OSError):
             # the channel's troubles are not the engines'
-            self.adapters.step(self.host.state if self.host.usable else None, follow=False)
+            state = self.host.state if self.host.usable else None
+            self.draft.step(state, follow=False)
+            self.adapters.step(state, follow=False)
             raise
+        self.draft.step(self.host.state)
         self.adapters.step(self.host.state)
 
     def _bring_all(self) -> None:

@@ -160,6 +160,11 @@ class ToyEngine:
         self.failures = 0
         """so many of the next synchronisations fail"""
         self.asked = 0
+        self.drafted = 0
+
+    def reload_draft(self) -> None:
+        """Fails as synchronisations do."""
+        self.drafted += 1
 
     def hindrance(self) -> str | None:
         self.asked += 1
@@ -167,6 +172,8 @@ class ToyEngine:
 
     def drafter(self) -> str:
         return "none"
+
+    draft_directory = None
 
     def misplaced(self, patches: Path) -> str | None:
         return None

@@ -49,7 +49,7 @@ def test_an_update_through_the_routes(site: Site) -> None:
         "plugin": "0.1.0", "format": 1, "process": fresh["process"],
         "version": None, "root": None, "label": None, "ranks": 1, "paused": False,
         "patchable": True, "reason": "", "refused": {}, "refused_count": 0, "in_doubt": False,
-        "misplaced": "", "drafter": "none",
+        "misplaced": "", "drafter": "none", "draft": "",
     }  # fmt: skip
     site.holds()
     status, checked = site.post("check", {"file": site.patch()})

@@ -20,7 +20,7 @@ from weightcast_engine.update.live_elements import LiveUpdate
 from weightcast_engine.update.patch_file import read_patch
 from weightcast_engine.update.places import Block, Piece
 from weightcast_engine.update.rank import Answer, Order
-from weightcast_engine.update.refusals import BadPatch, InDoubt, NotPaused, OtherBase
+from weightcast_engine.update.refusals import BadPatch, InDoubt, NotPaused, OtherBase, Refusal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -412,3 +412,20 @@ def test_a_hindrance_refuses_everything_by_its_reason(tmp_path: Path) -> None:
     assert (state["patchable"], state["reason"]) == (False, "the model is quantised (fp8)")
     with pytest.raises(BadPatch, match="quantised"):
         host.run("check", write_patch(host.patches, base, some_changed(base, 1), 1))
+
+
+def test_a_draft_model_is_loaded_in_the_pause_that_there_is_or_in_one_of_its_own(tmp_path: Path) -> None:
+    host = llama_host(tmp_path)
+    [engine, *_] = host.engines
+    host.run("draft")
+    assert (engine.drafted, host.controls.pauses, host.controls.is_paused) == (1, 1, False)
+    host.run("pause", "wait")
+    host.run("draft")
+    assert (engine.drafted, host.controls.pauses, host.controls.is_paused) == (2, 2, True)
+    host.run("resume")
+    engine.failures = 1
+    with pytest.raises(Refusal, match="the device is gone"):
+        host.run("draft")
+    assert not host.controls.is_paused
+    # what the engine says with the main weights is not in doubt
+    assert not host.run("state")["in_doubt"]

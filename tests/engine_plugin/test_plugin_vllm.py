@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weightcast_engine.update.front import Front
 from weightcast_engine.update.rank import Answer, EngineRank, Order
 from weightcast_engine.update.refusals import BadPatch, InDoubt, OtherBase
-from weightcast_engine.vllm.hook import METHOD, VllmControls, VllmEngine, obey
+from weightcast_engine.vllm.hook import METHOD, VllmControls, VllmEngine, obey, shared_names
 
 OUT, IN, BLOCK = 256, 128, 128
 
@@ -358,3 +358,11 @@ def test_replicas_that_cannot_be_heard_one_by_one_are_not_asked(tmp_path: Path) 
     del client.engine_core._call_utility_async
     with pytest.raises(RuntimeError, match="the first of its data parallel replicas"):
         asyncio.run(VllmControls(client).ranks({"do": "look"}))
+
+
+def test_what_a_draft_model_shares_with_the_main_model_is_not_loaded_into(tmp_path: Path) -> None:
+    """vLLM gives a drafter the main model's embeddings where its own were equal at the start."""
+    main, draft = nn.Module(), nn.Module()
+    main.embed, draft.model = nn.Embedding(4, 2), nn.Module()
+    draft.model.embed_tokens, draft.model.norm = main.embed, nn.LayerNorm(2)
+    assert shared_names(draft, main) == ("embed_tokens.weight",)

@@ -38,7 +38,7 @@ def test_examples_are_lines_that_the_command_takes(words: str) -> None:
 def test_important_settings_come_first_and_common_ones_last() -> None:
     first = {
         "publisher run": ["--channel", "--local", "--base", "--watch"],
-        "subscriber run": ["--channel", "--local", "--base", "--base-version", "--engine"],
+        "subscriber run": ["--channel", "--local", "--base", "--base-version", "--draft", "--engine"],
         "gateway run": ["--channel", "--publisher", "--gates"],
         "mirror run": ["--to", "--from"],
     }

@@ -187,6 +187,8 @@ class Run:
         self.versions = [self.base]
         self.adapters: dict[str, str] = {}
         """digests of what was published as adapters, by name and version"""
+        self.drafts = [Weights.make(100)]
+        """what was published as the draft model, after its version 0"""
         init_channel(self.channel, self.base_dir, sign_key=sign_key)
         self._publisher = stack.enter_context(
             Publisher.open(
@@ -229,6 +231,16 @@ class Run:
         assert report.version == number
         self.adapters[label] = digest({each: data for each, (_, _, data) in made.items()})
         return label
+
+    def publish_draft(self, main_version: int | None = None) -> int:
+        """A version of the draft model with a few changes."""
+        number = len(self.drafts)
+        new = self.drafts[-1].changed(100 + number)
+        directory = new.write(self.root / f"draft{number}")
+        report = self._publisher.publish(directory, component="draft", main_version=main_version)
+        assert report.version == number
+        self.drafts.append(new)
+        return number
 
     def retire(self, name: str) -> None:
         self._publisher.retire(f"adapter/{name}")
@@ -282,7 +294,7 @@ class Host:
         self.start()
 
     def start(self) -> None:
-        specs = parse_engines(self.urls, self.options.local)
+        specs = parse_engines(self.urls, self.options.local, self.options.draft)
         engines = [open_engine(spec, timeouts=self.timeouts) for spec in specs]
         ticks = count(1)
 

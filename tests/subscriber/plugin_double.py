@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from core_cases import ITEM_SIZES, unpack
 from doubles import Answer, Call, Double
-from hosts import digest
+from hosts import digest, on_disk
 
 from weightcast.shared.digest.checksums import hash_bytes
 
@@ -71,6 +71,10 @@ class PluginDouble(Double):
         self.in_doubt = False
         self.patchable = True
         self.drafter = "none"
+        self.draft: Path | None = None
+        """the directory that it drafts from"""
+        self.drafts = ""
+        """digest of what it drafts with"""
         self.refused: dict[str, str] = {}
         self.installed = True
         self.applied = 0
@@ -90,6 +94,8 @@ class PluginDouble(Double):
         super().restart()
         self.version, self.root, self.in_doubt = None, None, False
         self.load_disk()
+        if self.draft is not None:
+            self.drafts = on_disk(self.draft)
 
     def load_disk(self) -> None:
         self.weights = {}
@@ -131,6 +137,7 @@ class PluginDouble(Double):
             "ranks": 1,
             "paused": self.paused,
             "drafter": self.drafter,
+            "draft": str(self.draft or ""),
             "patchable": self.patchable,
             "reason": "" if self.patchable else "the weights are packed",
             "refused": self.refused,
@@ -169,6 +176,11 @@ class PluginDouble(Double):
         self.reloaded += 1
         self.in_doubt, self.version, self.root, self.label = False, None, None, body["label"]
         return Answer(200, {"label": self.label, "seconds": 0.1})
+
+    def on_draft(self, body: Any) -> Answer:
+        assert body == {} and self.draft is not None
+        self.drafts = on_disk(self.draft)
+        return Answer(200, {})
 
     def on_check(self, body: Any) -> Answer:
         assert set(body) == {"file"}

@@ -57,7 +57,7 @@ def test_no_failure_tells_it(site: Site, act: Answer | Drop | Hang, caplog: pyte
         assert SECRET not in shown(host)
     assert not host.status.ready and "/hook" in shown(host)
     assert SECRET not in caplog.text
-    assert all(SECRET not in str(finding) for finding in judge_engines([text], host.local, 0.2))
+    assert all(SECRET not in str(finding) for finding in judge_engines([text], host.local, 0.2, None))
 
 
 def test_an_engine_that_is_gone_is_named_without_it(site: Site) -> None:

@@ -86,6 +86,7 @@ class SideFiles:
         try:
             versions = Members(parse_object(durable.read_file(self._memory, _LIMIT), what), what)
             return {
+                # of any component: the index that listed them was judged by its own
                 digest: carried_records(Members({CARRIED: rows}, what), what, DRAFT)
                 for digest, rows in versions.object("versions").items()
             }

@@ -284,7 +284,7 @@ def repair_sources(
 def base_digest(channel: Channel, base: Path | None) -> str | None:
     """None without a base; empty where its digest is unknown, in the slime format. The base of a component,
     zeros, is everywhere."""
-    if base is None and (channel.base is None or not channel.base.from_zeros):
+    if base is None and (channel.base is None or channel.base.component == MAIN):
         return None
     return "" if channel.base is None else channel.base.digest
 
@@ -293,7 +293,7 @@ def full_weights(route: Route, version: int, base: Path | None, spool: Path) -> 
     """The directory with the full weights of a version that the plan of `route` seeds from: its files are
     mapped. From a channel that is not in a directory they are streamed into `spool`."""
     described = route.channel.base
-    if version == 0 and described is not None and described.from_zeros:
+    if version == 0 and described is not None and described.component != MAIN:
         return _zeros(described.table, spool / "zeros")
     files, index = _full_weights(route, version, base)
     if isinstance(files, Path):

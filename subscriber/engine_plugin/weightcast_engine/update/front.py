@@ -108,7 +108,7 @@ class Front:
             looks = await self._controls.ranks({"do": "look"})
         held = _held(looks)
         return {
-            **{key: looks[0][key] for key in ("plugin", "format", "process", "label", "drafter")},
+            **{key: looks[0][key] for key in ("plugin", "format", "process", "label", "drafter", "draft")},
             **{key: held[key] for key in ("version", "root", "misplaced")},
             "ranks": len(looks),
             "paused": paused,
@@ -264,6 +264,18 @@ class Front:
             await self._certain({"do": "reload"})
             await self._named(label)
         return {"label": label, "seconds": time.monotonic() - began}
+
+    async def draft(self) -> Answer:
+        """Loads the draft model again, in a pause of its own where the engine is not paused: requests in
+        flight go on after it, and blocks that the old weights computed are computed anew."""
+        async with self._lock:
+            was_paused = await self._paused_before("recompute")
+            try:
+                await self._all({"do": "draft"})
+            finally:
+                if not was_paused:
+                    await self._controls.resume()
+        return {}
 
     async def _require_paused(self) -> None:
         if not await self._controls.paused():

@@ -106,6 +106,11 @@ class EngineHere(ABC):
     def drafter(self) -> str:
         """How the engine drafts tokens (speculative decoding): its name of the method; `none`."""
 
+    @property
+    def draft_directory(self) -> Path | None:
+        """Which a draft model with weights was loaded from; None without one."""
+        return None
+
     def misplaced(self, patches: Path) -> str | None:
         """Why a reload would bring other weights than those of the checkpoint that `patches` belong to."""
         return None
@@ -135,6 +140,10 @@ class EngineHere(ABC):
     @abstractmethod
     def reload(self) -> None:
         """All weights from `directory`."""
+
+    def reload_draft(self) -> None:
+        """The draft model's weights from `draft_directory`."""
+        raise NotImplementedError("this engine reloads no draft model")
 
 
 class EngineRank:
@@ -172,6 +181,7 @@ class EngineRank:
             "rollback": self._roll_back,
             "commit": self._commit,
             "reload": self._reload,
+            "draft": self._reload_draft,
         }
 
     @classmethod
@@ -198,6 +208,7 @@ class EngineRank:
         return {
             "misplaced": self._engine.misplaced(self._patches) or "",
             "drafter": self._engine.drafter(),
+            "draft": str(self._engine.draft_directory or ""),
             "plugin": VERSION,
             "format": FORMAT,
             "process": self._process,
@@ -350,6 +361,12 @@ class EngineRank:
             self._doubt = f"a reload failed: {type(error).__name__}: {error}"[:300]
             raise InDoubt(self._doubt, remedy="see the engine's log; restart it if this stays") from error
         self._doubt = ""
+        return {}
+
+    def _reload_draft(self, order: Order) -> Answer:
+        """What goes wrong makes no answer wrong: drafts are judged by the main model."""
+        self._engine.reload_draft()
+        self._engine.synchronise()
         return {}
 
     def forget(self, doubt: str | None = None) -> None:

@@ -124,6 +124,7 @@ ROUTES: Mapping[str, tuple[Callable[..., Awaitable[Answer]], Mapping[str, Field]
     "pause": (Front.pause, {"policy": _policy}),
     "apply": (Front.apply, {"file": _file, "label": _label}),
     "reload": (Front.reload, {"label": _label}),
+    "draft": (Front.draft, {}),
     "resume": (Front.resume, {}),
     "digest": (Front.digest, {"tensors": _names, "from": strict_json.natural, "count": _count}),
 }

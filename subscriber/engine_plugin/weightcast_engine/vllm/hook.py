@@ -128,6 +128,12 @@ class VllmEngine(EngineHere):
         speculative = getattr(self._worker.vllm_config, "speculative_config", None)
         return "none" if speculative is None else str(getattr(speculative, "method", None) or "draft_model")
 
+    @property
+    def draft_directory(self) -> Path | None:
+        config = getattr(self._worker.vllm_config, "speculative_config", None)
+        draft = getattr(config, "draft_model_config", None)
+        return None if draft is None or self.drafter() in _WEIGHTLESS else Path(draft.model)
+
     def misplaced(self, patches: Path) -> str | None:
         return misplaced(self.directory, patches)
 
@@ -154,6 +160,36 @@ class VllmEngine(EngineHere):
         # vLLM remembers weights_path, so that a call without it may read another directory
         self._worker.reload_weights(weights_path=str(self.directory))
         _pack_experts_again(self.model)
+
+    def reload_draft(self) -> None:
+        """As vLLM 0.32 reloads a main model. Modules that are the main model's too keep their weights."""
+        from vllm.model_executor.model_loader import get_model_loader  # type: ignore[import-not-found]
+        from vllm.model_executor.model_loader.reload.layerwise import (  # type: ignore[import-not-found]
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+        from vllm.model_executor.model_loader.utils import (  # type: ignore[import-not-found]
+            get_draft_load_config,
+        )
+
+        config, model = self._worker.vllm_config, self._worker.get_draft_model()
+        draft = config.speculative_config.draft_model_config
+        weights = get_model_loader(get_draft_load_config(config)).get_all_weights(draft, model)
+        shared = shared_names(model, self.model)
+        with self.at_rest():
+            initialize_layerwise_reload(model)
+            try:
+                model.load_weights(one for one in weights if not one[0].endswith(shared))
+            finally:
+                finalize_layerwise_reload(model, draft)
+        _pack_experts_again(model)
+
+
+def shared_names(draft: Any, main: Any) -> tuple[str, ...]:
+    """How the names of tensors end that are loaded into memory of both models."""
+    own = {id(parameter) for parameter in main.parameters()}
+    shared = [name for name, one in draft.named_parameters(remove_duplicate=False) if id(one) in own]
+    return tuple(".".join(name.split(".")[-2:]) for name in shared)
 
 
 def _offloads(config: Any) -> bool:
