@@ -108,12 +108,6 @@ class PublisherOptions(CommonOptions):
 
 
 _DEFAULTS = PublisherOptions()
-FOR_TRAINERS = (
-    *("open", "publish", "submit", "wait", "publish_checkpoint", "settle", "retire", "close"),
-    *("state_dict", "load_state_dict", "repair", "write_anchor"),
-    *("version", "run_id", "epoch", "channel", "local_version", "config_changed", "left_behind"),
-)
-"""of a publisher: its daemon calls more"""
 
 
 class Publisher:
@@ -359,9 +353,6 @@ class Publisher:
 
     def __repr__(self) -> str:
         return f"<Publisher of {self.run_id} in {self.store.place()}: version {self.local_version}>"
-
-    def __dir__(self) -> Sequence[str]:
-        return FOR_TRAINERS
 
     def _check_open(self) -> None:
         """A closed publisher gave its claim back: another one may own the channel."""
