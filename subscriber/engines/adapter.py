@@ -58,22 +58,22 @@ class NoAdapters(EngineFailed):
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """LoRA options that an engine was started with: `told`, its own settings, empty where it does not say.
+    """LoRA options that an engine was started with: its own `settings`, empty where it does not say.
     `modules`, `slots`: what two of them are called there. `drops`: beyond its slots it unloads adapters."""
 
-    told: Mapping[str, object] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
     modules: str = ""
     slots: str = ""
     drops: bool = False
 
     @property
     def most(self) -> int | None:
-        found = self.told.get(self.slots)
+        found = self.settings.get(self.slots)
         return found if isinstance(found, int) else None
 
     def require(self, name: str, config: Mapping[str, object]) -> None:
         """Raises EngineFailed where an adapter with this adapter_config.json does not fit."""
-        most, modules = self.told.get("max_lora_rank"), self.told.get(self.modules)
+        most, modules = self.settings.get("max_lora_rank"), self.settings.get(self.modules)
         pattern, wanted = config.get("rank_pattern"), config.get("target_modules")
         ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
         rank = max((each for each in ranks if isinstance(each, int)), default=0)

@@ -106,9 +106,9 @@ class Adapters:
         """by engine and name, or by adapter alone: failures in a row, when the next try is due, why"""
         self._saving, self._sharing = threading.Lock(), threading.Lock()
         self._shared: Set[str] | None = None
-        """what the group's members were told that its engines use"""
+        """labels in the last list that all members of the group have"""
         self._leader_uses: Set[str] = frozenset()
-        """of a follower: as it was told; until then all that was here at its start"""
+        """of a follower: labels in the last list; before the first one all that was here at its start"""
         self._present: dict[str, str] = {}
         """digests of all that is exported, by label"""
         self._credit: Credit | None = None
