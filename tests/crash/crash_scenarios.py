@@ -291,9 +291,7 @@ def _of_adapters(rows: Mapping[str, int]) -> dict[str, int]:
 
 
 def _moves(run: Run) -> None:
-    """A save of adapters, sometimes with a new one, while main may move too."""
-    if run.rng.random() < 0.3:
-        run.world.replace_adapter()
+    """A save of adapters, while main may move too."""
     if run.rng.random() < 0.6:
         run.world.hand_over()
     run.world.hand_over_adapters()
@@ -373,17 +371,22 @@ def follow_adapters(run: Run) -> None:
     _of_a_running(run, "host", work, _all_followed)
 
 
-def drop_adapter(run: Run) -> None:
-    """A running subscriber sees that an adapter is retired."""
-    _of_a_running(run, "host", run.world.replace_adapter, _all_followed)
-    run.world.hand_over_adapters()
-    run.settle()
+def replace_adapter(run: Run) -> None:
+    """A running subscriber sees that an adapter is retired, and another one."""
+
+    def work() -> None:
+        run.world.replace_adapter()
+        run.world.hand_over_adapters()
+
+    _of_a_running(run, "host", work, _all_followed)
 
 
 def start_with_adapters(run: Run, side: Side) -> None:
     """On what another left that was killed at work on adapters."""
     world, publishes = run.world, side == "publisher"
     places = BEFORE_A_PUBLISHER_OF_ADAPTERS if publishes else BEFORE_A_HOST_OF_ADAPTERS
+    if publishes:
+        world.replace_adapter()
     _killed_at_work(run, _running(world, side), places, partial(_moves, run))
     if not publishes:
         wait_for(lambda: _all_published(world), "published")
@@ -843,7 +846,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             ("prune adapters", prune_adapters, "publisher"),
             ("retire adapter", retire_adapter, "publisher"),
             ("follow adapters", follow_adapters, "host"),
-            ("drop adapter", drop_adapter, "host"),
+            ("replace adapter", replace_adapter, "host"),
             ("start publisher of adapters", partial(start_with_adapters, side="publisher"), "publisher"),
             ("start host of adapters", partial(start_with_adapters, side="host"), "host"),
         )
