@@ -45,25 +45,11 @@ class WeightcastEngine(CheckpointEngine):  # type: ignore[misc]
         pointer = read_pointer(open_store(self._channel))
         return {"version": 0 if pointer is None else pointer.version}
 
-    def init_policy_process_group(
-        self,
-        *,
-        worker_rank: int,
-        train_world_size: int,
-        rollout_world_size: int,
-        metadata: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def init_policy_process_group(self, *, worker_rank: int, **sizes: Any) -> None:
         if worker_rank == 0:
             self._sender.open()
 
-    def init_rollout_process_group(
-        self,
-        *,
-        rollout_rank: int,
-        train_world_size: int,
-        rollout_world_size: int,
-        metadata: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def init_rollout_process_group(self, *, metadata: Sequence[Mapping[str, Any]], **sizes: Any) -> None:
         self._before = max(each["version"] for each in metadata)
 
     async def send_weights(self, weights: Generator[tuple[str, Any], None, None]) -> None:

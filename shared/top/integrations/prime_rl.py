@@ -11,7 +11,8 @@ with `weight_broadcast.type = "filesystem"`, in whose place it comes. Written ag
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from weightcast.shared.base.errors import Refused
 class PublishingSender(WeightSender):  # type: ignore[misc]
     """In each rank of the trainer."""
 
-    settings: Mapping[str, Any]
+    made: Callable[[], object]
+    opened: Callable[..., Publisher]
+    fraction: float
 
     def __init__(self, output_dir: Path, config: Any, lora_config: Any = None) -> None:
         super().__init__(output_dir, config.timeout)
@@ -37,25 +40,17 @@ class PublishingSender(WeightSender):  # type: ignore[misc]
             raise Refused("LoRA is not published here", remedy="merge it, or use prime-rl's own broadcast")
         self._publisher: Publisher | None = None
         if self.world.is_master:
-            init_channel(self.settings["channel"], self.settings["base"])
+            self.made()
 
     def _broadcast(self, model: Any, step: int, step_dir: Path) -> None:
         """prime-rl's markers around it make the orchestrator wait: the policy moves when the hosts have."""
         dist.barrier()  # until the master has met the orchestrator, and has made the channel
         if self._publisher is None:
-            self._publisher = Publisher.open(
-                self.settings["channel"],
-                local=self.settings["local"],
-                base=self.settings["base"],
-                rank=self.world.rank,
-                world_size=self.world.world_size,
-                options=self.settings["options"],
-            )
+            self._publisher = self.opened(rank=self.world.rank, world_size=self.world.world_size)
         held = convert_state_dict_to_hf(model, gather_weights_parallel(model))
         report = self._publisher.publish(cast_like(self._publisher, held), step=step)
-        if self.world.is_master and self.settings["fraction"]:
-            fraction, timeout = self.settings["fraction"], float(self.timeout)
-            self._publisher.wait(report.version, fraction=fraction, timeout=timeout)
+        if self.world.is_master and self.fraction:
+            self._publisher.wait(report.version, fraction=self.fraction, timeout=float(self.timeout))
 
 
 class ReloadedReceiver(WeightReceiver):  # type: ignore[misc]
@@ -83,13 +78,9 @@ def install(
         fraction: Of the hosts that serve a version before the policy moves to it; 0: none.
         options: The publisher's.
     """
-    PublishingSender.settings = {
-        "channel": channel,
-        "base": base,
-        "local": local,
-        "fraction": fraction,
-        "options": options,
-    }
+    opened = partial(Publisher.open, channel, local=local, base=base, options=options)
+    PublishingSender.made = staticmethod(partial(init_channel, channel, base))
+    PublishingSender.opened, PublishingSender.fraction = staticmethod(opened), fraction
     for module in (weights, filesystem):
         module.FileSystemWeightSender = PublishingSender
         module.FileSystemWeightReceiver = ReloadedReceiver
