@@ -11,12 +11,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response
 
 from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.channel.components import COMPONENTS
 from weightcast.shared.channel.layout import ATTEMPTS, HOSTS, PUBLISHERS
 from weightcast.shared.channel.store import check_key
 from weightcast.shared.daemon.http import Answer
 
 PREFIX = "/channel"
-_PRIVATE = frozenset({HOSTS, PUBLISHERS, "orders", "keep"})
+_PRIVATE = ([HOSTS], [PUBLISHERS], ["orders"], ["keep"])
 """of publishers"""
 _SMALL = 1 << 20
 """Files up to here may be replaced. They are answered from one read, with a tag made of their bytes"""
@@ -48,7 +49,9 @@ def _file_of(root: Path, key: str) -> Path:
     """Raises Answer for what is not a file of the channel that hosts may read."""
     try:
         parts = check_key(key).split("/")
-        hidden = any(part.startswith(".") or part.endswith(ATTEMPTS) or part in _PRIVATE for part in parts)
+        # an adapter may have any of these names
+        own = parts[3:] if parts[0] == COMPONENTS else parts
+        hidden = own[:1] in _PRIVATE or any(one.startswith(".") or one.endswith(ATTEMPTS) for one in own)
         path = root / key
         if not hidden and path.resolve() == root.resolve() / key and stat.S_ISREG(path.stat().st_mode):
             return path

@@ -22,7 +22,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "mirror run": (
         "mirror run --from s3://bucket/run7 --to /shared/copy7",
-        "mirror run --from s3://bucket/run7 --to /dev/shm/run7 --serve --keep-versions 20 --keep-bytes 400GB",
+        "mirror run --from s3://bucket/run7 --to /dev/shm/run7 --serve",
     ),
     "mirror sync": ("mirror sync --from /shared/run7 --to s3://bucket/run7 --verify",),
     "publish": (

@@ -302,6 +302,29 @@ def test_what_a_store_over_http_promises(place: Place, server: Server | Served) 
         open_http_store(gone.endpoint).read("latest", 10)
 
 
+def test_a_mirror_serves_files_of_channels_alone(place: Place) -> None:
+    nested = "components/adapter/keep"
+    shown = [
+        "latest",
+        "weight_v000001/a",
+        "components.json",
+        f"{nested}/latest",
+        f"{nested}/weight_v000001/a",
+    ]
+    hidden = ["hosts/a", "publishers/1", "orders/a", "keep/000001", ".trash/a", "weight_v000002.parts/a"]
+    hidden += [f"{nested}/{key}" for key in hidden]
+    for key in (*shown, *hidden):
+        (place.channel / key).parent.mkdir(parents=True, exist_ok=True)
+        (place.channel / key).write_bytes(key.encode())
+    (place.channel / "weight_v000001" / "link").symlink_to(place.base / "config.json")
+    hidden += ["weight_v000001/link", "weight_v000001", "", "/etc/passwd", "%2e%2e/base/config.json"]
+    with contextlib.closing(Served(place.channel)) as server:
+        for key in shown:
+            assert httpx.get(f"{server.url}/{key}").content == key.encode()
+        codes = {key: httpx.get(f"{server.url}/{key}").status_code for key in hidden}
+        assert set(codes.values()) == {404}, codes
+
+
 @contextlib.contextmanager
 def _nginx(root: Path, channel: Path) -> Iterator[tuple[str, str, Callable[[], list[str]]]]:
     """Origin and cache as in deploy/nginx, with ports and directories of their own: their URLs, and the

@@ -476,7 +476,8 @@ def _mapped(engine: EngineHere, forms: Mapping[str, Form]) -> tuple[Map, Sequenc
     }
     orders = engine.orders()
     for name, pieces in list(found.pieces.items()):
-        found.pieces[name] = tuple(replace(one, order=orders.get(storage(one.flat))) for one in pieces)
+        if orders:
+            found.pieces[name] = tuple(replace(one, order=orders.get(storage(one.flat))) for one in pieces)
         reasons = [stored[key] for key in (storage(piece.flat) for piece in pieces) if key in stored]
         if reasons:
             found.refuse(name, reasons[0])

@@ -43,6 +43,8 @@ NO_DRAFTER = frozenset({"none", "ngram", "ngram_gpu", "suffix"})
 """ways to draft without a model"""
 _PLAIN_EXPERTS = frozenset({"TRITON", "BATCHED_TRITON"})
 """which compute with experts as a checkpoint has them"""
+_FOLLOWED = frozenset({"CPU", "FLASHINFER_CUTLASS"})
+"""whose packing is all in what `_pack` calls"""
 _EXPERTS = ("w13_weight", "w2_weight")
 _DIGIT = 128
 """below it, floats of any dtype hold every integer"""
@@ -185,10 +187,11 @@ class VllmEngine(EngineHere):
 
     def _order(self, module: Any) -> Mapping[str, Tensor]:
         """Where vLLM's own packing moves the elements of one expert; nothing where it does more than that."""
-        weights = {name: getattr(module, name, None) for name in _EXPERTS}
-        if not all(_is_dense(weight) for weight in weights.values()):
+        backend: str = _packs_for(module).name
+        weights: dict[str, Any] = {name: getattr(module, name, None) for name in _EXPERTS}
+        if backend not in _FOLLOWED or not all(_is_dense(weight) for weight in weights.values()):
             return {}
-        known = (_packs_for(module).name, *((one.shape, one.dtype, one.device) for one in weights.values()))
+        known = (backend, *((one.shape, one.dtype, one.device) for one in weights.values()))
         if known not in self._orders:
             with suppress(Exception):  # a packing of another form, of any kind
                 self._orders[known] = _traced_order(module, weights)
