@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ from weightcast_engine.update.live_elements import LiveUpdate, resident
 from weightcast_engine.update.patch_file import LIMIT, ReadPatch, Stand, read_patch
 from weightcast_engine.update.places import on_whole_words, storage
 from weightcast_engine.update.refusals import RELOAD, RELOAD_AND_TELL, BadPatch, InDoubt, OtherBase, Refusal
+
+if TYPE_CHECKING:  # an engine may run on Python 3.10
+    from typing import Self
 
 
 class Stage:
@@ -190,7 +193,7 @@ class EngineRank:
         }
 
     @classmethod
-    def from_environment(cls, engine: EngineHere) -> EngineRank:
+    def from_environment(cls, engine: EngineHere) -> Self:
         limit = int(os.environ.get("WEIGHTCAST_PATCH_LIMIT", LIMIT))
         return cls(engine, Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit)
 

@@ -72,9 +72,10 @@ def obey(worker: Any, order: Order) -> Answer:
     """A method of vLLM's worker."""
     rank = vars(worker).get("_weightcast")
     if rank is None:
-        transfer = getattr(worker, "weight_transfer_engine", None)
-        taken = transfers(worker.vllm_config) and transfer is not None
-        rank = transfer.rank if taken else EngineRank.from_environment(VllmEngine(worker))
+        taken = transfers(worker.vllm_config)
+        rank = (
+            worker.weight_transfer_engine.rank if taken else EngineRank.from_environment(VllmEngine(worker))
+        )
         worker._weightcast = rank
         _watch(worker, rank, () if taken else _LOADS)
     answer: Answer = rank.obey(order)
