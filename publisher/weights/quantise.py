@@ -382,6 +382,8 @@ def quantise_checkpoint(source: str | Path, target: str | Path, scheme: str | Qu
         for name, path in side_files(weights.checkpoint).files.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, directory / name)
+        if "quantization_config" in read_config(directory / CONFIG):
+            raise Refused(f"{source} is quantised already", remedy="give a checkpoint in bf16 or fp32")
         matrices = [spec.name for spec in weights.table if len(spec.shape) == 2]
         said = {**read_config(directory / CONFIG), "quantization_config": quantiser.config(matrices)}
         (directory / CONFIG).write_text(json.dumps(said, indent=2) + "\n")

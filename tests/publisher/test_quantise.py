@@ -148,6 +148,9 @@ def test_config_names_what_is_not_quantised(tmp_path: Path) -> None:
         assert (tmp_path / scheme / "tokenizer.json").exists()
     with pytest.raises(Refused, match="exists"):
         quantise_checkpoint(source, tmp_path / "nvfp4", "nvfp4")
+    with pytest.raises(Refused, match="quantised already"):
+        quantise_checkpoint(tmp_path / "nvfp4", tmp_path / "twice", "mxfp8")
+    assert not (tmp_path / "twice").exists()
 
 
 def test_exports_in_bf16_become_versions_of_a_quantised_run(tmp_path: Path, weightcast: Command) -> None:

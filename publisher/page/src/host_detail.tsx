@@ -54,7 +54,7 @@ function facts(host: Host): [string, string][] {
     ["Read from the channel", read(host.bytes)],
     ["Retries", count(host.retries)],
     ...(host.gate === "" ? [] : [["Gate", gate(host)] satisfies [string, string]]),
-    ...host.adapters.map((one): [string, string] => [`Adapter ${one.name.replace("adapter/", "")}`, adapter(one)]),
+    ...host.adapters.map((one): [string, string] => [component(one.name), adapter(one)]),
     ["Clock", offset(host.clock_offset_seconds)],
     ["Software", host.software],
   ];
@@ -63,6 +63,10 @@ function facts(host: Host): [string, string][] {
 function gate({ gate, requests }: Host): string {
   const now = requests.closed === 1 ? "closed" : `${count(requests.under_way)} under way`;
   return `${gate}: ${now}, ${count(requests.waiting)} waiting, ${count(requests.answered)} answered`;
+}
+
+function component(name: string): string {
+  return name === "draft" ? "Draft model" : `Adapter ${name.replace("adapter/", "")}`;
 }
 
 function adapter({ version, target, main_version, state, error }: Adapter): string {
