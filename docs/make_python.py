@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from weightcast import publisher
-from weightcast.publisher.api import FOR_TRAINERS
 
 FIRST = ("Publisher", "PublisherOptions", "Handle", "PublishReport", "init_channel", "HandOver", "cast_like")
 HOOKS = ("transformers_hook.PublishCallback", "field_hook.point")
 OPTIONS = {
-    "Publisher": f"members: [{', '.join(FOR_TRAINERS)}]\n      merge_init_into_class: false",
+    "Publisher": 'filters: ["!^_", "!^(components?|trained_on|run|store)$"]\n      '
+    "merge_init_into_class: false",
     "PublishReport": "inherited_members: true\n      show_if_no_docstring: true\n      "
     'filters: ["!^shown$", "!^_"]',
 }
