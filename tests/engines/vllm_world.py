@@ -718,7 +718,7 @@ OTHER = {"single": "sharded", "sharded": "single", "bf16": "fp32", "fp32": "bf16
 
 
 def answers_name_their_versions(world: World, gate: Server, updates: str) -> None:
-    """Four versions, or more until an update meets an answer, while requests go through the gate, or a gateway;
+    """Four versions, more until an update meets an answer, while requests go through the gate, or a gateway;
     the first of them ask for one version alone. Tokens of an answer that names one version are those of a
     fresh load of it."""
     met = 0
