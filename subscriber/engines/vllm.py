@@ -234,12 +234,14 @@ def require_vllm(spec: EngineSpec, drafter: str, source: str | None = None) -> s
             f"{spec.shown_url} drafts with {source or 'no model of its own'}, expected {spec.draft}",
             remedy="start vLLM with it as model of --speculative-config, or give draft=, its path there",
         )
-    if drafter in (NONE, UNKNOWN) or spec.drafter == "keep":
+    # from the main checkpoint the plugin reloads both
+    inside = source is not None and posixpath.normpath(source) == posixpath.normpath(spec.path)
+    if drafter in (NONE, UNKNOWN) or spec.drafter == "keep" or inside:
         return drafter
     raise Unfit(
         f"{spec.shown_url} runs a draft model ({drafter}), which vLLM would leave at its old weights",
         remedy="start vLLM without --speculative-config, follow the component draft (--draft), or give "
-        "drafter=keep to leave it old",
+        "drafter=keep to leave it old; with via=live one in the main checkpoint is reloaded",
     )
 
 

@@ -59,20 +59,23 @@ class Drafting(World):
 
 @contextmanager
 def drafting(
-    root: Path, base: Path, judge: FreshLoad, method: str, first: Callable[[Path], Path]
+    root: Path, base: Path, judge: FreshLoad, method: str, first: Callable[[Path], Path] | None
 ) -> Iterator[Drafting]:
-    """`first`: makes the draft model's first version of the base."""
-    local, draft = root / "local", root / "drafter"
+    """`first`: makes the draft model's first version of the base; None: it is in the main checkpoint."""
+    local = root / "local"
+    draft = local if first is None else root / "drafter"
+    followed = () if first is None else ("--draft", str(draft))
     speculative = {"model": str(draft), "method": method, "num_speculative_tokens": SPECULATED}
     with pytest.MonkeyPatch.context() as patched, Run(root, base) as run:
         patched.setenv("LIVE_KEY", KEY)
-        run.publisher.publish(first(run.base), component="draft")
-        where = ("--channel", run.channel, "--base", run.base, "--local", local, "--draft", draft)
+        if first is not None:
+            run.publisher.publish(first(run.base), component="draft")
+        where = ("--channel", run.channel, "--base", run.base, "--local", local, *followed)
         one_shot("sync", *where)
         site = install(root / "plugin")
         with LiveServer(local, root, site, "--speculative-config", json.dumps(speculative)) as server:
             option = f"vllm={server.url},via=live,name=live,api_key_env=LIVE_KEY"
-            host = Host(root, run.channel, run.base, local, option, extra=("--draft", str(draft)))
+            host = Host(root, run.channel, run.base, local, option, extra=followed)
             with running(host):
                 host.wait_served(0)
                 yield Drafting(root, run, server, host, judge, draft)
@@ -115,6 +118,13 @@ def test_an_engine_that_restarted_drafts_as_before(world: Drafting) -> None:
     world.host.wait_served(main)
     world.wait_drafted(version)
     assert world.acceptance() > FULL
+
+
+def test_a_draft_in_the_main_checkpoint_moves_with_it(models: Path, judge: FreshLoad, tmp_path: Path) -> None:
+    with drafting(tmp_path, models / VARIANT, judge, "draft_model", None) as world:
+        for _ in range(2):
+            world.host.wait_served(world.run.publish())
+            assert world.acceptance() > FULL
 
 
 def test_a_head_that_shares_embeddings_leaves_the_main_models_alone(

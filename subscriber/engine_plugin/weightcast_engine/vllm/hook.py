@@ -209,6 +209,9 @@ class VllmEngine(EngineHere):
         # vLLM remembers weights_path, so that a call without it may read another directory
         self._worker.reload_weights(weights_path=str(self.directory))
         pack_experts_again(self.model)
+        draft = self.draft_directory
+        if draft is not None and draft.resolve() == self.directory.resolve():
+            self.reload_draft()
 
     def reload_draft(self) -> None:
         """As vLLM 0.32 reloads a main model. Modules that are the main model's too keep their weights."""
