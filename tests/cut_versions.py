@@ -84,6 +84,6 @@ def _steps(
         changes = compare(old, words)
         if len(changes):
             step = ChunkStep(changes, span_sums(chunk, old, changes.index, changes.new))
-            prepared = writer.prepare(chunk, old, lambda new=words: new, changes)
-            writer.append(chunk, prepared, lambda new=words: new, step)
+            prepared = writer.prepare(chunk, old, words, changes)
+            writer.append(chunk, prepared, words, step)
             yield step

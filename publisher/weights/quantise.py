@@ -35,6 +35,7 @@ from weightcast.publisher.weights.precision import FLOATS
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.files.hf_checkpoint import side_files
+from weightcast.shared.files.paths import exists
 
 _E4M3_MAX, _FP4_MAX, _INT8_MAX = 448.0, 6.0, 127.5
 _BAND = 1 << 22
@@ -371,7 +372,7 @@ def quantise_checkpoint(source: str | Path, target: str | Path, scheme: str | Qu
 
     quantiser = Quantiser(scheme, keep_bytes=0) if isinstance(scheme, str) else scheme
     target = Path(target)
-    if target.exists():
+    if exists(target):
         raise Refused(f"{target} exists", remedy="give a new directory")
     with (
         closing(CheckpointWeights(Path(source))) as weights,

@@ -20,6 +20,7 @@ from weightcast.shared.base.errors import (
     DamagedFile,
     EngineFailed,
     NeedsReseed,
+    Refused,
     RetryLater,
     Stopped,
     Untrusted,
@@ -132,8 +133,10 @@ class Adapters:
         try:
             self._read_registry()
         except (WeightcastError, OSError) as error:
-            self._host.adapters_trouble = f"adapters: {known(error).message}"
-            self._host.degrade(self._host.adapters_trouble)
+            text = f"adapters: {known(error).message}"
+            self._host.degrade(text)
+            # a channel that is away keeps no host from serving main
+            self._host.adapters_trouble = text if isinstance(error, Refused) else ""
         if self._listed or self._adapters:
             self._host.adapters_trouble = ""
         for pattern in self._options.adapters if self._listed else ():

@@ -25,7 +25,7 @@ from weightcast.shared.digest.checksums import root
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
-from weightcast.shared.files.paths import is_directory
+from weightcast.shared.files.paths import is_directory, matching
 from weightcast.shared.files.strict_json import Hex, Members, parse_object, write_object
 
 CONFIG = "adapter_config.json"
@@ -96,7 +96,7 @@ class ExportedAdapters:
             place = f"{self.directory.name}/.follow/{name}"
             for fault in inspect(self.followed(name), threads=threads, advance=advance).faults:
                 yield Fault(f"{place}/{fault.file}", fault.problem, "its host repairs it")
-        for path in sorted(self.directory.glob("*-v*[0-9]")):
+        for path in matching(self.directory, "*-v*[0-9]"):
             try:
                 _read(path)
             except (WeightcastError, OSError) as error:

@@ -31,7 +31,7 @@ def test_a_host_refuses_a_version_of_a_draft_model(site: Site, run: Run) -> None
     rename(
         run.channel / "weight_v000001" / INDEX, lambda index: index["weightcast"].update(component="draft")
     )
-    with pytest.raises(Refused, match="component 'draft' is not handled"):
+    with pytest.raises(Refused, match="expected component 'main', found 'draft'"):
         host.step()
     assert host.at(run, 0) and engine.paths() == [] and host.status.ready
 
