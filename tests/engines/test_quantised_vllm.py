@@ -43,6 +43,7 @@ def test_versions_arrive_or_are_refused(tmp_path: Path, models: Path, judge: Fre
             with Publisher.open(tmp_path / "channel", local=tmp_path / "publisher", base=base) as publisher:
                 publisher.publish(quantiser(load_file(given / "model.safetensors")))
             if scheme == "int8-channel":
+                wait_until(lambda: host.status["local_version"] == 1, "the local checkpoint")
                 wait_until(lambda: "int8 layers" in json.dumps(host.status), "the refusal")
                 require(server, source, given)
                 server.restart()
