@@ -65,7 +65,7 @@ PACKED_EXPERTS = (
 )
 PACKED_INT8 = (
     "vLLM on a CPU answers a reload of int8 layers with success and computes NaN from then on: use fp8, or "
-    "restart the engine for new weights"
+    "run `weightcast sync` before each start of the engine"
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """in the configurations of mixtures of experts"""
