@@ -104,7 +104,7 @@ class PublisherOptions(CommonOptions):
     upkeep: UpkeepOptions | None = None
     """what rank 0 makes beside the versions, in a thread that gives way to publications"""
     upkeep_thread: bool = True
-    """False: it is made by `make_due`, or in a thread after `work_in_background`"""
+    """False: what is due is made when a `RunPublisher` is asked to"""
 
 
 _DEFAULTS = PublisherOptions()
