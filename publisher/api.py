@@ -316,7 +316,7 @@ class Publisher:
     ) -> GivenWeights:
         own = self.store.component if component == MAIN else component
         if config is not None and own == MAIN:
-            raise Refused("adapter_config= is not for main", remedy='give component="adapter/NAME" too')
+            raise Refused("config= is not for main", remedy='give component="adapter/NAME" too')
         return GivenWeights(named_tensors, config, own)
 
     def _for(
@@ -440,7 +440,7 @@ class Publisher:
         advance: Advance | None = None,
         watching: Watching | None = None,
         component: str = MAIN,
-        adapter_config: AdapterConfig = None,
+        config: AdapterConfig = None,
         main_version: SupportsIndex | None = None,
     ) -> PublishReport:
         """Publishes the next version; as `submit(...).result()`.
@@ -452,7 +452,7 @@ class Publisher:
             component: `adapter/NAME` or `draft`, added at its first version. Tensors of an adapter: those of
                 `peft.get_peft_model_state_dict(model)`; its directory is peft's. A draft model has
                 its own names, and a complete HF directory.
-            adapter_config: Of a component whose tensors are given: `peft_config.to_dict()` or peft's file; of
+            config: Of a component whose tensors are given: `peft_config.to_dict()` or peft's file; of
                 a draft model `config.to_dict()` or its config.json. Required with the first version; later
                 versions keep what they had.
             main_version: Of `main`, on which the component was trained; the newest if not given.
@@ -465,6 +465,10 @@ class Publisher:
                 hook failed, or NotInTime on a rank other than 0) is finished by the next call.
         """
         if isinstance(named_tensors, str | Path):
+            if config is not None:
+                raise Refused(
+                    "config= was given with a directory", remedy="leave it out: the directory has its own"
+                )
             return self.publish_checkpoint(
                 named_tensors,
                 step=step,
@@ -474,7 +478,7 @@ class Publisher:
                 main_version=main_version,
             )
         # once: a second look at an iterator would see nothing
-        read = functools.cache(lambda: self._given(named_tensors, component, adapter_config))
+        read = functools.cache(lambda: self._given(named_tensors, component, config))
         publisher, belongs = self._for(component, read, main_version)
         return publisher._publish_weights(
             read, step=step, advance=advance, watching=watching, trained_on=belongs
@@ -488,7 +492,7 @@ class Publisher:
         when_busy: WhenBusy = "block",
         hold: Hold = "tensors",
         component: str = MAIN,
-        adapter_config: AdapterConfig = None,
+        config: AdapterConfig = None,
         main_version: SupportsIndex | None = None,
     ) -> Handle:
         """Begins the next version and lets the trainer go on. Iterators are consumed before this returns.
@@ -503,7 +507,7 @@ class Publisher:
                 returns: the tensors may change, whatever happens to channel and other ranks. Costs one copy,
                 and as much memory until the comparison is done; twice with `newest`.
             component: As in `publish`; each component waits for its own submissions alone.
-            adapter_config: As in `publish`.
+            config: As in `publish`.
             main_version: As in `publish`.
 
         Returns:
@@ -517,7 +521,7 @@ class Publisher:
         if hold not in get_args(Hold):
             raise Refused(f"hold is {hold!r}", remedy='give "tensors" or "copy"')
         number = whole_step(step, self._world_size)
-        weights = self._given(named_tensors, component, adapter_config)
+        weights = self._given(named_tensors, component, config)
         publisher, belongs = self._for(component, lambda: weights, main_version)
         return publisher._submit(weights, number, when_busy, hold, belongs)
 

@@ -154,9 +154,7 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._handle = self.publisher.submit(cast_like(self.publisher, self._export(model)), **how)
         else:
             tensors, config = _adapter_of(model)
-            self._handle = self.publisher.submit(
-                tensors, component=self._component, adapter_config=config, **how
-            )
+            self._handle = self.publisher.submit(tensors, component=self._component, config=config, **how)
         self._submitted = step
 
 

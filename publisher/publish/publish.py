@@ -558,7 +558,7 @@ def _belonging(channel: Channel, index: Index, job: PublishJob) -> Index:
     if not any(file.name == config for file in index.carried):
         raise Refused(
             f"{channel.place} has no {config} yet",
-            remedy="give adapter_config= with the first version",
+            remedy="give config= with the first version",
         )
     version, digest = job.trained_on or (0, "")
     if not digest:

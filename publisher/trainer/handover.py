@@ -117,7 +117,7 @@ class HandOver:
         step: SupportsIndex | None = None,
         timeout: float = 60.0,
         component: str = MAIN,
-        adapter_config: Mapping[str, Any] | str | Path | None = None,
+        config: Mapping[str, Any] | str | Path | None = None,
     ) -> Handed:
         """Copies the tensors, which may change when this returns. The newest wins: earlier ones that are not
         being read are replaced.
@@ -128,7 +128,7 @@ class HandOver:
             timeout: To wait for a slot, in seconds.
             component: `adapter/NAME`: the tensors are those of `peft.get_peft_model_state_dict(model)`. Its
                 newest wins over its own earlier ones alone.
-            adapter_config: Of an adapter, required: `peft_config.to_dict()`, or peft's file.
+            config: Of an adapter, required: `peft_config.to_dict()`, or peft's file.
 
         Raises:
             RetryLater: The memory is too small, or no slot became free in time. The publisher keeps what was
@@ -137,11 +137,9 @@ class HandOver:
         """
         if component != MAIN:
             # blake3 and more, which a trainer without adapters does not need
-            from weightcast.publisher.weights.config import adapter_config as written
+            from weightcast.publisher.weights.config import component_config as written
 
-            handed = self._of(component)._put(
-                named_tensors, step, timeout, written(adapter_config, component)
-            )
+            handed = self._of(component)._put(named_tensors, step, timeout, written(config, component))
         else:
             handed = self._put(named_tensors, step, timeout)
         self._tell()
@@ -170,7 +168,7 @@ class HandOver:
     ) -> Handed:
         """`config`: None for main."""
         if config is not None and ADAPTER_CONFIG not in config:
-            raise Refused("adapter_config is missing", remedy="give peft_config.to_dict() with component=")
+            raise Refused("config= is missing", remedy="give peft_config.to_dict() with component=")
         number = whole_step(step)
         given = [(spec_of(name, tensor), tensor) for name, tensor in pairs_of(named_tensors)]
         twice = [name for name, count in Counter(spec.name for spec, _ in given).items() if count > 1]

@@ -225,7 +225,7 @@ def config_of(component: str) -> str:
     return ADAPTER_CONFIG if is_adapter(component) else CONFIG
 
 
-def adapter_config(config: AdapterConfig, component: str) -> Mapping[str, bytes]:
+def component_config(config: AdapterConfig, component: str) -> Mapping[str, bytes]:
     """What a component's version carries, whose tensors are given with this configuration. Raises Refused."""
     if config is None:
         return {}
@@ -234,7 +234,7 @@ def adapter_config(config: AdapterConfig, component: str) -> Mapping[str, bytes]
         return {config_of(component): json.dumps(said, indent=2, sort_keys=True, default=_plainly).encode()}
     except (TypeError, FileNotFoundError) as error:
         raise Refused(
-            f"adapter_config: {error}", remedy="give peft_config.to_dict(), or the path of peft's file"
+            f"config=: {error}", remedy="give peft_config.to_dict(), or the path of peft's file"
         ) from error
 
 

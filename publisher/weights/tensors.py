@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weightcast.publisher.weights.config import AdapterConfig, adapter_config, digest_of
+from weightcast.publisher.weights.config import AdapterConfig, component_config, digest_of
 from weightcast.publisher.weights.given import (
     CastTensor,
     RawTensor,
@@ -217,7 +217,7 @@ class GivenWeights(NewWeights):
         component: str = MAIN,
     ) -> None:
         """`config`: of the component."""
-        carry = adapter_config(config, component)
+        carry = component_config(config, component)
         if carry:
             self.facts = InputFacts(configs={n: digest_of(data) for n, data in carry.items()}, carry=carry)
         given: dict[str, _Given] = {}

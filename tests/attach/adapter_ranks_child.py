@@ -75,9 +75,7 @@ def run(rank: int) -> None:
             model(torch.randn(4, WIDTH)).pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            report = publisher.publish(
-                named(model), step=step, component="adapter/math", adapter_config=config
-            )
+            report = publisher.publish(named(model), step=step, component="adapter/math", config=config)
             assert report.version == step
             full = {name: one.full_tensor() for name, one in named(model).items()}
             if rank == 0:

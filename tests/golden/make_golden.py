@@ -94,8 +94,8 @@ def make_adapters() -> dict[str, str]:
         for step, model in enumerate(adapter_models(rng), 1):
             given = {n: RawTensor(one.dtype, one.shape, one.data.tobytes()) for n, one in model.items()}
             config = {"peft_type": "LORA", "r": 3, "lora_alpha": step}
-            report = publisher.publish(given, step=step, component="adapter/math", adapter_config=config)
-        publisher.publish(given, component="adapter/old", adapter_config=config)
+            report = publisher.publish(given, step=step, component="adapter/math", config=config)
+        publisher.publish(given, component="adapter/old", config=config)
         publisher.retire("adapter/old")
     for claims in channel.rglob("publishers"):
         shutil.rmtree(claims)
@@ -114,7 +114,7 @@ def make_draft() -> dict[str, str]:
         for step, model in enumerate(models()[1:], 1):
             given = {n: RawTensor(one.dtype, one.shape, one.data.tobytes()) for n, one in model.items()}
             config = {"architectures": ["Tiny"], "step": step}
-            report = publisher.publish(given, step=step, component="draft", adapter_config=config)
+            report = publisher.publish(given, step=step, component="draft", config=config)
     for claims in channel.rglob("publishers"):
         shutil.rmtree(claims)
     return {"main": main.root, "draft": report.root}

@@ -24,5 +24,5 @@ def look(name: str, where: Path | None) -> None:
 
 with Publisher.open(channel, local=local, base=base) as publisher:
     watch(look)
-    publisher.publish(adapter(1), component=MATH, adapter_config=CONFIG)
+    publisher.publish(adapter(1), component=MATH, config=CONFIG)
 print("not killed", flush=True)

@@ -326,13 +326,13 @@ def test_adapters_next_to_main(tmp_path: Path) -> None:
     places, export = Places.made(tmp_path), tmp_path / "export"
     with HandOver(export) as hand_over:
         for seed in (1, 2):
-            hand_over.put(adapter(seed), step=seed, component=MATH, adapter_config=CONFIG)
-        hand_over.put(adapter(7), component=CODE, adapter_config=CONFIG)
+            hand_over.put(adapter(seed), step=seed, component=MATH, config=CONFIG)
+        hand_over.put(adapter(7), component=CODE, config=CONFIG)
         hand_over.put(_as_numpy_bytes(places), step=1)
-        with pytest.raises(Refused, match="adapter_config is missing"):
+        with pytest.raises(Refused, match="config= is missing"):
             hand_over.put(adapter(3), component=MATH)
         with pytest.raises(Refused, match="cannot be handed over"):
-            hand_over.put(adapter(3), component="adapter/../main", adapter_config=CONFIG)
+            hand_over.put(adapter(3), component="adapter/../main", config=CONFIG)
     (export / "adapter" / "a@b").mkdir()
     (export / "adapter" / "link").symlink_to(export / "adapter" / "math")
     daemon = Daemon.start(places, "--hand-over", str(export)).ready()
@@ -344,9 +344,9 @@ def test_adapters_next_to_main(tmp_path: Path) -> None:
         assert follow(places.channel, MATH, tmp_path / "math") == (1, bytes_of(adapter(2)), CONFIG)
         assert follow(places.channel, CODE, tmp_path / "code")[:2] == (1, bytes_of(adapter(7)))
         with HandOver(export, sidecar=str(daemon.client.base_url)) as hand_over:
-            hand_over.put(adapter(4, rank=8), component=MATH, adapter_config=CONFIG)
+            hand_over.put(adapter(4, rank=8), component=MATH, config=CONFIG)
             wait_until(lambda: daemon.status()["totals"]["failures"] == 1)
-            hand_over.put(adapter(5), step=9, component=MATH, adapter_config=CONFIG | {"lora_alpha": 16})
+            hand_over.put(adapter(5), step=9, component=MATH, config=CONFIG | {"lora_alpha": 16})
             wait_until(lambda: len(daemon.status()["publications"]) == 4)
         found = follow(places.channel, MATH, tmp_path / "math")
         assert found == (2, bytes_of(adapter(5)), CONFIG | {"lora_alpha": 16})
@@ -364,13 +364,13 @@ def test_a_sidecar_that_is_killed_at_an_adapter(
             hand_over.put(arrays(all_changed(place.model, rng)), step=version)
             assert publish_newest(place, HandOverSource(export, place.root / "memory")) == version
         hand_over.put(arrays(place.model), step=3)
-        hand_over.put(adapter(1), step=3, component=MATH, adapter_config=CONFIG)
+        hand_over.put(adapter(1), step=3, component=MATH, config=CONFIG)
     assert ended(sidecar.start(moment))[0] == -9
     sidecar.start()
     latest_of = place.channel / "components" / MATH / "latest"
     wait_until(latest_of.exists, 240, "the adapter is out")
     with HandOver(export, sidecar=sidecar.url()) as hand_over:
-        hand_over.put(adapter(2), step=4, component=MATH, adapter_config=CONFIG)
+        hand_over.put(adapter(2), step=4, component=MATH, config=CONFIG)
         wait_until(lambda: int(latest_of.read_text()) == 2, 240, "the second is out, once")
     assert follow(place.channel, MATH, place.root / "math")[:2] == (2, bytes_of(adapter(2)))
 

@@ -54,7 +54,7 @@ def test_what_a_kill_leaves_is_finished_by_the_next_publisher(tmp_path: Path, mo
     # other tensors than those of the attempt, where nobody could have read that
     first = adapter(2, rank=8) if moment == "component.described" else adapter(2)
     with place.publisher() as publisher:
-        report = publisher.publish(first, component=MATH, adapter_config=CONFIG)
+        report = publisher.publish(first, component=MATH, config=CONFIG)
         # committed is committed
         assert report.version == (2 if moment in ("pointer.allowed", "pointer.moved") else 1)
         publisher.publish_checkpoint(place.new(numpy_model(np.random.default_rng(4))))

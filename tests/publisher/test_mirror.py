@@ -422,8 +422,8 @@ def test_adapters_are_mirrored_after_main(
     run.grow(1)
     with run.publisher() as publisher:
         for seed in (1, 2):
-            publisher.publish(adapter(seed), component=MATH, adapter_config=CONFIG)
-        publisher.publish(adapter(9), component=CODE, adapter_config=CONFIG)
+            publisher.publish(adapter(seed), component=MATH, config=CONFIG)
+        publisher.publish(adapter(9), component=CODE, config=CONFIG)
     with run.mirror(to) as mirror:
         mirror.step()
         assert mirror.status.versions == 4
@@ -442,7 +442,7 @@ def test_damage_of_an_adapter_keeps_main_and_others_mirrored(make_store: MakeSto
     run.grow(1)
     with run.publisher() as publisher:
         for name in (CODE, MATH):
-            publisher.publish(adapter(1), component=name, adapter_config=CONFIG)
+            publisher.publish(adapter(1), component=name, config=CONFIG)
     shard = tmp_path / "source" / "components" / CODE / "weight_v000001" / "model-00000-of-00001.safetensors"
     shard.unlink()
     with pytest.raises((DamagedFile, NotFound)):

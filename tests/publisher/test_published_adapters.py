@@ -37,7 +37,7 @@ def test_adapters_arrive_at_a_host_without_a_base(place: StorePlace, tmp_path: P
         for version in (1, 2, 3):
             given = save_adapter(tmp_path / f"math-{version}", adapter(version), lora_alpha=version)
             assert publisher.publish(given, step=version, component=MATH).version == version
-        publisher.publish(adapter(9), component=CODE, adapter_config=CONFIG)
+        publisher.publish(adapter(9), component=CODE, config=CONFIG)
     version, tensors, config = follow(place.channel, MATH, tmp_path / "host")
     assert (version, tensors, config["lora_alpha"]) == (3, bytes_of(adapter(3)), 3)
     assert follow(place.channel, CODE, tmp_path / "other") == (1, bytes_of(adapter(9)), CONFIG)
@@ -49,7 +49,7 @@ def test_a_version_names_the_main_version_that_it_was_trained_on(tmp_path: Path)
     place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
     with place.publisher() as publisher:
         roots = [publisher.run[1].root]
-        publisher.publish(adapter(1), component=MATH, adapter_config=CONFIG)
+        publisher.publish(adapter(1), component=MATH, config=CONFIG)
         model = numpy_model(np.random.default_rng(4))
         roots.append(publisher.publish_checkpoint(place.new(model)).root)
         publisher.publish(adapter(2), component=MATH)
@@ -69,7 +69,7 @@ def test_main_is_published_next_to_adapters(tmp_path: Path) -> None:
     place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
     model = numpy_model(np.random.default_rng(4))
     with place.publisher() as publisher:
-        publisher.publish(adapter(1), component=MATH, adapter_config=CONFIG)
+        publisher.publish(adapter(1), component=MATH, config=CONFIG)
         publisher.publish_checkpoint(place.new(model))
     place.arrives(model, 1)
 
@@ -82,7 +82,7 @@ def test_a_publisher_of_one_adapter_keeps_no_main(tmp_path: Path) -> None:
         Publisher.open(place.channel, local=tmp_path / "own", component=MATH)
     init_component(run, MATH, lambda: tensors)
     with Publisher.open(place.channel, local=tmp_path / "own", component=MATH) as alone:
-        alone.publish(adapter(2), adapter_config=CONFIG)
+        alone.publish(adapter(2), config=CONFIG)
         alone.submit(adapter(3)).result()
         alone.publish(save_adapter(tmp_path / "last", adapter(4)))
         retire_component(run, MATH)
@@ -96,7 +96,7 @@ def test_a_publisher_of_one_adapter_keeps_no_main(tmp_path: Path) -> None:
 def test_a_retired_adapter_takes_no_more_versions(tmp_path: Path) -> None:
     place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
     with place.publisher() as publisher:
-        publisher.publish(adapter(1), component=MATH, adapter_config=CONFIG)
+        publisher.publish(adapter(1), component=MATH, config=CONFIG)
         publisher.retire(MATH)
         with pytest.raises(Refused, match="adapter/math is retired"):
             publisher.publish(adapter(2), component=MATH)
@@ -117,7 +117,7 @@ def test_other_shapes_are_another_adapter(
 ) -> None:
     place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
     with place.publisher() as publisher:
-        publisher.publish(adapter(1), component=MATH, adapter_config=CONFIG)
+        publisher.publish(adapter(1), component=MATH, config=CONFIG)
         with pytest.raises(Refused, match=f"do not fit adapter/math.*{problem}") as refused:
             publisher.publish(given, component=MATH)
         assert remedy in refused.value.remedy
@@ -139,7 +139,7 @@ def test_what_is_not_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(Refused, match=r"has adapter_model\.bin"):
             publisher.publish(pickled, component=MATH)
         with pytest.raises(Refused, match="not a name in an adapter's file"):
-            publisher.publish(in_model, component=MATH, adapter_config=CONFIG)
+            publisher.publish(in_model, component=MATH, config=CONFIG)
         with pytest.raises(Refused, match="is a LoRA adapter") as refused:
             publisher.publish(saved)
         assert "--component adapter/NAME" in refused.value.remedy
@@ -148,7 +148,7 @@ def test_what_is_not_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
         assert read_components(Channel.open(open_store(place.channel))) == ()
         with pytest.raises(Refused, match=r"has no adapter_config\.json yet"):
             publisher.publish(adapter(1), component=MATH)
-        assert publisher.publish(adapter(1), component=MATH, adapter_config=CONFIG).version == 1
+        assert publisher.publish(adapter(1), component=MATH, config=CONFIG).version == 1
 
 
 def test_adapters_are_signed_as_main_is(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_adapters_are_signed_as_main_is(tmp_path: Path) -> None:
     write_private_key(key, PrivateKey.generate())
     place = make_place(tmp_path, numpy_model(np.random.default_rng(3)), sign_key=key)
     with place.publisher(sign_key=key) as publisher:
-        publisher.publish(adapter(1), component=MATH, adapter_config=CONFIG)
+        publisher.publish(adapter(1), component=MATH, config=CONFIG)
         publisher.publish(adapter(2), component=MATH)
         trust = publisher._trust
     nested = open_component(Channel.open(open_store(place.channel), trust), MATH)
@@ -168,7 +168,7 @@ def test_anchors_and_multi_step_deltas_of_adapters(tmp_path: Path) -> None:
     place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
     with place.publisher(anchor_every=2) as publisher:
         for version in range(1, 4):
-            publisher.publish(adapter(version), component=MATH, adapter_config=CONFIG)
+            publisher.publish(adapter(version), component=MATH, config=CONFIG)
     anchor = place.channel / "components" / MATH / "weight_v000002" / "anchor"
     assert (anchor / "adapter_model.safetensors").exists()
     for lost in ("weight_v000001", "weight_v000002/model-00000-of-00001.safetensors"):
@@ -180,7 +180,7 @@ def test_anchors_and_multi_step_deltas_of_adapters(tmp_path: Path) -> None:
 def test_a_lost_local_checkpoint_is_made_again(tmp_path: Path) -> None:
     place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
     with place.publisher() as publisher:
-        publisher.publish(adapter(1), component=MATH, adapter_config=CONFIG)
+        publisher.publish(adapter(1), component=MATH, config=CONFIG)
     own = place.pub / ".weightcast" / "components" / MATH
     (own / "adapter_model.safetensors").write_bytes(b"")
     with place.publisher() as publisher:
@@ -191,18 +191,20 @@ def test_a_lost_local_checkpoint_is_made_again(tmp_path: Path) -> None:
 def test_a_configuration_without_a_component_is_refused(tmp_path: Path) -> None:
     place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
     with place.publisher() as publisher:
-        with pytest.raises(Refused, match="adapter_config= is not for main"):
-            publisher.publish(adapter(1), adapter_config=CONFIG)
+        with pytest.raises(Refused, match="config= is not for main"):
+            publisher.publish(adapter(1), config=CONFIG)
+        with pytest.raises(Refused, match="config= was given with a directory"):
+            publisher.publish(tmp_path, component=MATH, config=CONFIG)
         with pytest.raises(Refused, match="cannot be written as JSON"):
-            publisher.publish(adapter(1), component=MATH, adapter_config={"r": object()})
-        assert publisher.publish(adapter(1), component=MATH, adapter_config={"r": {4, 2}}).version == 1
+            publisher.publish(adapter(1), component=MATH, config={"r": object()})
+        assert publisher.publish(adapter(1), component=MATH, config={"r": {4, 2}}).version == 1
     assert follow(place.channel, MATH, tmp_path / "host")[2] == {"r": [2, 4]}
 
 
 def test_a_rollback_of_an_adapter_names_what_it_was_trained_on(tmp_path: Path) -> None:
     place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
     with place.publisher() as publisher:
-        publisher.publish(adapter(1), component=MATH, adapter_config=CONFIG)
+        publisher.publish(adapter(1), component=MATH, config=CONFIG)
         publisher.publish_checkpoint(place.new(numpy_model(np.random.default_rng(4))))
         publisher.publish(adapter(2), component=MATH)
         nested = publisher.component(MATH)
@@ -217,7 +219,7 @@ def test_a_rollback_of_an_adapter_names_what_it_was_trained_on(tmp_path: Path) -
 def test_full_weights_begin_a_new_chain_where_the_local_checkpoint_is_ahead(tmp_path: Path) -> None:
     place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
     with place.publisher() as publisher:
-        publisher.publish(adapter(1), component=MATH, adapter_config=CONFIG)
+        publisher.publish(adapter(1), component=MATH, config=CONFIG)
         publisher.publish(adapter(2), component=MATH)
     nested = place.channel / "components" / MATH
     (nested / "latest").write_text("000001")
@@ -247,7 +249,7 @@ def test_a_change_of_every_word_costs_no_more_than_the_words(
 
     with place.publisher(encoding=encoding) as publisher:
         for _ in range(2):
-            publisher.publish(noise(), component=MATH, adapter_config=CONFIG)
+            publisher.publish(noise(), component=MATH, config=CONFIG)
     for version in (1, 2):
         index = index_of(place, MATH, version)
         nbytes = sum(one.nbytes for one in noise().values())

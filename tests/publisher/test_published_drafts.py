@@ -88,7 +88,7 @@ def test_versions_name_main_and_anchors_are_followed(tmp_path: Path) -> None:
     with place.publisher() as publisher:
         with pytest.raises(Refused, match=r"has no config\.json yet"):
             publisher.publish(draft(1), component=DRAFT)
-        publisher.publish(draft(1), component=DRAFT, adapter_config=CONFIG)
+        publisher.publish(draft(1), component=DRAFT, config=CONFIG)
         root = publisher.publish_checkpoint(place.new(numpy_model(np.random.default_rng(4)))).root
         publisher.submit(draft(2), component=DRAFT).result()
         publisher.component(DRAFT).write_anchor()

@@ -82,7 +82,7 @@ def test_an_adapter_computes_on_a_host_what_it_does_in_training(
                     get_peft_model_state_dict(trained),
                     step=step,
                     component=MATH,
-                    adapter_config=trained.peft_config["default"].to_dict(),
+                    config=trained.peft_config["default"].to_dict(),
                 )
             assert report.version == step
             host = arrived(tmp_path / "channel", tmp_path / "host", step)
