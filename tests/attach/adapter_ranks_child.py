@@ -1,6 +1,7 @@
-"""Two FSDP2 ranks train an adapter and publish it from their shards: adapter_ranks_child.py PLACE.
+"""Two FSDP2 ranks train an adapter and publish it from their shards, and as a draft model in fp32:
+adapter_ranks_child.py PLACE.
 
-After each step the adapter that torch gathered lies in PLACE/full-<step>.safetensors.
+Each step writes what torch gathered to PLACE/full-<step>.safetensors and PLACE/draft-<step>.safetensors.
 """
 
 import os
@@ -77,9 +78,15 @@ def run(rank: int) -> None:
             optimizer.zero_grad()
             report = publisher.publish(named(model), step=step, component="adapter/math", config=config)
             assert report.version == step
+            draft = {name.replace("lora_", "model."): one for name, one in model.state_dict().items()}
+            handle = publisher.submit(draft, step=step, component="draft", config={"model_type": "llama"})
+            assert handle.result().version == step
             full = {name: one.full_tensor() for name, one in named(model).items()}
             if rank == 0:
                 save_file(full, place / f"full-{step}.safetensors")
+            whole = {name: one.full_tensor() for name, one in draft.items()}
+            if rank == 0:
+                save_file(whole, place / f"draft-{step}.safetensors")
         try:
             publisher.publish(broken(model, rank), step=4, component="adapter/math")
         except (WeightcastError, ValueError) as error:
