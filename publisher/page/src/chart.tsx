@@ -32,6 +32,8 @@ export interface Series {
 }
 
 const HEIGHT = 132;
+/** Of the band of a mark, where a bar is not a stretch of time. */
+const WIDEST = 34;
 
 /** A chart of one series over evenly spaced points. The figures must also stand in a table: a canvas says nothing
  * to a screen reader. */
@@ -130,9 +132,9 @@ function point(chart: uPlot, at: number | null): void {
 }
 
 /** Bands over the bars, with a sign where each begins. */
-function drawMarks(chart: uPlot, marks: Mark[], colour: string): void {
+function drawMarks(chart: uPlot, marks: Mark[], widest: number, colour: string): void {
   const { ctx, bbox } = chart;
-  const width = chart.valToPos(1, "x", true) - chart.valToPos(0, "x", true);
+  const width = Math.min(chart.valToPos(1, "x", true) - chart.valToPos(0, "x", true), widest * devicePixelRatio);
   ctx.save();
   ctx.fillStyle = colour;
   ctx.textAlign = "center";
@@ -143,7 +145,7 @@ function drawMarks(chart: uPlot, marks: Mark[], colour: string): void {
     ctx.globalAlpha = 0.3;
     ctx.fillRect(middle - width / 2, bbox.top, width, bbox.height);
     ctx.globalAlpha = 1;
-    if (marks[at - 1]?.text !== text) ctx.fillText(sign, middle, bbox.top - 3 * devicePixelRatio);
+    if (marks[at - 1]?.text !== text) ctx.fillText(sign, middle, bbox.top - 5 * devicePixelRatio);
   });
   ctx.restore();
 }
@@ -158,7 +160,7 @@ function options(
   const bars = shape === "bars";
   const [ink, line, mark, happened] = [colour("--quiet"), colour("--line"), colour("--mark"), colour("--behind")];
   const layers = [...(now.current.layers ?? [])].reverse();
-  const paths = uPlot.paths.bars!(layers.length > 0 ? { size: [0.9, 26] } : { size: [0.72, 26], radius: 0.12 });
+  const paths = uPlot.paths.bars!(layers.length > 0 ? { size: [0.94] } : { size: [0.72, 26], radius: 0.12 });
   const axis = { stroke: ink, font: "11px system-ui, sans-serif", ticks: { show: false }, border: { show: false } };
   return {
     width: Math.max(place.clientWidth, 50),
@@ -172,7 +174,7 @@ function options(
     },
     hooks: {
       setCursor: [(chart) => setUnder(chart.cursor.idx ?? null)],
-      draw: [(chart) => drawMarks(chart, now.current.marks ?? [], happened)],
+      draw: [(chart) => drawMarks(chart, now.current.marks ?? [], layers.length > 0 ? Infinity : WIDEST, happened)],
     },
     scales: {
       x: { time: false, range: (_, low, high) => [low - 0.6, high + 0.6] },
