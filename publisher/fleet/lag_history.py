@@ -41,14 +41,17 @@ class LagHistory(BaseModel, frozen=True):
     """oldest first"""
 
     def after(self, fleet: Fleet) -> LagHistory:
-        """With what a look found: the last look of each half minute counts, and any hold in it."""
-        period = fleet.now // SAMPLE_SECONDS
-        kept = [one for one in self.samples if one.at // SAMPLE_SECONDS != period]
+        """With what a look found: of a half minute the look with most hosts up to date counts, so that hosts
+        which take a new version are not behind; and any hold."""
+        kept = [one for one in self.samples if one.at // SAMPLE_SECONDS != fleet.now // SAMPLE_SECONDS]
+        known = self.samples[len(kept) :]
         held = "" if fleet.publisher is None else fleet.publisher.held
         sample = LagSample(
             at=fleet.now,
             behind=lag_counts(fleet),
             lost=sum(host.standing == "lost" and not host.is_ghost for host in fleet.hosts),
-            held=held or "".join(one.held for one in self.samples[len(kept) :]),
+            held=held or "".join(one.held for one in known),
         )
-        return LagHistory(samples=(*kept, sample)[-MOST_SAMPLES:])
+        best = max((sample, *known), key=lambda one: one.behind.get("0", 0))
+        best = best.model_copy(update={"held": sample.held})
+        return LagHistory(samples=(*kept, best)[-MOST_SAMPLES:])

@@ -95,6 +95,10 @@ def test_lag_is_remembered_by_half_minutes_for_an_hour() -> None:
     assert [one.at for one in samples[:-1]] == [3045.0 + 30 * n for n in range(MOST_SAMPLES - 1)]
     assert [(one.at, one.held) for one in samples if one.held] == [(6015.0, "rolled back to version 1")]
     assert (samples[-1].behind, samples[-1].lost) == ({"0": 1, "16-63": 1}, 1)
+    behind = fleet.model_copy(update={"now": fleet.now + 15, "hosts": (host("a", lag=1), *hosts[1:])})
+    assert history.after(behind) == history, "a host that takes a new version"
+    later = behind.model_copy(update={"now": fleet.now + 30})
+    assert history.after(later).samples[-1].behind == {"1": 1, "16-63": 1}
 
 
 def test_catching_up_and_the_chain() -> None:

@@ -189,8 +189,9 @@ def staging_room(paths: LocalPaths) -> int:
 
 def staging_bytes(index: Index | ForeignIndex) -> int:
     """Of a version's files and journal, at most. A foreign index states no sizes."""
-    is_ours = isinstance(index, Index)
-    return sum(file.size for file in index.files) + journal_bytes(index) if is_ours else 0
+    if not isinstance(index, Index):
+        return 0
+    return sum(file.size for file in index.files) + journal_bytes(index)
 
 
 def journal_bytes(index: Index) -> int:
