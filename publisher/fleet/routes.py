@@ -87,7 +87,7 @@ def fleet_routes(
     @router.get("/v1/lag-history")
     async def lag_history() -> LagHistory:
         """How far behind hosts were in the last hour, since this publisher started."""
-        return view.lag_history()
+        return view.lag.get()
 
     @router.get("/v1/prune-plan")
     async def prune_plan() -> PrunePlan:

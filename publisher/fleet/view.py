@@ -87,7 +87,7 @@ class FleetView:
         empty = Fleet(now=time.time(), channel=place, run_id=None, latest=None, bounds=bounds, verdict=unread)
         self._fleet = Snapshot(_page(empty, 0))
         self._versions = Snapshot(ChannelPage())
-        self._lag = Snapshot(LagHistory())
+        self.lag = Snapshot(LagHistory())
         self._asked = time.monotonic() - _WATCHED_SECONDS
         self._ending = threading.Event()
         self._threads = [
@@ -118,9 +118,6 @@ class FleetView:
         self._asked = time.monotonic()
         return self._versions.get()
 
-    def lag_history(self) -> LagHistory:
-        return self._lag.get()
-
     def last_look(self) -> tuple[Fleet, ChannelPage]:
         """For those who ask all the time."""
         return self._fleet.get().fleet, self._versions.get()
@@ -139,7 +136,7 @@ class FleetView:
             log.warning("posted reports not written", reason=self.report_intake.problem)
         before, fleet = self._fleet.get(), self._reader.read()
         self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))
-        self._lag.set(self._lag.get().after(fleet))
+        self.lag.set(self.lag.get().after(fleet))
 
     def read_versions(self) -> None:
         """As `read_hosts`."""
