@@ -10,14 +10,12 @@ from typing import get_args
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from weightcast.publisher.fleet.lag_history import LAGS, MORE, UNKNOWN, lag_counts
 from weightcast.publisher.fleet.versions import CatchUp, CatchUpRow, Joiner, Versions
 from weightcast.publisher.fleet.view import ChannelPage
 from weightcast.shared.daemon.fleet import Fleet, Standing
 from weightcast.shared.daemon.metrics import PREFIX, Metrics
 
-LAGS = {"0": 0, "1": 1, "2-3": 3, "4-15": 15, "16-63": 63}
-"""labels of lags, by the most that they hold"""
-MORE, UNKNOWN = "64+", "unknown"
 COSTS = ("1", "8", "64", "new")
 """lags whose cost is shown, and a host that joins with the base at hand"""
 _NAN = float("nan")
@@ -36,16 +34,10 @@ class FleetMetrics(Collector):
         counts = Counter(host.standing for host in fleet.hosts)
         yield _family("hosts", text, "standing", {each: counts[each] for each in get_args(Standing)})
         text = "Hosts that neither stopped nor are lost, by versions behind."
-        lags = Counter(lag_label(host.lag) for host in fleet.hosts if host.takes_part)
+        lags = lag_counts(fleet)
         yield _family("hosts_behind", text, "behind", {each: lags[each] for each in (*LAGS, MORE, UNKNOWN)})
         yield from _costs(page.catch_up)
         yield from _chain(page.versions)
-
-
-def lag_label(lag: int | None) -> str:
-    if lag is None:
-        return UNKNOWN
-    return next((label for label, most in LAGS.items() if lag <= most), MORE)
 
 
 def _costs(catch_up: CatchUp) -> Iterable[Metric]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from weightcast.shared.base.errors import Refused, WrongRun
 from weightcast.shared.channel.layout import report_key
@@ -19,27 +19,20 @@ PER_HOST_SECONDS = 0.5
 ALL_PER_SECOND, BURST = 1000, 2000
 WAITING_BYTES = 32 << 20
 """of reports that are taken and not yet written"""
-TRIES = 5
-"""of a host's report, while those of others are written"""
 SILENT_SECONDS = 86400.0
 """after which a host that posted is forgotten"""
 _FAILURES_IN_A_ROW = 16
 """after which the channel takes none now"""
-_TOLD_SECONDS = 120.0
-"""after a failure, unless the host's next report is written"""
 
 
 class TooMany(Exception):
     """Reports come more quickly than they are taken."""
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """`packed`: the report as it is written; `tries`: those that say something of it."""
-
+class _Waiting(NamedTuple):
     host: str
     packed: bytes
-    tries: int = 0
+    """the report as it is written"""
 
 
 class ReportIntake:
@@ -52,8 +45,6 @@ class ReportIntake:
         self._waiting_bytes = 0
         self._taken: dict[str, float] = {}
         self._tokens, self._filled = float(BURST), clock()
-        self._failing: dict[str, tuple[str, float]] = {}
-        """why the report of a host could not be written, and when it was last tried"""
         self.problem = ""
         """why reports are not written; empty when all are"""
 
@@ -106,11 +97,12 @@ class ReportIntake:
 
     def write(self) -> None:
         """For one thread. What cannot be written keeps nothing else from it, and is kept for the next time,
-        unless the host said something newer; what keeps failing while others are written is given up."""
+        unless the host said something newer."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         failed: dict[str, _Waiting] = {}
-        written = in_a_row = 0
+        reasons: list[str] = []
+        in_a_row = 0
         while waiting and in_a_row < _FAILURES_IN_A_ROW:
             key, one = next(iter(waiting.items()))
             del waiting[key]
@@ -118,20 +110,13 @@ class ReportIntake:
                 write_packed(self._store, key, one.packed)
             except OSError as error:
                 failed[key] = one
-                self._failing[key] = f"{one.host}: {disk_text(error, key)}", self._clock()
+                reasons.append(f"{one.host}: {disk_text(error, key)}")
                 in_a_row += 1
             else:
-                self._failing.pop(key, None)
-                written, in_a_row = written + 1, 0
+                in_a_row = 0
         with self._lock:
-            # those that were not tried come first; on a channel that takes none, no report is at fault
-            if written:
-                once_more = {key: replace(one, tries=one.tries + 1) for key, one in failed.items()}
-                failed = {key: one for key, one in once_more.items() if one.tries < TRIES}
+            # those that were not tried come first
             self._waiting = {**waiting, **failed, **self._waiting}
             self._waiting_bytes = sum(len(one.packed) for one in self._waiting.values())
-        since = self._clock() - _TOLD_SECONDS
-        self._failing = {key: told for key, told in self._failing.items() if told[1] >= since}
-        reasons = [reason for reason, _ in self._failing.values()]
         more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
         self.problem = reasons[0] + more if reasons else ""

@@ -14,6 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
+from weightcast.publisher.fleet.lag_history import LagHistory
 from weightcast.publisher.fleet.report_intake import TooMany
 from weightcast.publisher.fleet.versions import ROWS_LIMIT, CatchUp, PrunePlan, Versions
 from weightcast.publisher.fleet.view import FleetView
@@ -82,6 +83,11 @@ def fleet_routes(
     async def catch_up() -> CatchUp:
         """What a host that is so many versions behind, or joins, reads and takes."""
         return view.versions().catch_up
+
+    @router.get("/v1/lag-history")
+    async def lag_history() -> LagHistory:
+        """How far behind hosts were in the last hour, since this publisher started."""
+        return view.lag.get()
 
     @router.get("/v1/prune-plan")
     async def prune_plan() -> PrunePlan:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
+from weightcast.publisher.fleet.lag_history import LagHistory
 from weightcast.publisher.fleet.report_intake import ReportIntake
 from weightcast.publisher.fleet.versions import (
     CatchUp,
@@ -86,6 +87,7 @@ class FleetView:
         empty = Fleet(now=time.time(), channel=place, run_id=None, latest=None, bounds=bounds, verdict=unread)
         self._fleet = Snapshot(_page(empty, 0))
         self._versions = Snapshot(ChannelPage())
+        self.lag = Snapshot(LagHistory())
         self._asked = time.monotonic() - _WATCHED_SECONDS
         self._ending = threading.Event()
         self._threads = [
@@ -134,6 +136,7 @@ class FleetView:
             log.warning("posted reports not written", reason=self.report_intake.problem)
         before, fleet = self._fleet.get(), self._reader.read()
         self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))
+        self.lag.set(self.lag.get().after(fleet))
 
     def read_versions(self) -> None:
         """As `read_hosts`."""

@@ -34,6 +34,7 @@ from weightcast.shared.checkpoint.update.fetch import (
     Prefetch,
     PreRead,
     check_space,
+    staging_room,
 )
 from weightcast.shared.checkpoint.update.plan import Patch, Plan, Refuse, Relabel, Seed, Stay
 from weightcast.shared.checkpoint.update.sources import (
@@ -293,6 +294,9 @@ class LocalUpdater:
         # a checkpoint that cannot be used still remembers what engines refused
         known = self.state.but(phase=Phase.DIRTY) if state is None and self.state is not None else state
         local_table = None if self.local is None else self.local.table
+        room = staging_room(self.paths)
+        if known is None and channel.base is not None:
+            room -= channel.base.table.nbytes
 
         def found(avoid: Collection[SourceKey]) -> Route:
             return find_route(
@@ -306,6 +310,7 @@ class LocalUpdater:
                 patience=self.options.patience,
                 avoid=avoid,
                 base_version=self.options.base_version,
+                room=room,
             )
 
         damaged = self.damaged_sources.damaged

@@ -12,6 +12,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Blocked, Phase, Position
+from weightcast.shared.checkpoint.update.fetch import staging_bytes, staging_room
 from weightcast.shared.checkpoint.update.patch import prove, require_readable
 from weightcast.shared.checkpoint.update.plan import Patch
 from weightcast.shared.checkpoint.update.sources import Route
@@ -53,14 +54,16 @@ class Apply:
 
     def versions(self, route: Route, plan: Patch) -> None:
         """To the plan's target, leg by leg. Engines that map the files are paused for every leg; the others
-        are reloaded once, at the last."""
+        are reloaded at the last, and earlier where the next leg needs the space of the journals that are kept
+        until they confirm a version."""
         local = self._host.local()
-        before, folded = local.state.position.version, sum(map(len, plan.legs))
+        before, folded = local.state.position.version, 0
         self._engines.retry_at_once()
-        for leg in plan.legs:
-            last = leg is plan.legs[-1]
+        for leg, after in zip(plan.legs, (*plan.legs[1:], ()), strict=True):
+            folded += len(leg)
             with self._lead.gathering(leg[-1], local.state):
                 staged = self.prepare(route, leg)
+                last = not after or self._needs_room(route, staged, after)
                 with self._asking_group():
                     self._lead.await_prepared()
                 self._fetch_ahead(route.channel, staged, last)
@@ -82,6 +85,16 @@ class Apply:
                     if last:
                         self._host.moved("patch", before, folded)
                         self._settle(reload.results)
+                        if local.state.undo or local.state.position != staged.step.target:
+                            return
+                        before, folded = leg[-1], 0
+
+    def _needs_room(self, route: Route, staged: Staged, after: Sequence[int]) -> bool:
+        """Whether engines have to confirm what is staged before the leg `after` can be."""
+        wanted = sum(staging_bytes(route.delta(version).index) for version in after)
+        blocked = {one.digest for one in self._host.local().state.blocked}
+        is_asked = bool(self._engines.engines) and staged.step.target.digest not in blocked
+        return is_asked and wanted > staging_room(self._updater.paths)
 
     def _local_version(self, due: Sequence[HostEngine]) -> None:
         """Brings these engines to the local version: the files are right already."""

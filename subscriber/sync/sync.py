@@ -269,9 +269,10 @@ class Sync:
         if channel is None or self._reads_all or self.updater.local is None:
             return False
         pointer = foreign_pointer(channel.store) if channel.foreign else channel.pointer()
-        here = self.host.position
-        if pointer is not None and here is not None:
-            self._settled = self.options.target.resolve(channel.store, pointer) == here.version
+        here, state = self.host.position, self.host.state
+        if pointer is not None and here is not None and state is not None:
+            version = self.options.target.resolve(channel.store, pointer)
+            self._settled = version == here.version and pointer.run in (None, state.run_id)
         self._pointed = None if channel.foreign else pointer
         return self._settled
 

@@ -144,11 +144,25 @@ def versions(latest: int) -> JSON:
     return {"versions": rows, "complete": True}
 
 
+def lag_history(hosts: int, end: float, samples: int = 120, held: str = "rolled back to version 60") -> JSON:
+    """Half-minutes up to `end`, one of them without a sample; a quarter of the hosts falls behind."""
+
+    def sample(number: int) -> JSON:
+        away = hosts // 4 if 40 <= number < 52 else 0
+        behind = {"0": hosts - away, **({"2-3": away // 2, "4-15": away - away // 2} if away else {})}
+        is_held = 70 <= number < 78
+        at = end - 30.0 * (samples - 1 - number)
+        return {"at": at, "behind": behind, "lost": 0, "held": held if is_held else ""}
+
+    return {"samples": [sample(number) for number in range(samples) if number != 20]}
+
+
 class Double:
     def __init__(self) -> None:
         self.hosts: list[JSON] = []
         self.fleet: JSON = fleet([], 0)
         self.versions: JSON = {"versions": [], "complete": True}
+        self.lag: JSON = {"samples": []}
         self.catch_up: JSON = {"rows": [], "joiner": NOBODY}
         self.plan: JSON = {"horizon": 0, "remove": [], "keep": [], "why_not": "nothing is published"}
         self.url = ""
@@ -208,6 +222,7 @@ def _app(double: Double, token: str | None) -> FastAPI:
     app.add_api_route("/v1/hosts/{key}", double.host)
     app.add_api_route("/v1/hosts/{key}", double.forget, methods=["DELETE"])
     app.add_api_route("/v1/versions", lambda: double.versions)
+    app.add_api_route("/v1/lag-history", lambda: double.lag)
     app.add_api_route("/v1/catch-up", lambda: double.catch_up)
     app.add_api_route("/v1/prune-plan", lambda: double.plan)
     app.add_api_route(

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from tabs import WAIT_MS, OpenTab
 from waiting import wait_until
 
+from weightcast.publisher.fleet.lag_history import LagHistory
 from weightcast.publisher.fleet.versions import CatchUp, PrunePlan, Versions
 from weightcast.shared.daemon.fleet import Fleet
 
@@ -76,6 +77,7 @@ def mixed_fleet() -> list[dict[str, Any]]:
 def double() -> Iterator[Double]:
     with fleet_double.serve(Double()) as double:
         double.versions = fleet_double.versions(LATEST)
+        double.lag = fleet_double.lag_history(44, double.versions["versions"][0]["created"] + 5)
         double.catch_up = {
             "rows": [
                 {
@@ -121,6 +123,7 @@ def test_the_made_up_figures_have_the_publisher_s_form(double: Double) -> None:
     answers: list[tuple[type[BaseModel], dict[str, Any]]] = [
         (Fleet, double.fleet),
         (Versions, double.versions),
+        (LagHistory, double.lag),
         (CatchUp, double.catch_up),
         (PrunePlan, double.plan),
     ]
@@ -147,7 +150,9 @@ def test_every_standing_stands_there_in_words_the_worst_first(double: Double, op
     }
     assert page.locator("#figure-latest strong").inner_text() == "128"
     # the step comes with the versions, after the hosts
-    page.locator("#figure-latest span", has_text="step 512, 3 min ago").wait_for()
+    page.locator(
+        "#figure-latest.warning span", has_text="step 512, 3 min ago, usually every 30.0 s"
+    ).wait_for()
     assert page.locator("#figure-ready").inner_text().split() == ["Hosts", "ready", "39", "of", "44"]
     assert page.locator("#figure-largest-lag strong").inner_text() == "3", "of hosts that are not lost"
     assert page.get_by_text("run 4f2b9c1e7a55", exact=True).count() == 1
@@ -435,17 +440,41 @@ def test_versions_are_charts_and_a_table(double: Double, open_tab: OpenTab) -> N
     assert "weights of version 60" in page.locator("#versions tbody tr").nth(LATEST - 70).inner_text()
 
 
-def test_lag_cost_and_pruning_are_told(double: Double, open_tab: OpenTab) -> None:
-    hosts = mixed_fleet()
-    hosts[40] |= {"standing": "behind", "served_version": 117, "lag": 11}
-    double.show(hosts, LATEST)
+def test_lag_over_time_shows_holds_and_rollbacks(double: Double, open_tab: OpenTab) -> None:
+    """By keyboard in the chart, and in the tables behind the charts."""
     page = open_tab(double.url).page
+    chart, reading = page.get_by_role("img", name="Hosts by versions behind"), page.locator("#lag .reading")
+    chart.focus()
+    for text in ("held: rolled back to version 60", "version 70: weights of version 60", "behind: 5"):
+        for _ in range(60):
+            chart.press("ArrowLeft")
+            if text in reading.inner_text():
+                break
+        assert text in reading.inner_text()
+    assert f"up to date: 33, 2{NONE}3 behind: 5, 4 or more behind: 6" in reading.inner_text()
+    chart.press("Escape")
+    assert reading.inner_text() == "up to date: 44"
     page.locator("#lag summary").click()
-    table = [row.inner_text().split() for row in page.locator("#lag tbody tr").all()]
-    assert table[:4] == [["0", "38"], ["1", "1"], ["2", "1"], ["3", "1"]] and table[-1] == [
-        f"10{NONE}19",
-        "1",
+    table = [row.inner_text().split("\t")[1:] for row in page.locator("#lag tbody tr").all()]
+    well = ["44", "0", "0"]
+    assert table == [
+        [*well, NONE],
+        [*well, "held: rolled back to version 60"],
+        [*well, NONE],
+        [*well, "version 70: weights of version 60"],
+        [*well, NONE],
+        ["33", "5", "6", NONE],
+        [*well, NONE],
+        [NONE, NONE, NONE, NONE],
+        [*well, NONE],
     ]
+    page.get_by_text("128 versions as a table").click()
+    row = page.locator("#versions tbody tr").nth(LATEST - 80)
+    assert "after a hold: rolled back to version 60" in row.inner_text()
+
+
+def test_cost_and_pruning_are_told(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
     page.locator("#catch-up summary").click()
     assert (
         "A new host with the base reads 3.00 GB in about 92.0 s. Without the base it reads 15.6 GB."
@@ -472,7 +501,8 @@ def test_before_anything_is_published_the_page_says_so(open_tab: OpenTab) -> Non
         page.locator("#hosts").get_by_text("No host has reported yet.").wait_for()
         page.get_by_text("Nothing was published yet.").wait_for()
         page.get_by_text("Pruning now would remove nothing: nothing is published.").wait_for()
-        assert page.title() == "all ready · v0 · weightcast"
+        assert page.title() == "no hosts · v0 · weightcast"
+        assert page.get_by_text("the base, no version yet").count() == 1
 
 
 def test_the_token_is_asked_for_once_and_kept_in_the_tab(open_tab: OpenTab) -> None:

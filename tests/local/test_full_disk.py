@@ -68,7 +68,18 @@ def test_seeding(run: Run, tmp_path: Path, free_kib: int) -> None:
 @pytest.mark.parametrize("free_kib", [0, 300, 2000])
 def test_staging(run: Run, tmp_path: Path, free_kib: int) -> None:
     outcome, same, version = on_a_full_disk(run, tmp_path / "mount", "stage", free_kib=free_kib)
-    assert "free" in outcome and same and version == 1
+    assert "MiB free, staging version 1 needs" in outcome and same and version == 1
+
+
+def test_versions_are_staged_a_few_at_a_time(tmp_path: Path) -> None:
+    """There is room for one, not for three."""
+    rng = np.random.default_rng(7)
+    models: list[Model] = [{f"w{n}": tensor(rng, "BF16", 1 << 19) for n in range(8)}]
+    for _ in range(3):
+        models.append(all_changed(models[-1], rng, 40_000))
+    run = run_of(tmp_path / "run", models)
+    outcome, _, version = on_a_full_disk(run, tmp_path / "mount", "stage", free_kib=8000)
+    assert outcome == "no error" and version == 3
 
 
 LATE = {

@@ -50,6 +50,9 @@ def gone(known: PlanFacts, *versions: int) -> PlanFacts:
 
 
 THREE = (delta(1), delta(2), delta(3))
+BULKY = tuple(replace(one, space=4) for one in THREE)
+LONG = {"shown": {3: Shown(10, skips={0: 5})}, "multi_step": {(3, 0): delta(3, 0, nbytes=5, space=12)}}
+"""A delta from version 0, of fewer bytes than the steps."""
 SPLIT = (delta(1), delta(2, grid="two parts"), delta(3, grid="two parts"))
 
 ROWS: list[tuple[str, PlanFacts, Plan]] = [
@@ -65,6 +68,24 @@ ROWS: list[tuple[str, PlanFacts, Plan]] = [
         "far behind: legs of bounded length",
         facts(here(0), 130, *map(delta, range(1, 131))),
         Patch((tuple(range(1, 65)), tuple(range(65, 129)), (129, 130)), 1300),
+    ),
+    ("a disk with room for all", facts(here(0), 3, *BULKY, room=12), Patch(((1, 2, 3),), 30)),
+    ("a disk with room for some", facts(here(0), 3, *BULKY, room=8), Patch(((1, 2), (3,)), 30)),
+    ("a disk without room for any", facts(here(0), 3, *BULKY, room=3), Patch(((1,), (2,), (3,)), 30)),
+    (
+        "steps where a longer delta has no room",
+        facts(here(0), 3, *BULKY, **LONG, room=11),
+        Patch(((1, 2), (3,)), 30),
+    ),
+    (
+        "a longer delta where its room is there",
+        facts(here(0), 3, *BULKY, **LONG, room=12),
+        Patch(((3,),), 5, {3: 0}),
+    ),
+    (
+        "a longer delta where nothing else leads on, without room",
+        facts(here(0), 3, BULKY[2], **{**LONG, "links": {2: None, 3: BULKY[2]}}, room=1),
+        Patch(((3,),), 5, {3: 0}),
     ),
     ("other grids are other legs", facts(here(0), 3, *SPLIT), Patch(((1,), (2, 3)), 30)),
     ("a delta from an older version", facts(here(1), 3, delta(3, 1)), Patch(((3,),), 10)),

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import pytest
 from prometheus_client import generate_latest
 
-from weightcast.publisher.fleet.metrics import FleetMetrics, lag_label
+from weightcast.publisher.fleet.lag_history import MOST_SAMPLES, LagHistory, lag_label
+from weightcast.publisher.fleet.metrics import FleetMetrics
 from weightcast.publisher.fleet.versions import CatchUp, CatchUpRow, Joiner, VersionRow, Versions
 from weightcast.publisher.fleet.view import ChannelPage
-from weightcast.shared.daemon.fleet import Fleet, Host
+from weightcast.shared.daemon.fleet import Fleet, Host, PublisherLine
 from weightcast.shared.daemon.metrics import Metrics
 
 
@@ -79,6 +80,25 @@ def test_what_hosts_say_makes_no_series() -> None:
 )
 def test_lags_are_labels_of_a_closed_set(lag: int | None, label: str) -> None:
     assert lag_label(lag) == label
+
+
+def test_lag_is_remembered_by_half_minutes_for_an_hour() -> None:
+    ghost = host("g", standing="lost", presence="lost", local_version=None, served_version=None)
+    hosts = (host("a"), host("b", standing="behind", lag=20), host("c", standing="lost"), ghost)
+    history = LagHistory()
+    for look in range(2 * MOST_SAMPLES + 1):
+        line = PublisherLine(ready=True, held="rolled back to version 1" if look == 200 else "")
+        now = 3000.0 + 15 * look
+        fleet = Fleet(now=now, channel="/c", run_id="r", latest=3, hosts=hosts, publisher=line)
+        history = history.after(fleet)
+    samples = history.samples
+    assert [one.at for one in samples[:-1]] == [3045.0 + 30 * n for n in range(MOST_SAMPLES - 1)]
+    assert [(one.at, one.held) for one in samples if one.held] == [(6015.0, "rolled back to version 1")]
+    assert (samples[-1].behind, samples[-1].lost) == ({"0": 1, "16-63": 1}, 1)
+    behind = fleet.model_copy(update={"now": fleet.now + 15, "hosts": (host("a", lag=1), *hosts[1:])})
+    assert history.after(behind) == history, "a host that takes a new version"
+    later = behind.model_copy(update={"now": fleet.now + 30})
+    assert history.after(later).samples[-1].behind == {"1": 1, "16-63": 1}
 
 
 def test_catching_up_and_the_chain() -> None:

@@ -85,6 +85,9 @@ def test_hosts_are_shown_grow_old_and_come_back(places: Places, daemon: Daemon, 
     assert (fleet["channel"], fleet["run_id"], fleet["latest"]) == (str(places.channel), run_id, 0)
     assert fleet["counts"] == {"ready": 1, "behind": 1, "stale": 0, "lost": 0, "failed": 1, "stopped": 0}
     assert fleet["lag"] == [{"lag": 0, "hosts": 2}]
+    wait_until(
+        lambda: daemon.get("/v1/lag-history").json()["samples"][-1]["behind"] == {"0": 2, "unknown": 1}
+    )
     bad, one, two = fleet["hosts"]
     assert (one["host"], one["ready"], one["presence"], one["lag"]) == ("one", True, "live", 0)
     assert one["engines"] == list(engines) and one["bytes"] == {

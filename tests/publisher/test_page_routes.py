@@ -14,6 +14,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from weightcast.publisher.daemon.status import PublisherStatus
+from weightcast.publisher.fleet.lag_history import LagHistory, LagSample
 from weightcast.publisher.fleet.routes import PAGE_PATHS, page_routes
 from weightcast.publisher.fleet.versions import (
     CatchUp,
@@ -122,6 +123,8 @@ FORMS: dict[str, type] = {
     "Engine": EngineLine,
     "Host": Host,
     "LagCount": LagCount,
+    "LagSample": LagSample,
+    "LagHistory": LagHistory,
     "RefusedCheckpoint": RefusedCheckpoint,
     "Publisher": PublisherLine,
     "Fleet": Fleet,

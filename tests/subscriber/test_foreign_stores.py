@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -160,6 +163,29 @@ def test_a_run_that_is_claimed_anew(site: Site, place: Place, boot: int) -> None
     assert serves(host, engine, again, boot) and host.state.run_id == "run-b"
     again.publish(again.weights[-1].changed(boot + 1))
     assert serves(host, engine, again, boot + 1)
+
+
+def test_another_run_at_the_same_version_over_http(site: Site) -> None:
+    """Where each look is a request, a pass that finds the pointer unchanged reads nothing else."""
+    first = channel_of(site, lambda name: "", "stitch", boot=4)
+    second = FieldChannel(site.root / "second", first.weights[0], "stitch", "run-b", boot=4)
+    second.root = first.root
+    handler = partial(SimpleHTTPRequestHandler, directory=first.root)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            engine = SGLang()
+            host = host_of(site, first, engine)
+            host.options = replace(host.options, channel=f"http://127.0.0.1:{server.server_port}")
+            host.restart()
+            for seed, run in enumerate((first, second)):
+                run.publish(run.weights[0].changed(seed))
+                for _ in range(2):
+                    assert serves(host, engine, run, 5) and host.state.run_id == run.run
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])

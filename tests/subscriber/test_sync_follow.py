@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -420,3 +424,16 @@ def test_versions_of_another_split_are_patched_in_turn_with_one_reload(site: Sit
     assert len(engine.of("/update_weights_from_disk")) == 1
     assert [seen for phase, seen in mapping.seen if phase == "pause"] == [run.digest(0), run.digest(1)]
     assert host.status.updates[-1].folded == 2
+
+
+def test_a_host_short_of_disk_reloads_on_the_way(tmp_path: Path) -> None:
+    """Journals are kept until the engine confirms a version: their space is needed for the next ones."""
+    child, mount = Path(__file__).with_name("little_room_child.py"), tmp_path / "mount"
+    mount.mkdir()
+    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, child, tmp_path, mount]
+    environment = {**os.environ, "PYTHONPATH": str(child.parents[1])}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    ready, version, held, reloads, journals = json.loads(done.stdout.splitlines()[-1])
+    assert (ready, version, held, journals) == (True, 7, [7], 0)
+    assert 1 < reloads < 7

@@ -136,6 +136,21 @@ export interface Version {
   same_as?: number | null;
 }
 
+/** Hosts at one moment. */
+export interface LagSample {
+  at: number;
+  /** Of those that neither stopped nor are lost, by versions behind: 0, 1, 2-3, 4-15, 16-63, 64+, unknown. */
+  behind: Record<string, number>;
+  lost: number;
+  /** Why publishing was held, or empty. */
+  held: string;
+}
+
+/** The last hour, oldest first. */
+export interface LagHistory {
+  samples: LagSample[];
+}
+
 export interface CatchUpRow {
   lag: number;
   bytes: number;

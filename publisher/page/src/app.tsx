@@ -35,11 +35,9 @@ function Page({ token, refused }: { token: string | null; refused: () => void })
       <main>
         <FleetPart fleet={shown.fleet} came={shown.came} live={shown.link.state === "live"} />
         <RequestsPart fleet={shown.fleet} />
-        <VersionsPart part={shown.versions} hosts={shown.fleet?.hosts ?? []} />
-        <div class="pair">
-          <LagPart fleet={shown.fleet} />
-          <CatchUpPart part={shown.catchUp} />
-        </div>
+        <LagPart part={shown.lag} versions={shown.versions.value?.versions ?? []} />
+        <VersionsPart part={shown.versions} hosts={shown.fleet?.hosts ?? []} lag={shown.lag.value?.samples ?? []} />
+        <CatchUpPart part={shown.catchUp} />
         <PlanPart part={shown.plan} />
       </main>
       <footer>

@@ -2,7 +2,7 @@ import type { CatchUp, CatchUpRow, Joiner } from "./api.ts";
 import { Chart } from "./chart.tsx";
 import { bytes, count, seconds } from "./format.ts";
 import type { Part } from "./live.ts";
-import { Section, Wide } from "./part.tsx";
+import { Section, Table } from "./part.tsx";
 
 export function CatchUpPart({ part }: { part: Part<CatchUp> }) {
   return (
@@ -10,7 +10,7 @@ export function CatchUpPart({ part }: { part: Part<CatchUp> }) {
       {({ rows, joiner }) => (
         <>
           {rows.length > 0 && (
-            <Chart title="Read by a host this many versions behind" names={rows.map((row) => count(row.lag))} values={rows.map((row) => row.bytes)} text={bytes} shape="line" />
+            <Chart title="Read by a host so many versions behind" names={rows.map((row) => `${count(row.lag)} behind`)} values={rows.map((row) => row.bytes)} text={bytes} shape="line" />
           )}
           <Joining joiner={joiner} />
           {rows.length > 0 && <Rows rows={rows} />}
@@ -43,39 +43,11 @@ function Joining({ joiner }: { joiner: Joiner }) {
 }
 
 function Rows({ rows }: { rows: CatchUpRow[] }) {
+  const cells = rows.map((row) => [count(row.lag), bytes(row.bytes), seconds(row.seconds), way(row.steps)]);
   return (
     <details>
       <summary>As a table</summary>
-      <Wide name="Cost to catch up as a table">
-        <table>
-          <thead>
-            <tr>
-              <th scope="col" class="number">
-                Behind
-              </th>
-              <th scope="col" class="number">
-                Read
-              </th>
-              <th scope="col" class="number">
-                Takes about
-              </th>
-              <th scope="col">Way</th>
-            </tr>
-          </thead>
-          <tbody>
-            {rows.map((row) => (
-              <tr key={row.lag}>
-                <th scope="row" class="number">
-                  {count(row.lag)}
-                </th>
-                <td class="number">{bytes(row.bytes)}</td>
-                <td class="number">{seconds(row.seconds)}</td>
-                <td>{way(row.steps)}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </Wide>
+      <Table name="Cost to catch up as a table" heads={["Behind", "Read", "Takes about", "Way"]} rows={cells} />
     </details>
   );
 }

@@ -78,7 +78,7 @@ function engineTrouble(host: Host): Trouble | null {
 /** Its error without what differs from host to host: paths, addresses, numbers. */
 export function kindOf(host: Host, runId: string | null): string | null {
   const trouble = troubleOf(host, runId);
-  return trouble === null ? null : trouble.error.replace(/\S*[\d/]\S*/g, "…").slice(0, 80);
+  return trouble === null ? null : trouble.error.replace(/\S*[\d/]\S*( \S*[\d/]\S*)*/g, "…").slice(0, 80);
 }
 
 const MOST_KINDS = 5;

@@ -31,7 +31,11 @@ export function FleetPart({ fleet, came, live }: { fleet: Fleet | null; came: nu
     <section id="hosts" tabIndex={-1} aria-labelledby="hosts-title">
       <h2 id="hosts-title">Hosts</h2>
       {fleet === null && <p class="none">Waiting for the publisher.</p>}
-      {fleet !== null && fleet.hosts.length === 0 && <p class="none">No host has reported yet.</p>}
+      {fleet !== null && fleet.hosts.length === 0 && (
+        <p class="none">
+          No host has reported yet. <Remedy text={`start one: \`weightcast subscriber run --channel ${fleet.channel} --local DIRECTORY --base BASE\``} />
+        </p>
+      )}
       {fleet !== null && fleet.hosts.length > 0 && <Hosts fleet={fleet} came={came} live={live} look={look} turn={turn} />}
     </section>
   );

@@ -1,16 +1,16 @@
 import type { ComponentChildren } from "preact";
 import { useEffect } from "preact/hooks";
-import { STANDINGS, type Fleet, type Level, type Standing } from "./api.ts";
+import { STANDINGS, type Fleet, type Level, type Standing, type Version } from "./api.ts";
 import type { Link } from "./events.ts";
 import { isGhost } from "./fleet.ts";
-import { age, bytes, count, round, version } from "./format.ts";
+import { age, bytes, count, round, seconds, version } from "./format.ts";
 import { useNow, type Shown } from "./live.ts";
 import { PublisherStrip } from "./publisher.tsx";
 
 export function Head({ shown }: { shown: Shown }) {
   const { fleet, link, came } = shown;
-  const newest = shown.versions.value?.versions[0];
-  const step = newest?.version === fleet?.latest ? (newest?.step ?? null) : null;
+  const versions = shown.versions.value?.versions ?? [];
+  const newest = versions[0];
   const level = link.state === "lost" ? "bad" : fleet?.verdict.level;
   useEffect(() => void (document.title = title(fleet)), [fleet]);
   return (
@@ -27,14 +27,14 @@ export function Head({ shown }: { shown: Shown }) {
       </div>
       {fleet !== null && (
         <>
-          <p class={`verdict ${level}`} role="status" data-level={level}>
+          <p class={`verdict ${fleet.hosts.length === 0 && level === "good" ? "" : level}`} role="status" data-level={level}>
             {link.state === "lost" && "Not connected to the publisher. Last known: "}
             {fleet.verdict.text}
           </p>
           <dl class="figures">
-            <Figure name="Latest version" value={version(fleet.latest)} note={<LatestNote fleet={fleet} came={came} step={step} />} id="latest" />
+            <Latest fleet={fleet} came={came} versions={versions} />
             <Figure name="Hosts ready" value={count(fleet.counts.ready)} note={`of ${count(running(fleet))}`} id="ready" level={readyLevel(fleet)} />
-            <Figure name="Largest lag" value={count(largestLag(fleet))} note="versions" id="largest-lag" level={lagLevel(fleet)} />
+            <Figure name="Largest lag" value={count(largestLag(fleet))} note={largestLag(fleet) === null ? "" : "versions"} id="largest-lag" level={lagLevel(fleet)} />
             <Figure name="Newest delta" value={bytes(newest?.bytes)} note={newest?.ratio == null ? "" : `1/${round(newest.ratio)} of full`} id="newest" />
           </dl>
           {fleet.publisher !== null && <PublisherStrip publisher={fleet.publisher} came={came} live={link.state === "live"} />}
@@ -64,11 +64,27 @@ function Figure({ name, value, note, id, level = "" }: FigureOf) {
 }
 
 /** How long the newest version has been the newest: a trainer that stalls shows here and nowhere else. */
-function LatestNote({ fleet, came, step }: { fleet: Fleet; came: number; step: number | null }) {
+function Latest({ fleet, came, versions }: { fleet: Fleet; came: number; versions: Version[] }) {
   const silent = Math.max(0, useNow() - came) / 1000;
-  const parts = step === null ? [] : [`step ${count(step)}`];
-  if (fleet.latest_age_seconds !== null) parts.push(`${age(fleet.latest_age_seconds + silent)} ago`);
-  return <>{parts.join(", ")}</>;
+  const [newest, usual] = [versions[0], usualGap(versions)];
+  const step = newest?.version === fleet.latest ? (newest?.step ?? null) : null;
+  const parts = [fleet.latest === 0 ? "the base, no version yet" : "", step === null ? "" : `step ${count(step)}`];
+  const seconds_ago = fleet.latest_age_seconds === null ? null : fleet.latest_age_seconds + silent;
+  if (seconds_ago !== null) parts.push(`${age(seconds_ago)} ago`);
+  const late = usual !== null && (seconds_ago ?? 0) > LATE * usual;
+  if (late) parts.push(`usually every ${seconds(usual)}`);
+  return <Figure name="Latest version" value={version(fleet.latest)} note={parts.filter((part) => part !== "").join(", ")} id="latest" level={late ? "warning" : ""} />;
+}
+
+/** Times the usual gap between versions, after which the newest one is late. */
+const LATE = 5;
+const LEAST_GAPS = 3;
+
+/** Half of the last gaps between versions are shorter; null where too few are known. */
+function usualGap(versions: Version[]): number | null {
+  const times = versions.slice(0, 20).flatMap(({ created }) => created ?? []);
+  const gaps = times.slice(1).map((time, at) => times[at]! - time).sort((a, b) => a - b);
+  return gaps.length < LEAST_GAPS ? null : gaps[gaps.length >> 1]!;
 }
 
 function running(fleet: Fleet): number {
@@ -111,6 +127,7 @@ function largestLag(fleet: Fleet): number | null {
 
 function title(fleet: Fleet | null): string {
   if (fleet === null) return "weightcast";
+  if (fleet.hosts.length === 0 && fleet.verdict.level === "good") return `no hosts · v${version(fleet.latest)} · weightcast`;
   const some = standings(fleet, STANDINGS.filter((each) => each !== "ready" && each !== "stopped"));
   const rest = fleet.verdict.level === "good" ? "all ready" : "see publisher";
   return `${some === "" ? rest : some} · v${version(fleet.latest)} · weightcast`;

@@ -1,6 +1,6 @@
 import { useContext, useState } from "preact/hooks";
 import { forget, type Adapter, type Engine, type Host, type Update } from "./api.ts";
-import { bytes, clock, count, seconds, version } from "./format.ts";
+import { age, bytes, clock, count, seconds, version } from "./format.ts";
 import { Token, useWhole } from "./live.ts";
 import { Wide } from "./part.tsx";
 import { longest, paused, PhaseBar, PhaseLegend, total } from "./phases.tsx";
@@ -49,6 +49,7 @@ function Forget({ host }: { host: Host }) {
 function facts(host: Host): [string, string][] {
   return [
     ["Local checkpoint", host.local],
+    ["Heard", host.heard_seconds_ago === null ? "unknown" : `${age(host.heard_seconds_ago)} ago`],
     ["Follows", host.target_version === null ? host.target : `${host.target} (${host.target_version})`],
     ["Run", host.run_id],
     ["Read from the channel", read(host.bytes)],

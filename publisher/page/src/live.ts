@@ -2,7 +2,7 @@
 
 import { createContext } from "preact";
 import { useContext, useEffect, useRef, useState } from "preact/hooks";
-import { load, Refused, Unauthorized, type CatchUp, type Fleet, type Host, type PrunePlan, type Version } from "./api.ts";
+import { load, Refused, Unauthorized, type CatchUp, type Fleet, type Host, type LagHistory, type PrunePlan, type Version } from "./api.ts";
 import { listen, type Link, type Message } from "./events.ts";
 
 /** A part of the page: its last answer, and why the last attempt brought none. */
@@ -17,6 +17,7 @@ export interface Shown {
   came: number;
   link: Link;
   versions: Part<{ versions: Version[] }>;
+  lag: Part<LagHistory>;
   catchUp: Part<CatchUp>;
   plan: Part<PrunePlan>;
 }
@@ -27,10 +28,11 @@ const START: Shown = {
   came: 0,
   link: { state: "connecting" },
   versions: EMPTY,
+  lag: EMPTY,
   catchUp: EMPTY,
   plan: EMPTY,
 };
-const PARTS = { versions: "v1/versions?limit=200", catchUp: "v1/catch-up", plan: "v1/prune-plan" } as const;
+const PARTS = { versions: "v1/versions?limit=200", lag: "v1/lag-history", catchUp: "v1/catch-up", plan: "v1/prune-plan" } as const;
 type PartName = keyof typeof PARTS;
 
 /** Costs and plans change with the clock and the hosts too, not only with versions. */

@@ -10,6 +10,40 @@ export function Wide({ name, children }: { name: string; children: ComponentChil
   );
 }
 
+/** Figures in rows. The first cell of each names it, the last `texts` are words, the others numbers. */
+export function Table({ name, heads, rows, texts = 1 }: { name: string; heads: string[]; rows: string[][]; texts?: number }) {
+  const kind = (at: number) => (at < heads.length - texts ? "number" : undefined);
+  return (
+    <Wide name={name}>
+      <table>
+        <thead>
+          <tr>
+            {heads.map((head, at) => (
+              <th key={head} scope="col" class={kind(at)}>
+                {head}
+              </th>
+            ))}
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map(([first, ...others]) => (
+            <tr key={first}>
+              <th scope="row" class="number">
+                {first}
+              </th>
+              {others.map((cell, at) => (
+                <td key={at} class={kind(at + 1)}>
+                  {cell}
+                </td>
+              ))}
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </Wide>
+  );
+}
+
 /** A section with its heading; `children` is called once there is a value. */
 export function Section<T>({
   id,

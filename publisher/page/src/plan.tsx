@@ -1,7 +1,7 @@
 import type { Planned, PrunePlan } from "./api.ts";
 import { bytes, count, version } from "./format.ts";
 import type { Part } from "./live.ts";
-import { Section, Wide } from "./part.tsx";
+import { Section, Table } from "./part.tsx";
 
 export function PlanPart({ part }: { part: Part<PrunePlan> }) {
   return (
@@ -35,32 +35,7 @@ function Rows({ title, rows }: { title: string; rows: Planned[] }) {
       <summary>
         {title}: {versions(rows.length)}
       </summary>
-      <Wide name={title}>
-        <table>
-          <thead>
-            <tr>
-              <th scope="col" class="number">
-                Version
-              </th>
-              <th scope="col" class="number">
-                Bytes
-              </th>
-              <th scope="col">Why</th>
-            </tr>
-          </thead>
-          <tbody>
-            {rows.map((row) => (
-              <tr key={row.version}>
-                <th scope="row" class="number">
-                  {version(row.version)}
-                </th>
-                <td class="number">{bytes(row.bytes)}</td>
-                <td>{row.why}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </Wide>
+      <Table name={title} heads={["Version", "Bytes", "Why"]} rows={rows.map((row) => [version(row.version), bytes(row.bytes), row.why])} />
     </details>
   );
 }

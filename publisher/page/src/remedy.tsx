@@ -1,15 +1,22 @@
 import { useState } from "preact/hooks";
 import { sentence } from "./format.ts";
 
-/** What to do, with a button for each command in it. */
+/** What to do, with a button after each command in it. */
 export function Remedy({ text }: { text: string }) {
-  const commands = [...text.matchAll(/`(weightcast [^`]+)`/g)].map(([, command]) => command!);
+  // every second part was between backticks
+  const parts = sentence(text).split("`");
   return (
     <span class="remedy">
-      {sentence(text)}
-      {commands.map((command) => (
-        <Copy key={command} text={command} />
-      ))}
+      {parts.map((part, at) =>
+        at % 2 === 0 ? (
+          part
+        ) : (
+          <>
+            <code>{part}</code>
+            {part.startsWith("weightcast ") && <Copy text={part} />}
+          </>
+        ),
+      )}
     </span>
   );
 }

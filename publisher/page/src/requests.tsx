@@ -1,6 +1,6 @@
 import type { Fleet, Host } from "./api.ts";
 import { count, percent, version } from "./format.ts";
-import { Wide } from "./part.tsx";
+import { Table } from "./part.tsx";
 
 /** What became of requests, as gates count it, in words. */
 const OUTCOMES: [string, string][] = [
@@ -19,6 +19,12 @@ export function RequestsPart({ fleet }: { fleet: Fleet | null }) {
   if (hosts.length === 0) return null;
   const tokens = tokensOf(hosts);
   const all = [...tokens.values()].reduce((sum, each) => sum + each, 0);
+  const rows = versions(hosts, tokens).map((each) => {
+    const serving = hosts.filter((host) => host.served_version === each);
+    const made = each === null ? null : (tokens.get(each) ?? 0);
+    const share = percent(made === null || all === 0 ? null : made / all);
+    return [version(each), count(serving.length), count(total(serving, "under_way")), count(total(serving, "waiting")), count(made), share];
+  });
   return (
     <section id="requests" aria-labelledby="requests-title">
       <h2 id="requests-title">Requests</h2>
@@ -29,37 +35,7 @@ export function RequestsPart({ fleet }: { fleet: Fleet | null }) {
           <Fact key={outcome} name={name} value={total(hosts, outcome)} />
         ))}
       </dl>
-      <Wide name="Requests by version">
-        <table>
-          <thead>
-            <tr>
-              {["Version", "Gates", "Under way", "Waiting", "Tokens", "Share"].map((heading) => (
-                <th key={heading} scope="col" class="number">
-                  {heading}
-                </th>
-              ))}
-            </tr>
-          </thead>
-          <tbody>
-            {versions(hosts, tokens).map((each) => {
-              const serving = hosts.filter((host) => host.served_version === each);
-              const made = each === null ? null : (tokens.get(each) ?? 0);
-              return (
-                <tr key={each} data-version={version(each)}>
-                  <th scope="row" class="number">
-                    {version(each)}
-                  </th>
-                  <td class="number">{count(serving.length)}</td>
-                  <td class="number">{count(total(serving, "under_way"))}</td>
-                  <td class="number">{count(total(serving, "waiting"))}</td>
-                  <td class="number">{count(made)}</td>
-                  <td class="number">{percent(made === null || all === 0 ? null : made / all)}</td>
-                </tr>
-              );
-            })}
-          </tbody>
-        </table>
-      </Wide>
+      <Table name="Requests by version" heads={["Version", "Gates", "Under way", "Waiting", "Tokens", "Share"]} rows={rows} texts={0} />
     </section>
   );
 }

@@ -1,24 +1,25 @@
-import type { Host, Update, Version } from "./api.ts";
+import type { Host, LagSample, Update, Version } from "./api.ts";
 import { Chart } from "./chart.tsx";
 import { bytes, clock, count, date, percent, seconds, times, version } from "./format.ts";
 import type { Part } from "./live.ts";
-import { Section, Wide } from "./part.tsx";
+import { marksOf, type Mark } from "./marks.ts";
+import { Section, Table } from "./part.tsx";
 import { paused, total } from "./phases.tsx";
 
-export function VersionsPart({ part, hosts }: { part: Part<{ versions: Version[] }>; hosts: Host[] }) {
+export function VersionsPart({ part, hosts, lag }: { part: Part<{ versions: Version[] }>; hosts: Host[]; lag: LagSample[] }) {
   return (
     <Section id="versions" title="Versions" part={part}>
-      {({ versions }) => (versions.length === 0 ? <p class="none">Nothing was published yet.</p> : <Versions versions={versions} hosts={hosts} />)}
+      {({ versions }) => (versions.length === 0 ? <p class="none">Nothing was published yet.</p> : <Versions versions={versions} hosts={hosts} marks={marksOf(versions, lag)} />)}
     </Section>
   );
 }
 
-function Versions({ versions, hosts }: { versions: Version[]; hosts: Host[] }) {
+function Versions({ versions, hosts, marks }: { versions: Version[]; hosts: Host[]; marks: Map<number, Mark> }) {
   const oldestFirst = [...versions].reverse();
-  const back = oldestFirst.map((each, at) => wentBack(each, oldestFirst[at - 1]));
   const shared = {
-    names: oldestFirst.map((each, at) => `v${each.version}${back[at] && " ↩"}\n${clock(each.created)}`),
-    labels: oldestFirst.map((each, at) => `v${each.version}, ${date(each.created)}${back[at] && `, ${back[at]}`}`),
+    names: oldestFirst.map((each) => `v${each.version}\n${clock(each.created)}`),
+    labels: oldestFirst.map((each) => `v${each.version}, ${date(each.created)}`),
+    marks: oldestFirst.map((each) => marks.get(each.version)!),
     group: "versions",
     shape: "bars" as const,
     newestLast: true,
@@ -42,9 +43,7 @@ function Versions({ versions, hosts }: { versions: Version[]; hosts: Host[] }) {
           {versions.length < versions[0]!.version && "Newest "}
           {count(versions.length)} {versions.length === 1 ? "version" : "versions"} as a table
         </summary>
-        <Wide name="Versions as a table">
-          <VersionTable versions={versions} />
-        </Wide>
+        <VersionTable versions={versions} marks={marks} />
       </details>
     </>
   );
@@ -78,52 +77,17 @@ function longestPause(ended: Ended[]): number | null {
   return ended.length === 0 ? null : Math.max(...ended.map(({ update }) => paused(update)));
 }
 
-/** To what a rollback, or a trainer that resumed from an older step, went back; or empty. */
-function wentBack({ step, same_as: same }: Version, before: Version | undefined): string {
-  if (same != null) return `weights of version ${same}`;
-  const stepBefore = before?.step ?? null;
-  return step !== null && stepBefore !== null && step < stepBefore ? `back from step ${stepBefore}` : "";
+function VersionTable({ versions, marks }: { versions: Version[]; marks: Map<number, Mark> }) {
+  const rows = versions.map((each) => [
+    ...[version(each.version), count(each.step), date(each.created), bytes(each.bytes), count(each.changed), percent(each.density)],
+    ...[times(each.ratio), seconds(each.publish_seconds), notes(each, marks.get(each.version)!)],
+  ]);
+  return <Table name="Versions as a table" heads={["Version", "Step", "Created", "Delta", "Changed", "Density", "Ratio", "Publish", "Notes"]} rows={rows} />;
 }
 
-function VersionTable({ versions }: { versions: Version[] }) {
-  return (
-    <table class="figures-table">
-      <thead>
-        <tr>
-          {["Version", "Step", "Created", "Delta", "Changed", "Density", "Ratio", "Publish"].map((name) => (
-            <th key={name} scope="col" class="number">
-              {name}
-            </th>
-          ))}
-          <th scope="col">Beside it</th>
-        </tr>
-      </thead>
-      <tbody>
-        {versions.map((each, at) => (
-          <tr key={each.version}>
-            <th scope="row" class="number">
-              {version(each.version)}
-            </th>
-            <td class="number">{count(each.step)}</td>
-            <td class="number">{date(each.created)}</td>
-            <td class="number">{bytes(each.bytes)}</td>
-            <td class="number">{count(each.changed)}</td>
-            <td class="number">{percent(each.density)}</td>
-            <td class="number">{times(each.ratio)}</td>
-            <td class="number">{seconds(each.publish_seconds)}</td>
-            <td>{beside(each, versions[at + 1])}</td>
-          </tr>
-        ))}
-      </tbody>
-    </table>
-  );
-}
-
-function beside(each: Version, before: Version | undefined): string {
-  const { tags, anchor, kept, skips } = each;
+function notes({ tags, anchor, kept, skips }: Version, mark: Mark): string {
   const parts = tags.map((tag) => `tag ${tag}`);
-  const back = wentBack(each, before);
-  if (back !== "") parts.push(back);
+  if (mark.text !== "") parts.push(mark.text);
   if (kept) parts.push("kept");
   if (anchor) parts.push("anchor");
   if (skips.length > 0) parts.push(`delta from ${skips.join(", ")}`);

@@ -12,7 +12,7 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import BufferedWriter
 from pathlib import Path
 
@@ -94,10 +94,19 @@ def _all(paths: LocalPaths) -> list[Path]:
 
 def spare_bytes(paths: LocalPaths) -> int:
     """What dropping them gives back."""
+    return _taken(_all(paths))
+
+
+def spool_bytes(paths: LocalPaths) -> int:
+    """What fetched files take. They are dropped, or written over by the same ones."""
+    return _taken(file for version in matching(paths.spool, "*") for file in matching(version, "*"))
+
+
+def _taken(files: Iterable[Path]) -> int:
     found = 0
-    for spare in _all(paths):
+    for file in files:
         with contextlib.suppress(FileNotFoundError):
-            found += taken_bytes(os.lstat(spare))
+            found += taken_bytes(os.lstat(file))
     return found
 
 

@@ -28,10 +28,11 @@ from weightcast.shared.channel.directory_store import directory_of, open_store
 from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
-from weightcast.shared.checkpoint.update.buffer_reuse import begin, keep_shards, make_room
+from weightcast.shared.checkpoint.update import buffer_reuse
 from weightcast.shared.files.disk_errors import DiskError, disk_error
 from weightcast.shared.files.durable import named, write_all
 from weightcast.shared.files.paths import exists, matching
+from weightcast.shared.files.system import nearest_directory, space_of
 
 
 @dataclass(frozen=True)
@@ -173,12 +174,24 @@ ROOM_BYTES = 1 << 20
 
 
 def check_space(paths: LocalPaths, versions: Sequence[Index | ForeignIndex]) -> None:
-    """RetryLater when spool and journal of `versions` would not fit. A foreign index states no sizes."""
-    ours = [version for version in versions if isinstance(version, Index)]
-    wanted = ROOM_BYTES
-    wanted += sum(file.size for version in ours for file in version.files)
-    wanted += sum(map(journal_bytes, ours))
-    make_room(paths, wanted, "staging")
+    """RetryLater when spool and journal of `versions` would not fit."""
+    first, last = versions[0].version, versions[-1].version
+    what = f"version {last}" if first == last else f"versions {first} to {last}"
+    wanted = ROOM_BYTES + sum(map(staging_bytes, versions)) - buffer_reuse.spool_bytes(paths)
+    buffer_reuse.make_room(paths, wanted, f"staging {what}")
+
+
+def staging_room(paths: LocalPaths) -> int:
+    """For the `staging_bytes` of versions. Raises OSError."""
+    free = space_of(nearest_directory(paths.room)).free_bytes
+    return free + buffer_reuse.spare_bytes(paths) + buffer_reuse.spool_bytes(paths) - ROOM_BYTES
+
+
+def staging_bytes(index: Index | ForeignIndex) -> int:
+    """Of a version's files and journal, at most. A foreign index states no sizes."""
+    if not isinstance(index, Index):
+        return 0
+    return sum(file.size for file in index.files) + journal_bytes(index)
 
 
 def journal_bytes(index: Index) -> int:
@@ -203,7 +216,7 @@ class Fetcher:
     def _drop(self, directory: Path) -> None:
         self._verified = {path for path in self._verified if path.parent != directory}
         with contextlib.suppress(OSError):
-            keep_shards(self._paths, directory)
+            buffer_reuse.keep_shards(self._paths, directory)
         shutil.rmtree(directory, ignore_errors=True)
         failpoint("spool.dropped", directory)
 
@@ -293,7 +306,7 @@ def _opened(target: Path, spare: Path) -> BufferedWriter:
     """At its start, whatever is in it."""
     if exists(target):
         return os.fdopen(os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb")
-    return begin(target, spare)
+    return buffer_reuse.begin(target, spare)
 
 
 _LOOK_EVERY = 0.05

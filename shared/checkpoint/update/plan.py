@@ -41,6 +41,8 @@ class Link:
     grid: object
     """equal for versions whose chunks fold onto each other"""
     nbytes: int
+    space: int = 0
+    """bytes on the local disk, at most, to fetch and stage it"""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class PlanFacts:
     """the version that was last applied here, also where its bytes are lost"""
     base_version: int = 0
     """whose full weights the base has; above 0 only in foreign channels"""
+    room: int | None = None
+    """bytes on the local disk for the `space` of a leg; None: not known"""
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,9 @@ class Stay:
 
 @dataclass(frozen=True)
 class Patch:
-    """Legs of versions to fold; the versions of a leg share a grid. `multi_step`: versions
-    that a multi-step delta leads to, and its base version."""
+    """Legs of versions to fold; the versions of a leg share a grid, and the local disk has room for them.
+    Where it has none for a single version, that is a leg. `multi_step`: versions that a multi-step delta
+    leads to, and its base version."""
 
     legs: tuple[tuple[int, ...], ...]
     nbytes: int
@@ -242,7 +247,7 @@ def _replayed(reason: str) -> Refuse:
 def _patch(facts: PlanFacts, here: Position) -> Plan:
     if facts.looked > here.version and not _is_next(facts, here):
         return Look(here.version)
-    way = _search(facts, here)
+    way = _search_within(facts, here)
     if isinstance(way, Need):
         return way
     fork = _fork(facts, here)
@@ -268,7 +273,7 @@ def _is_next(facts: PlanFacts, here: Position) -> bool:
 def _seed(facts: PlanFacts, reason: str) -> Plan:
     if facts.looked > 0:
         return Look(0)
-    way = _search(facts, None)
+    way = _search_within(facts, None)
     if isinstance(way, Need):
         return way
     if way is None:
@@ -283,17 +288,37 @@ def _seed(facts: PlanFacts, reason: str) -> Plan:
 
 
 def _legs(facts: PlanFacts, way: _Way) -> Patch:
-    legs: list[list[int]] = []
+    legs: list[list[_Hop]] = []
     grid: object = None
     for hop in way.hops:
         link = _link(facts, hop)
         found = "" if link is None else link.grid
-        if found != grid or len(legs[-1]) == MOST_FOLDED:
+        if found != grid or len(legs[-1]) == MOST_FOLDED or not _fit(facts, *legs[-1], hop):
             legs.append([])
             grid = found
-        legs[-1].append(hop.version)
+        legs[-1].append(hop)
     multi_step = {hop.version: hop.base_version for hop in way.hops if hop.beside}
-    return Patch(tuple(tuple(leg) for leg in legs), sum(hop.nbytes for hop in way.hops), multi_step)
+    versions = tuple(tuple(hop.version for hop in leg) for leg in legs)
+    return Patch(versions, sum(hop.nbytes for hop in way.hops), multi_step)
+
+
+def _fit(facts: PlanFacts, *hops: _Hop) -> bool:
+    """Whether the local disk has room to stage them together."""
+    taken = sum(0 if (link := _link(facts, hop)) is None else link.space for hop in hops)
+    return facts.room is None or taken <= facts.room
+
+
+def _search_within(facts: PlanFacts, here: Position | None) -> _Way | Need | None:
+    """As `_search`, but not over deltas for which the local disk has no room, where other deltas lead on."""
+    way = _search(facts, here)
+    while isinstance(way, _Way):
+        large = {(hop.version, hop.base_version) for hop in way.hops if not _fit(facts, hop)}
+        facts = replace(facts, avoid={*facts.avoid, *large})
+        other = _search(facts, here) if large else None
+        if other is None or (here is not None and isinstance(other, _Way) and other.source == "anchor"):
+            return way
+        way = other
+    return way
 
 
 def _search(facts: PlanFacts, here: Position | None) -> _Way | Need | None:

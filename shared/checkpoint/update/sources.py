@@ -30,7 +30,7 @@ from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.run_files import is_adapter
 from weightcast.shared.channel.store import Store, joined, pieces_of
 from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position, pack_lanes
-from weightcast.shared.checkpoint.update.fetch import Delta, NotThere, Patience
+from weightcast.shared.checkpoint.update.fetch import Delta, NotThere, Patience, staging_bytes
 from weightcast.shared.checkpoint.update.plan import (
     FULL,
     Link,
@@ -123,10 +123,11 @@ def find_route(
     shortcuts: bool = True,
     avoid: Collection[tuple[int, int]] = (),
     base_version: int = 0,
+    room: int | None = None,
 ) -> Route:
     """`base`: digest of the base version when its weights are at hand; `table`: None while a foreign run's
-    tensors are unknown; `shortcuts`: whether anchors and multi-step deltas count; `avoid`: damaged
-    sources, as in `PlanFacts`. An index that the pointer implies and that does not appear in time is
+    tensors are unknown; `shortcuts`: whether anchors and multi-step deltas count; `avoid`, damaged sources,
+    and `room`: as in `PlanFacts`. An index that the pointer implies and that does not appear in time is
     RetryLater for the target, and counts as pruned below it. Raises Refused for a `base_version` in a channel
     with a base.json."""
     if base_version and not channel.foreign:
@@ -147,6 +148,7 @@ def find_route(
         signed=channel.trust is not None,
         reached=0 if state is None else state.position.version,
         base_version=base_version,
+        room=room,
     )
     reader = _IndexReader(channel, pointer, table or TensorTable(()), patience.begin())
     found = plan(facts)
@@ -238,6 +240,7 @@ def link_of(index: AnyIndex) -> Link:
         index.epoch,
         index.parts,
         sum(file.size for file in index.files),
+        staging_bytes(index),
     )
 
 
