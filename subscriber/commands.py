@@ -81,14 +81,13 @@ def start_engine(
     wait: float,
     load_deadline: float,
 ) -> None:
-    """Start an engine while no version is patched in. Signals are passed on; ends with its exit code."""
+    """Start an engine while no version is patched in: it takes the place of this process."""
     from weightcast.subscriber.engines.launch import run_engine
 
     setup_logs()
     local = local.absolute()
     loaded = _loaded(engine, ready_url, local)
-    code = run_engine(local, command, loaded, load_deadline, wait, log.info)
-    raise click.exceptions.Exit(code)
+    run_engine(local, command, loaded, load_deadline, wait, log.info)
 
 
 def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[[], bool]:

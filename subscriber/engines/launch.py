@@ -1,21 +1,22 @@
-"""Starts an engine while no version is patched in, and represents it towards a supervisor.
+"""Starts an engine while no version is patched in.
 
-The shared patch lock is held until the engine has read its weights, so that no version is patched in under
-it; a thread of its own asks for that, so that neither the deadline nor a signal waits for an answer. Signals
-go on to the engine, its exit code comes back. An error here ends the engine: nobody else would know of it.
-Orphans are reaped, since this may be process 1 of a container.
+The engine takes this process's place: signals, exit code and standard streams are its own. A process that is
+left behind holds the shared patch lock until the engine has read its weights, has ended, or its time is up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import shutil
 import signal
-import threading
+import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, refuse_foreign
@@ -27,21 +28,6 @@ from weightcast.shared.files.paths import is_directory
 
 PROBE_SECONDS = 1.0
 _TRY_SECONDS = 0.5
-_NOTED_SECONDS = 1.0
-"""until a signal is seen at the latest that another thread got"""
-_FORWARDED = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCONT,
-    signal.SIGWINCH,
-)
-_TAKEN = (*_FORWARDED, signal.SIGCHLD)
-KILLED = 128
-"""plus the signal's number: the exit code of an engine that a signal ended, as shells say it"""
 
 
 def run_engine(
@@ -51,31 +37,20 @@ def run_engine(
     load_seconds: float,
     wait_seconds: float = 0.0,
     tell: Callable[[str], None] = lambda text: None,
-) -> int:
-    """The exit code of the engine. `loaded`: whether it has read its weights; `load_seconds`: the lock is
-    given up after; `wait_seconds`: how long the checkpoint may be unfinished before the start. Raises
-    RetryLater or NeedsReseed when the checkpoint is not to be loaded, and Refused when the command cannot be
-    started."""
+) -> NoReturn:
+    """Becomes the engine. `loaded`: whether it has read its weights; `load_seconds`: the lock is given up
+    after; `wait_seconds`: how long the checkpoint may be unfinished before the start. Raises RetryLater or
+    NeedsReseed when the checkpoint is not to be loaded, and Refused when the command cannot be started."""
+    if shutil.which(command[0]) is None:
+        raise Refused(f"{command[0]} cannot be started: no such command", remedy="check its path and mode")
     lock = FileLock(LocalPaths(local).patch)
     state = hold_still(local, lock, wait_seconds)
-    try:
-        tell(f"version {state.position.version} is locked while the engine loads")
-        with _signals_taken() as noted:
-            engine = _Child(_spawn(command), noted)
-            try:
-                if _loads(engine, loaded, load_seconds):
-                    lock.release()
-                    tell("the engine has loaded: versions may come")
-                elif engine.code is None:
-                    lock.release()
-                    tell(f"the engine has not loaded within {load_seconds:g} s: versions come all the same")
-                return engine.wait()
-            except BaseException:
-                lock.release()
-                engine.end()
-                raise
-    finally:
-        lock.release()
+    tell(f"version {state.position.version} is locked while the engine loads")
+    held, engine = lock.duplicate(), os.pidfd_open(os.getpid())
+    _leave_behind(lambda: _keep(held, engine, loaded, load_seconds, tell))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(command[0], list(command), without_secrets(os.environ))
 
 
 def hold_still(local: Path, lock: FileLock, seconds: float) -> LocalState:
@@ -98,92 +73,39 @@ def hold_still(local: Path, lock: FileLock, seconds: float) -> LocalState:
         time.sleep(_TRY_SECONDS)
 
 
-def _spawn(command: Sequence[str]) -> int:
-    """The process id of the engine; it shares standard streams and process group."""
-    try:
-        return os.posix_spawnp(
-            command[0], list(command), without_secrets(os.environ), setsigmask=(), setsigdef=_TAKEN
-        )
-    except OSError as error:
-        raise Refused(
-            f"{command[0]} cannot be started: {error.strerror or error}", remedy="check its path and mode"
-        ) from error
-
-
-@contextmanager
-def _signals_taken() -> Iterator[deque[int]]:
-    """Signals are blocked and taken one by one: nothing that arrives between two lines is lost. Threads that
-    numpy has started do not block them: what one of these gets is noted, where it would end this process, and
-    process 1 would never hear of it."""
-    noted: deque[int] = deque()
-    handlers = {one: signal.signal(one, lambda number, frame: noted.append(number)) for one in _TAKEN}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
-    try:
-        yield noted
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for one, handler in handlers.items():
-            signal.signal(one, handler)
-
-
-class _Child:
-    """The engine's process. `noted`: signals that other threads got."""
-
-    def __init__(self, pid: int, noted: deque[int]) -> None:
-        self.pid = pid
-        self.code: int | None = None
-        """the exit code once it has ended"""
-        self._noted = noted
-
-    def attend(self, seconds: float) -> None:
-        """Takes a signal, if one comes in time, and looks whether the engine has ended."""
-        info = signal.sigtimedwait(_TAKEN, min(seconds, _NOTED_SECONDS))
-        # A terminal's signals (positive codes: by the kernel) have reached the whole process group already.
-        if info is not None and info.si_code <= 0:
-            self._noted.append(info.si_signo)
-        while self._noted:
-            number = self._noted.popleft()
-            if number != signal.SIGCHLD:
-                os.kill(self.pid, number)
-        self._reap()
-
-    def wait(self) -> int:
-        while self.code is None:
-            self.attend(_NOTED_SECONDS)
-        return self.code
-
-    def end(self) -> None:
-        if self.code is None:
-            os.kill(self.pid, signal.SIGTERM)
-            self.wait()
-
-    def _reap(self) -> None:
-        while True:
+def _leave_behind(work: Callable[[], None]) -> None:
+    """Does it in a process that is nobody's child."""
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, numpy's: no process uses them from here on
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+        if child == 0:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid == self.pid:
-                ended = os.waitstatus_to_exitcode(status)
-                self.code = KILLED - ended if ended < 0 else ended
+                if os.fork() == 0:
+                    work()
+            finally:
+                os._exit(0)
+    os.waitpid(child, 0)
 
 
-def _loads(engine: _Child, has_loaded: Callable[[], bool], seconds: float) -> bool:
-    """Whether the engine has loaded before its time for that is up, or it has ended."""
-    deadline = time.monotonic() + seconds
-    loaded, ended = threading.Event(), threading.Event()
+def _keep(
+    held: int, engine: int, loaded: Callable[[], bool], seconds: float, tell: Callable[[str], None]
+) -> None:
+    """`held`: the lock, which ends with this process; `engine`: a descriptor of its process."""
 
-    def ask() -> None:
-        while not loaded.is_set() and not ended.wait(PROBE_SECONDS):
-            if has_loaded():
-                loaded.set()
+    def end(text: str = "") -> NoReturn:
+        with contextlib.suppress(OSError):  # the next holder is another one
+            os.ftruncate(held, 0)
+        os.close(held)
+        if text:
+            tell(text)
+        os._exit(0)
 
-    threading.Thread(target=ask, name="asking", daemon=True).start()
-    try:
-        while engine.code is None and not loaded.is_set() and time.monotonic() < deadline:
-            engine.attend(PROBE_SECONDS)
-    finally:
-        ended.set()
-    return engine.code is None and loaded.is_set()
+    late = f"the engine has not loaded within {seconds:g} s: versions come all the same"
+    signal.signal(signal.SIGALRM, lambda *_: end(late))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    while not select.select([engine], (), (), PROBE_SECONDS)[0]:
+        with contextlib.suppress(Exception):  # asked again until its time is up
+            if loaded():
+                end("the engine has loaded: versions may come")
+    end()

@@ -110,6 +110,10 @@ class FileLock:
             _write_text(fd, text)
         failpoint("lock.taken", self.path)
 
+    def duplicate(self) -> int:
+        """A descriptor that holds the lock too, also in a forked child."""
+        return os.dup(self._fd)
+
     def _refusal(self) -> RetryLater:
         return RetryLater(
             f"{self.path} is held by {holder(self.path) or 'another process'}",
