@@ -393,8 +393,6 @@ class MachineFacts:
     """hard"""
     file_bytes: int | None
     """RLIMIT_FSIZE; None: no limit"""
-    locked_bytes: int | None
-    """RLIMIT_MEMLOCK; None: no limit"""
     boot_id: bool
     """whether the kernel tells one"""
     machine_id: bool
@@ -410,6 +408,7 @@ def observe_machine() -> MachineFacts:
     limit, used = _control_group()
     host, kernels = Boot.here(), kernel_status()
     open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return MachineFacts(
         cores=usable_cores(),
         memory_bytes=memory,
@@ -419,8 +418,7 @@ def observe_machine() -> MachineFacts:
         shm_bytes=space_of(_SHM).total_bytes if is_directory(_SHM) else 0,
         open_files=open_files,
         open_files_most=open_files_most,
-        file_bytes=_limit(resource.RLIMIT_FSIZE),
-        locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        file_bytes=None if largest == resource.RLIM_INFINITY else largest,
         boot_id=bool(host.boot_id),
         machine_id=_text("/etc/machine-id") != "",
         kernels=kernels.kind,
@@ -471,11 +469,6 @@ def _in_use(group: Path) -> int:
 
 def _number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
-
-
-def _limit(which: int) -> int | None:
-    soft = resource.getrlimit(which)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _text(path: str | Path) -> str:

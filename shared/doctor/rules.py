@@ -158,10 +158,7 @@ _CHANNEL_PROBES: Sequence[ProbeRule] = (
         EXCLUSIVE, "exclusive", "exactly one of several creators of a file wins (tried from this machine)"
     ),
     _needed(VISIBLE, "visible", "a new file is seen whole, by size, by name and in its directory"),
-    ("lock", "lock", "note", "flock excludes; a channel needs none", "nothing: a channel needs no locks"),
-    ("mmap", "map", "note", "mapped and read bytes agree", "nothing: channel files are read, never mapped"),
 )
-_ONE_WRITER = "nothing: a local checkpoint has one writer"
 _LOCAL_GOOD = (
     ("rename", "a rename replaces a file atomically"),
     ("lock", "flock excludes a second writer"),
@@ -169,9 +166,8 @@ _LOCAL_GOOD = (
     ("allocate", "space can be allocated before it is written"),
     ("visible", "a new file is seen whole at once"),
 )
-_LOCAL_PROBES: Sequence[ProbeRule] = (
-    *(_needed(need, *good) for need, good in zip(LOCAL_NEEDS, _LOCAL_GOOD, strict=True)),
-    (EXCLUSIVE.check, "exclusive", "note", "exactly one of several creators of a file wins", _ONE_WRITER),
+_LOCAL_PROBES: Sequence[ProbeRule] = tuple(
+    _needed(need, *good) for need, good in zip(LOCAL_NEEDS, _LOCAL_GOOD, strict=True)
 )
 
 
@@ -396,8 +392,6 @@ def judge_machine(facts: MachineFacts, run: RunFacts | None, inside: LocalFacts 
     if limit is not None and (most is None or limit < most):
         remedy = "ulimit -f unlimited, or LimitFSIZE=infinity in the unit"
         yield Finding(MACHINE, "file size", "warning", f"no file may grow beyond {size_text(limit)}", remedy)
-    locked = "no limit" if facts.locked_bytes is None else size_text(facts.locked_bytes)
-    yield Finding(MACHINE, "locked memory", "ok", f"{locked}; weightcast locks none")
     yield _identity(facts)
 
 
