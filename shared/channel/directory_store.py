@@ -52,9 +52,8 @@ if TYPE_CHECKING:
 _SEND_BYTES = 4 << 20
 _WRITE = 2
 """SYNC_FILE_RANGE_WRITE of sync_file_range(2)"""
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-if _sync_file_range is not None:
-    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_sync_file_range = ctypes.CDLL(None).sync_file_range
+_sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _COMPARING = threading.Lock()
 """held from a comparison to its rename: no rename compares by itself"""
 
@@ -380,8 +379,7 @@ class _FileWriter:
             self._end += len(piece)
         if self._sync and self._end - self._sent >= _SEND_BYTES:
             # goes to the disk meanwhile: the fsync at the end has less to wait for
-            if _sync_file_range is not None:
-                _sync_file_range(self._fd, self._sent, self._end - self._sent, _WRITE)
+            _sync_file_range(self._fd, self._sent, self._end - self._sent, _WRITE)
             self._sent = self._end
 
     def write_head(self, head: bytes) -> None:

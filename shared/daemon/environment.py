@@ -162,4 +162,4 @@ def working_threads(
 
 def usable_cores() -> int:
     """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
