@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
-from rich.console import Console
 
 from weightcast.shared.base.errors import OK, USAGE, EngineFailed, Refused
 from weightcast.shared.cli.options import (
@@ -45,6 +44,8 @@ from weightcast.subscriber.engines.base import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from weightcast.shared.doctor.rules import Finding, Role
     from weightcast.subscriber.engines.wire import Wire
 
