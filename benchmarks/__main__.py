@@ -13,9 +13,6 @@ import click
 from weightcast.shared.cli.options import Number, json_option, option, path
 from weightcast.shared.cli.output import Output
 
-from .files import cores
-from .run import custom, full, measure, parts_of, quick, show
-
 
 @click.command
 @option(
@@ -50,6 +47,10 @@ def bench(
     as_json: bool,
 ) -> None:
     """Measure encodings, daemons and commands on this machine, next to slime's format."""
+    # imports torch's tools and web libraries, which help can do without
+    from .files import cores
+    from .run import custom, full, measure, parts_of, quick, show
+
     parts = parts_of(part)
     plan = quick(cores()) if quickly else full(cores())
     if untrained:

@@ -39,7 +39,7 @@ from weightcast.publisher.publish.publish_job import (
     Watching,
     WeightSource,
 )
-from weightcast.publisher.publish.stitch import Layout, StitchPointer, check_layout
+from weightcast.publisher.publish.stitch import StitchPointer, check_layout
 from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
@@ -53,6 +53,7 @@ from weightcast.publisher.weights.config import (
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
 from weightcast.publisher.weights.given import whole_step
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
+from weightcast.shared.base.choices import Encoding, Layout
 from weightcast.shared.base.elements import MAIN, TensorTable
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.base.progress import Advance
@@ -61,7 +62,6 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim, Heart, claim, require_fences, this_process
 from weightcast.shared.channel.components import open_component, require_active
 from weightcast.shared.channel.directory_store import directory_of, mounted, open_store
-from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.rate import NO_RATE, Rate, Rates
 from weightcast.shared.channel.run_files import Base, ChannelFile

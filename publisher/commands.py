@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import click
-from rich.console import Console
 
 from weightcast.publisher.maintenance.retention import GRACE_SECONDS, Retention, Verdict
-from weightcast.publisher.weights.precision import SchemeName
-from weightcast.shared.base.elements import MAIN
+from weightcast.shared.base.choices import MAIN, SchemeName
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
@@ -39,6 +37,8 @@ from weightcast.shared.files.hf_checkpoint import left_text, side_files
 from weightcast.shared.files.paths import ChannelAddress, printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from weightcast.publisher.maintenance.repair import Repairs
 
 _MADE = ("run_id", "created", "frozen", "aliases", "tensors", "elements", "full_bytes", "root")

@@ -1,4 +1,4 @@
-"""The command `publish`, in a module of its own: it imports no more than it needs."""
+"""The command `publish`, in a module of its own: it imports no more than it needs, for help only options."""
 
 from __future__ import annotations
 
@@ -11,27 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from weightcast.publisher.api import PublisherOptions
-from weightcast.publisher.components import init_component, tensors_in
-from weightcast.publisher.maintenance.orders import Held, is_carried_out, standing
-from weightcast.publisher.maintenance.upkeep import UpkeepOptions
-from weightcast.publisher.publish.commit import Signer
-from weightcast.publisher.publish.publish_job import Publication
-from weightcast.publisher.publish.stitch import Layout
-from weightcast.publisher.run_publisher import RunPublisher
-from weightcast.publisher.weights.config import CARRY_CONFIG, CONFIG, check_config, config_text
-from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
-from weightcast.publisher.weights.match import match
-from weightcast.publisher.weights.precision import NonFinite, SchemeName
-from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
-from weightcast.shared.base.elements import MAIN
+from weightcast.shared.base.choices import CARRY_CONFIG, MAIN, Encoding, Layout, NonFinite, SchemeName
 from weightcast.shared.base.errors import WeightcastError
-from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.components import check_name
-from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.index import Encoding
-from weightcast.shared.channel.rate import NO_RATE, Rate
-from weightcast.shared.channel.run_files import Base
 from weightcast.shared.cli.options import (
     channel_option,
     json_option,
@@ -50,6 +31,12 @@ from weightcast.shared.files.paths import ChannelAddress, exists, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from weightcast.publisher.api import PublisherOptions
+    from weightcast.publisher.publish.publish_job import Publication
+    from weightcast.publisher.weights.export_rules import ExportRules
+    from weightcast.shared.channel.channel import Channel
+    from weightcast.shared.channel.run_files import Base
 
 
 @click.command
@@ -139,6 +126,14 @@ def publish(
     **others: Any,
 ) -> None:
     """Publish one checkpoint as the channel's next version."""
+    from weightcast.publisher.api import PublisherOptions
+    from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+    from weightcast.publisher.run_publisher import RunPublisher
+    from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
+    from weightcast.shared.channel.channel import Channel
+    from weightcast.shared.channel.directory_store import open_store
+    from weightcast.shared.channel.rate import NO_RATE, Rate
+
     output = Output(json=as_json)
     rules = ExportRules.of(cast, rename, drop, quantise or "")
     options = PublisherOptions(
@@ -174,6 +169,10 @@ def publish(
 
 def _add(run: Channel, component: str, checkpoint: Path, options: PublisherOptions) -> int:
     """Lists the adapter, if it is new. Returns the bytes of its tensors."""
+    from weightcast.publisher.components import init_component, tensors_in
+    from weightcast.publisher.publish.commit import Signer
+    from weightcast.shared.channel.components import check_name
+
     if options.layout == "stitch":
         raise click.BadParameter("a channel with --layout stitch has no components")
     signer = Signer.load(options.sign_key, options.trusted_keys)
@@ -192,6 +191,12 @@ def _look(
     rules: ExportRules,
 ) -> Base:
     """Before anything is claimed: what will be refused must not take the channel from a publisher."""
+    from weightcast.publisher.maintenance.orders import Held, is_carried_out, standing
+    from weightcast.publisher.weights.config import CONFIG, check_config
+    from weightcast.publisher.weights.export_rules import adapt
+    from weightcast.publisher.weights.match import match
+    from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
+
     file, described = channel.require_ours()
     order = standing(channel)
     # a pending order is the next owner's to carry out, but a living owner is left to do it
@@ -217,6 +222,8 @@ def _beside(make: Callable[[], object]) -> None:
 
 
 def _show(console: Console, done: Publication) -> None:
+    from weightcast.publisher.weights.config import config_text
+
     adapted = ", ".join(f"{count:,} tensors {what}" for what, count in done.adapted.items() if count)
     finite = not done.non_finite_elements
     facts = {

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
-from rich.console import Console
 
 from weightcast.shared.base.errors import OK, USAGE, EngineFailed, Refused
 from weightcast.shared.cli.options import (
@@ -45,6 +44,8 @@ from weightcast.subscriber.engines.base import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from weightcast.shared.doctor.rules import Finding, Role
     from weightcast.subscriber.engines.wire import Wire
 
@@ -159,6 +160,13 @@ _MOST_SECONDS, _MOST = 1e9, 1_000_000
     envvar="WEIGHTCAST_TLS_CERT",
     help="PEM file with a daemon's certificate: check its dates, names, key and authority.",
 )
+@option(
+    "--tls-name",
+    multiple=True,
+    envvar=("WEIGHTCAST_GATE_URL", "WEIGHTCAST_HOST"),
+    help="Host or URL by which callers reach that daemon, to check the certificate's names; repeatable; "
+    "unset: this machine's name.",
+)
 @key_option
 @ca_option
 @option("--plan", type=path, help="HF checkpoint: say what a run of it will need; no weights are read.")
@@ -200,6 +208,7 @@ def doctor(
     role: Role | None,
     timeout: float,
     tls_cert: Path | None,
+    tls_name: Sequence[str],
     tls_key: Path | None,
     ca: Path | None,
     plan: Path | None,
@@ -220,7 +229,7 @@ def doctor(
     findings: list[Finding] = []
     if plan is None or channel is not None or local is not None or engine or tls_cert is not None:
         findings += examine(channel, local, role, timeout)
-        findings += [] if tls_cert is None else judge_certificate(tls_cert, tls_key, ca)
+        findings += [] if tls_cert is None else judge_certificate(tls_cert, tls_key, ca, tls_name)
         findings += judge_engines(engine, Path.cwd() if local is None else local.absolute(), timeout, draft)
 
     def show(console: Console) -> None:

@@ -1,4 +1,4 @@
-"""The command `sync`, in a module of its own: it imports no more than it needs."""
+"""The command `sync`, in a module of its own: it imports no more than it needs, and for help only options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weightcast.shared.base.errors import EngineFailed
-from weightcast.shared.channel.channel import NoChannel
 from weightcast.shared.cli.options import (
     Number,
     channel_option,
@@ -28,17 +27,13 @@ from weightcast.shared.cli.options import (
 )
 from weightcast.shared.cli.output import Output, facts_table, or_dash
 from weightcast.shared.daemon.logs import setup_logs
-from weightcast.shared.daemon.settings import load_settings
-from weightcast.shared.files.hf_checkpoint import left_text
 from weightcast.shared.files.paths import printable, require_places
-from weightcast.subscriber.daemon.settings import SubscriberSettings
-from weightcast.subscriber.daemon.wiring import open_engines, open_lead, options_of
-from weightcast.subscriber.status import HostStatus
-from weightcast.subscriber.sync.host import Callbacks
-from weightcast.subscriber.sync.sync import Sync
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from weightcast.subscriber.status import HostStatus
+    from weightcast.subscriber.sync.sync import Sync
 
 _LOOK_SECONDS = 0.5
 
@@ -114,6 +109,12 @@ def sync(
     **flags: Any,
 ) -> None:
     """Bring a local checkpoint (and engines) to the target once, then end."""
+    from weightcast.shared.daemon.settings import load_settings
+    from weightcast.subscriber.daemon.settings import SubscriberSettings
+    from weightcast.subscriber.daemon.wiring import open_engines, open_lead, options_of
+    from weightcast.subscriber.sync.host import Callbacks
+    from weightcast.subscriber.sync.sync import Sync
+
     setup_logs(level="error")
     local: Path = flags["local"]
     require_places(flags["channel"], local)
@@ -139,6 +140,8 @@ def sync(
 
 def _first(one: Sync, rehash: bool, seconds: float) -> HostStatus:
     """Of the step that is taken as soon as there is a channel."""
+    from weightcast.shared.channel.channel import NoChannel
+
     deadline, told = time.monotonic() + seconds, False
     # asked for once: the bytes here are read while a channel is waited for, too
     step = one.rehash if rehash else one.sync_once
@@ -198,6 +201,8 @@ def _judge(status: HostStatus) -> None:
 
 
 def _show(console: Console, status: HostStatus) -> None:
+    from weightcast.shared.files.hf_checkpoint import left_text
+
     rows = [
         ("local", status.local),
         ("run", status.run_id or "-"),

@@ -18,16 +18,17 @@ from pydantic import (
 )
 
 from weightcast.publisher.maintenance.retention import Retention
-from weightcast.publisher.publish.stitch import Layout, check_layout
-from weightcast.publisher.weights.config import CARRY_CONFIG
-from weightcast.publisher.weights.precision import NonFinite, SchemeName
+from weightcast.shared.base.choices import (
+    CARRY_CONFIG,
+    LOST_SECONDS,
+    STALE_SECONDS,
+    Encoding,
+    Layout,
+    NonFinite,
+    SchemeName,
+)
 from weightcast.shared.base.errors import DamagedFile
-from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.index import Encoding
-from weightcast.shared.channel.layout import CHANNEL_JSON
-from weightcast.shared.channel.signing import load_private_key
 from weightcast.shared.daemon.environment import working_threads
-from weightcast.shared.daemon.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
 from weightcast.shared.daemon.settings import (
     PUBLISHER_PORT,
     ChannelPlace,
@@ -46,7 +47,9 @@ from weightcast.shared.files.paths import (
 if TYPE_CHECKING:
     from weightcast.publisher.maintenance.upkeep import UpkeepOptions
     from weightcast.publisher.weights.export_rules import ExportRules
+    from weightcast.shared.daemon.fleet import Bounds
 
+# modules that methods import take longer than help
 THREADS = 2
 """at most, unless set: the trainer needs the cores"""
 _NotNegative = Annotated[float, Field(ge=0)]
@@ -195,6 +198,9 @@ class PublisherSettings(ServiceSettings):
         return [problem for problem in (*super().missing(), *self._problems()) if problem]
 
     def _problems(self) -> Iterator[str]:
+        from weightcast.publisher.publish.stitch import check_layout
+        from weightcast.shared.channel.signing import load_private_key
+
         yield problem_of(lambda: require_places(self.channel, self.local))
         if self.base is not None:
             from weightcast.shared.checkpoint.update.sources import open_base
@@ -221,6 +227,9 @@ class PublisherSettings(ServiceSettings):
 
     @property
     def has_channel(self) -> bool:
+        from weightcast.shared.channel.directory_store import open_store
+        from weightcast.shared.channel.layout import CHANNEL_JSON
+
         return open_store(self.channel).stat(CHANNEL_JSON) is not None
 
     @property
@@ -230,7 +239,6 @@ class PublisherSettings(ServiceSettings):
 
     @property
     def upkeep(self) -> UpkeepOptions:
-        # its imports take longer than help
         from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 
         if self.layout == "stitch":
@@ -258,6 +266,8 @@ class PublisherSettings(ServiceSettings):
 
     @property
     def bounds(self) -> Bounds:
+        from weightcast.shared.daemon.fleet import Bounds
+
         return Bounds(stale_seconds=self.stale_seconds, lost_seconds=self.lost_seconds)
 
     @property

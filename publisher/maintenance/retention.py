@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from weightcast.shared.channel.channel import Shown
 
@@ -114,10 +112,12 @@ def ages(situation: Situation, most: float) -> dict[int, float]:
     """Seconds since each version, as far as the clock can be believed: of the time between two versions, or
     since the newest, no more counts than an eighth of `most`, or twice what is usual here. So a clock that
     jumps, or a long pause, takes little of what is kept."""
+    from statistics import median  # imports more than help needs
+
     versions = sorted(situation.versions, reverse=True)
     at = [situation.now, *(situation.versions[version].created for version in versions)]
     gaps = [max(0.0, later - earlier) for later, earlier in itertools.pairwise(at)]
-    usual = float(np.median(gaps[1:])) if len(gaps) > 1 else 0.0
+    usual = median(gaps[1:]) if len(gaps) > 1 else 0.0
     bound = max(most / 8, 2 * usual)
     return dict(zip(versions, itertools.accumulate(min(gap, bound) for gap in gaps), strict=True))
 

@@ -15,8 +15,8 @@ import numpy as np
 from weightcast.publisher.publish.commit import PostWrite, Signer
 from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.weights.match import Matched, match
-from weightcast.publisher.weights.precision import NonFinite
 from weightcast.publisher.weights.tensors import NO_FACTS, InputFacts, NewWeights
+from weightcast.shared.base.choices import NonFinite
 from weightcast.shared.base.elements import MAIN, TensorTable, Words
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.base.progress import Advance

@@ -6,7 +6,6 @@ They read versions of the slime format under their numbers, and nothing else of 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.directory_store import mounted, open_store
@@ -19,8 +18,6 @@ from weightcast.shared.channel.layout import (
     version_name,
 )
 from weightcast.shared.channel.store import Store, read_if_there
-
-Layout = Literal["plain", "stitch"]
 
 
 def check_layout(place: str, encoding: Encoding, extras: bool) -> None:

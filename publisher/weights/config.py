@@ -252,7 +252,6 @@ _CONFIG = re.compile(
     r"|.*processor.*|.*feature_extractor.*)\.(json|txt)|(.*chat_template.*|.*)\.jinja"
     r"|(.*tokenizer.*|spiece|sentencepiece.*)\.model|.*\.tiktoken)"
 )
-CARRY_CONFIG = "Versions carry changed tokenizer, chat template, generation and processor files to hosts."
 CONFIG_REMEDY = "publish with --carry-config to give them to hosts; all but config.json"
 _WRITTEN_BY = frozenset(
     ("transformers_version", "_from_model_config", "name_or_path", "_name_or_path", "tokenizer_file",

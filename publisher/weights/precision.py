@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,6 @@ from weightcast.shared.base.elements import Chunk, TensorTable, Words, kind_of
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.codec.changes import Changes
 
-SchemeName = Literal["fp8-block", "fp8-channel", "int8-channel", "mxfp8", "nvfp4"]
-"""of `weights.quantise`"""
 FLOATS = ("F64", "F32", "F16", "BF16")
 STORED: Mapping[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 """how an array of the dtype is stored; numpy has no bfloat16"""
@@ -63,7 +61,6 @@ def _to_f16(values: NDArray[np.float32]) -> NDArray[np.float16]:
     return halves
 
 
-NonFinite = Literal["refuse", "allow"]
 _SHOWN = 5
 _LONG = {"F64": "<f8", "C64": "<f4"}
 """dtypes whose words are single bytes"""

@@ -17,12 +17,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.choices import MAIN as MAIN
+
 Words = NDArray[np.unsignedinteger]
 """1-D array of uint8, uint16 or uint32."""
 ByteArray = NDArray[np.uint8]
-
-MAIN = "main"
-"""The component of a channel's root. Its name in the root's key is the empty string."""
 
 BLOCK_WORDS = 64
 """Segments and spans begin at multiples of this, so that no two of them share an 8-byte word of a tensor."""

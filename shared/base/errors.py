@@ -37,6 +37,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def age(seconds: float | None) -> str:
+    """For people: `5 s`, `22 min`, `3 h`, `4 days`; `?` where it is not known."""
+    if seconds is None:
+        return "?"
+    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
+        if seconds < most:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"
+
+
 class WeightcastError(Exception):
     """`message` says what is wrong and names the file or tensor; `remedy` says what to do about it."""
 

@@ -19,6 +19,7 @@ import numpy as np
 from annotated_types import Ge, MaxLen
 from blake3 import blake3
 
+from weightcast.shared.base.choices import Encoding as Encoding
 from weightcast.shared.base.elements import (
     BLOCK_WORDS,
     CHUNK_WORDS,
@@ -145,7 +146,6 @@ INDEX_NAME = "model.safetensors.index.json"
 INDEX_LIMIT = 128 << 20
 
 Kind = Literal["delta", "anchor"]
-Encoding = Literal["fast", "small", "xor", "overwrite"]
 ForeignEncoding = Literal["xor", "overwrite", "xor_sparse"]
 ChecksumFormat = Literal["xxh3-128", "blake3", "adler32"]
 

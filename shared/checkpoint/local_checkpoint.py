@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from blake3 import blake3
 
+from weightcast.shared.base.choices import Readers as Readers
 from weightcast.shared.base.elements import BLOCK_WORDS, ByteArray, Chunk, TensorTable, Words
 from weightcast.shared.base.errors import Linked, NeedsReseed, Refused, RetryLater
 from weightcast.shared.base.failpoints import failpoint
@@ -416,7 +416,6 @@ def _digest_of(path: Path | None) -> bytes:
         return b""
 
 
-Readers = Literal["owner", "group", "all"]
 _FILE_MODES: dict[Readers, int] = {"owner": 0o600, "group": 0o640, "all": 0o644}
 _DIRECTORY_MODES: dict[Readers, int] = {"owner": 0o700, "group": 0o750, "all": 0o755}
 _SET_GROUP = 0o2000

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from weightcast.shared.daemon.fleet import Fleet
+if TYPE_CHECKING:
+    from weightcast.shared.daemon.fleet import Fleet
 
 FORMATS = ("haproxy", "nginx", "json")
 # reports are anyone's text: nothing but an address may get into a configuration

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, Untrusted
 from weightcast.shared.channel.chain import ChainEntry, Problem, entries, read_entry
@@ -28,6 +26,9 @@ from weightcast.shared.cli.options import (
 from weightcast.shared.cli.output import Output, facts_table, or_dash, time_text
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import ChannelAddress, exists, is_directory, is_file, is_link, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LIMIT_SHOWN_TENSORS = 50
 
@@ -101,6 +102,8 @@ def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> dic
 
 
 def _log_table(console: Console, facts: dict[str, Any]) -> None:
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for title in ("version", "kind", "step", "density", "bytes", "ratio", "created", ""):
         table.add_column(title, justify="left" if title in ("kind", "") else "right")

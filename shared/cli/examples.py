@@ -50,7 +50,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "doctor": (
         f"doctor {_CHANNEL} --local /data/policy",
-        "doctor --tls-cert daemon.pem --ca authority.pem",
+        f"doctor --tls-cert daemon.pem --ca authority.pem{_ON}--tls-name https://trainer:8340",
         "doctor --plan /models/base --density 0.01 --interval 30",
     ),
     "channel init": (f"channel init {_CHANNEL} --base /models/base",),

@@ -1,4 +1,4 @@
-"""Commands `fleet` and `wait`."""
+"""What the commands `fleet` and `wait` do."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.text import Text
 
-from weightcast.shared.base.elements import MAIN
-from weightcast.shared.base.errors import Refused, WeightcastError, counted
+from weightcast.shared.base.errors import Refused, WeightcastError, age, counted
 from weightcast.shared.channel.channel import require_named
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.reports import forget as forget_report
 from weightcast.shared.cli import balancers
-from weightcast.shared.cli.options import Number, any_channel_option, daemon_options, json_option, option
+from weightcast.shared.cli.commands import MOST
 from weightcast.shared.cli.output import Output, is_unread, or_dash, to_json
 from weightcast.shared.daemon.client import Daemon
 from weightcast.shared.daemon.fleet import (
@@ -32,7 +31,6 @@ from weightcast.shared.daemon.fleet import (
     Fleet,
     FleetReader,
     Host,
-    age,
     names_of,
     parse_fleet,
     require_gone,
@@ -46,8 +44,6 @@ from weightcast.shared.daemon.wait import wait_for_version
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.paths import ChannelAddress, printable
 
-MOST = 50
-"""hosts, unless all are wanted: a thousand take seconds to lay out, and nobody reads them"""
 _WATCH_SECONDS = 1.0
 _LEVELS = {"bad": "bold red", "warning": "yellow", "good": "green"}
 _STYLES = {
@@ -68,24 +64,8 @@ _GAP, _INDENT = 2, 4
 
 LookAtFleet = Callable[[], Fleet]
 
-url_option = option("--url", help="Address of the publisher, e.g. 127.0.0.1:8340, instead of --channel.")
 
-
-@click.command
-@any_channel_option
-@url_option
-@daemon_options
-@option("--watch", is_flag=True, help="Refresh once a second until Ctrl-C.")
-@option("--all", "whole", is_flag=True, help=f"Show all hosts, not only the {MOST} worst.")
-@option("--forget", multiple=True, help="Delete the report of this stopped or lost host. Repeatable.")
-@option(
-    "--format",
-    "balancer",
-    type=click.Choice(balancers.FORMATS),
-    help="Print the hosts' gates as servers of a load balancer instead.",
-)
-@json_option
-def fleet(
+def show_fleet(
     channel: ChannelAddress | None,
     url: str | None,
     token: str | None,
@@ -96,7 +76,6 @@ def fleet(
     balancer: str | None,
     as_json: bool,
 ) -> None:
-    """Show the hosts of a run: which are behind, which are gone, and why (self-reported)."""
     source = _Source(channel, url, token, trust_for)
     if forget:
         if watch or whole or balancer:
@@ -120,26 +99,7 @@ def fleet(
         Output(json=as_json).result(found, lambda console: console.print(table(found, console.width, most)))
 
 
-@click.command
-@option("--version", type=click.IntRange(min=0), required=True, help="Version to wait for, or a later one.")
-@option(
-    "--fraction",
-    type=Number(),
-    help="Fraction of the hosts, up to 1. Stopped hosts, lost hosts and stale hosts without a version are "
-    "not counted.",
-)
-@option("--min-hosts", type=int, help="Minimum number of hosts.")
-@option("--timeout", type=Number(min=0.0), default=600.0, help="Timeout in seconds.")
-@option(
-    "--component",
-    default=MAIN,
-    help="adapter/NAME or draft: wait until engines have loaded this version of it.",
-)
-@any_channel_option
-@url_option
-@daemon_options
-@json_option
-def wait(
+def wait_for_hosts(
     version: int,
     fraction: float | None,
     min_hosts: int | None,
@@ -151,7 +111,6 @@ def wait(
     trust_for: TrustFor,
     as_json: bool,
 ) -> None:
-    """Wait until hosts are ready with a version: one, or as many as requested. Exit code 4 on timeout."""
     with _Source(channel, url, token, trust_for).looking(updates=0) as look:
         hosts = wait_for_version(
             look,

@@ -1,4 +1,4 @@
-"""The command `local verify`."""
+"""What the command `local verify` does."""
 
 from __future__ import annotations
 
@@ -25,18 +25,10 @@ from weightcast.shared.checkpoint.state.side_files import repair_files
 from weightcast.shared.checkpoint.update.sources import repair_sources
 from weightcast.shared.checkpoint.verify.inspect import Inspection, inspect, restore_base
 from weightcast.shared.checkpoint.verify.repair import Repaired
-from weightcast.shared.cli.options import (
-    json_option,
-    local_option,
-    option,
-    path,
-    threads_option,
-    trusted_key_option,
-)
 from weightcast.shared.cli.output import Output
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.settings import BadSettings
-from weightcast.shared.files.paths import ChannelAddress, channel_address, is_directory, printable
+from weightcast.shared.files.paths import ChannelAddress, is_directory, printable
 
 LOCK_SECONDS = 60.0
 _WRONG_MEMORY = "it answers with wrong weights; restart it, or let the daemon's own verify reload it"
@@ -54,22 +46,7 @@ class EngineFound:
     refused: Mapping[str, str]
 
 
-@click.command
-@local_option
-@option("--repair", is_flag=True, help="Repair differing bytes; needs --channel.")
-@option("--channel", type=channel_address, envvar="WEIGHTCAST_CHANNEL", help="Channel to repair from.")
-@option("--base", type=path, envvar="WEIGHTCAST_BASE", help="HF checkpoint to repair from.")
-@threads_option
-@option(
-    "--engine",
-    multiple=True,
-    help="Also read back the memory of this engine (needs weightcast-engine): URL or kind=URL[,...]; "
-    "repeatable.",
-)
-@option("--name", multiple=True, help="Only this tensor of the engine's memory; repeatable.")
-@trusted_key_option
-@json_option
-def verify(
+def verify_local(
     local: Path,
     repair: bool,
     channel: ChannelAddress | None,
@@ -80,7 +57,6 @@ def verify(
     trusted_key: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Compare every byte of a local checkpoint, its adapters, and optionally of engines, with its version."""
     output, count = Output(json=as_json), working_threads(threads)
     if name and not engine:
         raise BadSettings("--name needs --engine", remedy="the files of a local checkpoint are read whole")

@@ -1,6 +1,6 @@
-"""The `weightcast` command. A command's module is imported when it is called, so that help needs none of
-them, `publish` and `sync`, which run for every version, import no more than they need, and a module that
-cannot be imported on this machine takes only its own commands away.
+"""The `weightcast` command. A command's module is imported when it is called, and what its help can do
+without when it runs. `publish` and `sync`, which run for every version, import no more than they need. A
+module that cannot be imported on this machine takes only its own commands away.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run-engine": (f"{_SUBSCRIBER}:start_engine", "Start an engine while no version is patched in."),
     "status": (f"{_CLI}.status:status", "Show a daemon's state, version and problem."),
     "wake": (f"{_CLI}.status:wake", "Make a daemon poll and retry now."),
-    "fleet": (f"{_CLI}.fleet:fleet", "Show the hosts of a run: which are behind, and why."),
-    "wait": (f"{_CLI}.fleet:wait", "Wait until hosts are ready with a version."),
+    "fleet": (f"{_CLI}.commands:fleet", "Show the hosts of a run: which are behind, and why."),
+    "wait": (f"{_CLI}.commands:wait", "Wait until hosts are ready with a version."),
     "doctor": (f"{_SUBSCRIBER}:doctor", "Check machine, file systems and engines; size a run."),
     "channel": ("", "Make and inspect channels."),
     "channel init": (f"{_PUBLISHER}:init", "Create a channel from the base checkpoint."),
@@ -73,7 +73,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "channel rollback": (f"{_PUBLISHER}:rollback", "Publish an older version's bytes again, and hold."),
     "channel resume": (f"{_PUBLISHER}:resume", "Resume publishing after a rollback."),
     "local": ("", "Inspect local checkpoints."),
-    "local verify": (f"{_CLI}.local:verify", "Compare every byte with its version, and repair."),
+    "local verify": (f"{_CLI}.commands:verify_local", "Compare every byte with its version, and repair."),
     "quantise": (f"{_PUBLISHER}:quantise", "Quantise a checkpoint: the base of a quantised run."),
     "keygen": (f"{_CLI}.channel:keygen", "Make a key that signs versions."),
     "config": ("", "Settings of the daemons."),
@@ -290,6 +290,9 @@ def run(arguments: list[str], commands: Mapping[str, tuple[str, str]] = COMMANDS
     except WeightcastError as error:
         output.error(error)
         return error.exit_code
+    except ImportError as error:  # of what a command imports when it runs
+        output.error(BadUsage(f"a module cannot be imported on this machine: {error}"))
+        return USAGE
     except OSError as error:
         failure = disk_error(error, "a file")
         output.error(failure)

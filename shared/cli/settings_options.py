@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from weightcast.shared.cli.options import json_option, option, path
 from weightcast.shared.cli.output import Output
@@ -27,6 +25,9 @@ from weightcast.shared.daemon.settings import (
     value_text,
 )
 from weightcast.shared.files.paths import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 S = TypeVar("S", bound=DaemonSettings)
 
@@ -105,6 +106,8 @@ def _options(cls: type[DaemonSettings]) -> Iterator[click.Option]:
 
 
 def _show(console: Console, settings: Sequence[dict[str, Any]], sizes: Collection[str]) -> None:
+    from rich.table import Table
+
     table = Table("setting", "value", "from", box=None, pad_edge=False)
     for one in settings:
         value = one["value"]

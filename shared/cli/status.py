@@ -6,19 +6,19 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.text import Text
 
-from weightcast.shared.base.errors import FIX_ENGINE
+from weightcast.shared.base.errors import FIX_ENGINE, age
 from weightcast.shared.cli.options import Number, daemon_options, json_option, option
 from weightcast.shared.cli.output import Output, facts_table, time_text
-from weightcast.shared.daemon.client import Daemon, parsed
-from weightcast.shared.daemon.fleet import age
-from weightcast.shared.daemon.tls import TrustFor
 from weightcast.shared.files.paths import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weightcast.shared.daemon.tls import TrustFor
 
 _TIMES = ("at", "since", "created", "last_full_hash", "full_pass", "last_fault_at", "step_began")
 
@@ -40,6 +40,8 @@ def status(
     url: str, token: str | None, trust_for: TrustFor, verbose: bool, timeout: float, as_json: bool
 ) -> None:
     """Show whether a publisher or subscriber is ready, its version, and what is wrong."""
+    from weightcast.shared.daemon.client import Daemon, parsed
+
     with Daemon(url, token, timeout, trust_for=trust_for) as daemon:
         answer = parsed(daemon.get("/v1/status"), daemon.url)
     show = _show_all if verbose else _show
@@ -53,6 +55,8 @@ def status(
 @json_option
 def wake(url: str, token: str | None, trust_for: TrustFor, timeout: float, as_json: bool) -> None:
     """Make a daemon poll now. A subscriber also retries failed engines."""
+    from weightcast.shared.daemon.client import Daemon
+
     with Daemon(url, token, timeout, trust_for=trust_for) as daemon:
         daemon.post_json("/v1/wake", b"")
         facts = {"url": daemon.url, "woken": True}
@@ -64,6 +68,8 @@ def _show(console: Console, answer: dict[str, Any]) -> None:
         # not a status of ours: nothing is passed over
         _show_all(console, answer)
         return
+    from rich.text import Text
+
     found = summary(answer)
     console.print(Text(printable(found.sentence), style="green" if found.well else "bold red"))
     if found.remedy:

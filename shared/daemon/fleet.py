@@ -14,7 +14,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
-from weightcast.shared.base.errors import Refused, RetryLater, counted
+from weightcast.shared.base.choices import LOST_SECONDS, STALE_SECONDS
+from weightcast.shared.base.errors import Refused, RetryLater, age, counted
 from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
 from weightcast.shared.channel.claims import Owner as ClaimOwner
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
@@ -39,8 +40,6 @@ FLEET_PATH = "/v1/fleet"
 """of the publisher"""
 REPORTS_PATH = "/v1/reports"
 """of the publisher, where hosts post what they cannot write into the channel"""
-STALE_SECONDS = 60.0
-LOST_SECONDS = 120.0
 MOST_WITH_UPDATES = 100
 """hosts: in larger fleets the updates are shown host by host"""
 PAGE_BYTES = 8 << 20
@@ -524,13 +523,3 @@ def _publisher_findings(fleet: Fleet) -> list[tuple[Level, str]]:
 
 def short(text: str) -> str:
     return text[:_MOST_TEXT] + ("..." if len(text) > _MOST_TEXT else "")
-
-
-def age(seconds: float | None) -> str:
-    """For people: `5 s`, `22 min`, `3 h`, `4 days`; `?` where it is not known."""
-    if seconds is None:
-        return "?"
-    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
-        if seconds < most:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86400:.0f} days"

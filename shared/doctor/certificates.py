@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from weightcast.shared.daemon.environment import address_of, is_host
 from weightcast.shared.daemon.tls import BadTls, client_context, read_certificate, server_context
 from weightcast.shared.doctor.rules import Finding, Level
 
 TLS = "tls"
 _SOON = timedelta(days=14)
+_MOST_NAMES = 20
 
 
-def judge_certificate(cert: Path, key: Path | None, ca: Path | None) -> Iterator[Finding]:
-    """`ca`: the authorities that callers trust; None: the system's."""
+def judge_certificate(
+    cert: Path, key: Path | None, ca: Path | None, callers: Sequence[str] = ()
+) -> Iterator[Finding]:
+    """`ca`: the authorities that callers trust; None: the system's. `callers`: hosts or URLs that they ask
+    for; none: this machine's name."""
     try:
         server, client = server_context(cert, key, None), client_context("https:", ca)
     except BadTls as error:
@@ -30,12 +37,37 @@ def judge_certificate(cert: Path, key: Path | None, ca: Path | None) -> Iterator
     is_old = found.valid_until - datetime.now(UTC) < _SOON
     remedy = "renew it: daemons read the files again without a restart" if is_old else ""
     yield Finding(TLS, "dates", "warning" if is_old else "ok", until, remedy)
+    yield from _judge_names(server, cert, found.names, callers)
     refused = _refusal(server, client, (*found.names, "")[0])
     level: Level = "ok" if not refused else "warning" if ca is None else "failure"
-    said = f"refuse it: {refused}" if refused else f"accept it as {', '.join(found.names[:20])}"
-    remedy = "give callers its authority with --ca; --tls-cert needs chain and names" if refused else ""
+    said = f"refuse it: {refused}" if refused else "accept it"
+    remedy = "give callers its authority with --ca; --tls-cert needs the chain" if refused else ""
     trusted = "the system's authorities" if ca is None else f"the authorities in {ca}"
     yield Finding(TLS, "trust", level, f"callers that trust {trusted} {said}", remedy)
+
+
+def _judge_names(
+    server: ssl.SSLContext, cert: Path, names: Sequence[str], callers: Sequence[str]
+) -> Iterator[Finding]:
+    # trusted itself, so that names alone are judged
+    client = client_context("https:", cert)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    known = ", ".join(names[:_MOST_NAMES]) or "none"
+    for caller in callers or ("::",):
+        host = caller if is_host(caller) else urlsplit(caller).hostname or ""
+        address = address_of(host)
+        if address is not None and address.is_unspecified:
+            host = socket.gethostname()
+        if not is_host(host):
+            yield Finding(TLS, "names", "failure", f"{caller} is not a host", "give --tls-name HOST or a URL")
+        elif _refusal(server, client, host):
+            level: Level = "failure" if callers else "warning"
+            remedy = f"issue it for {host}, or give the name that callers use with --tls-name"
+            yield Finding(
+                TLS, "names", level, f"callers that ask for {host} refuse it; its names: {known}", remedy
+            )
+        else:
+            yield Finding(TLS, "names", "ok", f"covers {host}; its names: {known}")
 
 
 def _refusal(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> str:

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from weightcast.shared.checkpoint.local_checkpoint import Readers
+from weightcast.shared.base.choices import LEASE_LIMIT, Readers, ReloadOrder
 from weightcast.shared.daemon.environment import is_server_url
 from weightcast.shared.daemon.settings import (
     SUBSCRIBER_PORT,
@@ -36,9 +36,7 @@ from weightcast.subscriber.engines.base import (
     parse_engine,
     parse_engines,
 )
-from weightcast.subscriber.engines.rules import ReloadOrder
 from weightcast.subscriber.gate.conditions import UpdatePolicy
-from weightcast.subscriber.groups.messages import LEASE_LIMIT
 
 MOST_MEMBERS = 256
 _UpToADay = Annotated[float, Field(gt=0, le=86400)]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from weightcast.shared.base.choices import ReloadOrder
 from weightcast.shared.base.errors import EngineFailed, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, Readers
@@ -34,7 +35,6 @@ from weightcast.subscriber.engines.live import APART, WAITS, Live, Offer, side_b
 from weightcast.subscriber.engines.rules import (
     EngineResult,
     Observation,
-    ReloadOrder,
     is_in_sync,
     is_taken,
     label_of,

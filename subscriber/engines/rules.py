@@ -13,15 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from weightcast.shared.base.choices import ReloadOrder
 from weightcast.shared.checkpoint.state.state import Blocked, EngineState, LocalState, Mark, Position
 from weightcast.shared.daemon.timing import Backoff
 from weightcast.subscriber.engines.base import Confirmation, EngineFacts, HeldWeights
 
 ResultState = Literal["served", "refused", "suspect", "failed"]
-ReloadOrder = Literal["together", "rolling"]
-"""All engines of a host at the same time, or one after the other confirmed."""
-
-
 PHASES = ("pause", "patch", "reload", "read_back", "resume")
 
 

@@ -13,11 +13,11 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 
+from weightcast.shared.base.choices import LEASE_LIMIT
 from weightcast.shared.checkpoint.state.state import Position
 
 NAME_LIMIT = 300
 REASON_LIMIT = 1000
-LEASE_LIMIT = 3600.0
 HOLD_PATH, RELEASE_PATH, ADAPTERS_PATH = "/v1/hold", "/v1/release", "/v1/adapters"
 
 Name = Annotated[str, MaxLen(NAME_LIMIT)]

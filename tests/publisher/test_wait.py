@@ -9,10 +9,11 @@ from functools import partial
 import pytest
 from publisher_cases import Place
 
+from weightcast.shared.base.choices import LOST_SECONDS
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import Report, write_report
-from weightcast.shared.daemon.fleet import LOST_SECONDS, FleetReader
+from weightcast.shared.daemon.fleet import FleetReader
 from weightcast.shared.daemon.wait import wait_for_version
 
 RUN = "run-under-test"

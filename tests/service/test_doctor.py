@@ -434,7 +434,13 @@ def test_certificates_are_judged_by_dates_names_key_and_authority(doctor: Doctor
     ours, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
     good, soon, old = (ours.issue(name, days=days) for name, days in (("good", 40), ("soon", 1), ("old", -1)))
     asked = doctor("--tls-cert", good, "--ca", ours.file)
-    assert asked.code == 0 and "gates.example" in asked.finding("tls", "trust")["says"]
+    assert asked.code == 0 and asked.finding("tls", "trust")["level"] == "ok"
+    names = asked.finding("tls", "names")
+    assert names["level"] == "warning" and names["says"].endswith("its names: 127.0.0.1, gates.example")
+    for caller in ("https://gates.example:8350", "gates.example", "127.0.0.1"):
+        assert doctor("--tls-cert", good, "--tls-name", caller).finding("tls", "names")["level"] == "ok"
+    for caller in ("https://gates:8350", "127.0.0.2", "::1", "other host"):
+        assert doctor("--tls-cert", good, "--tls-name", caller).bad() == {("tls", "names")}
     assert doctor("--tls-cert", good, "--ca", stranger.file).bad() == {("tls", "trust")}
     assert doctor("--tls-cert", good, "--tls-key", soon).bad() == {("tls", "files")}
     assert doctor("--tls-cert", old).bad() == {("tls", "dates")}

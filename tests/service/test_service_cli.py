@@ -140,9 +140,9 @@ def test_an_interrupt_is_one_line_or_one_object(capsys: pytest.CaptureFixture[st
     assert text.err == ""
 
 
-@pytest.mark.parametrize("words", [["sync"], ["status"]])
+@pytest.mark.parametrize("words", [["channel", "log"], ["sync", "--channel=c", "--local=l"]])
 def test_an_interrupt_while_a_verb_is_imported(words: list[str], tmp_path: Path) -> None:
-    """numpy is the first library that both need."""
+    """numpy is the first library that both need: the first for its options, the second to run."""
     (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
     command = [sys.executable, "-m", "weightcast.shared.cli.main", *words, "--json"]
     environment = dict(os.environ) | {"PYTHONPATH": str(tmp_path)}
