@@ -110,6 +110,10 @@ class TensorTable:
     def numbers(self) -> Mapping[str, int]:
         return {spec.name: number for number, spec in enumerate(self.specs)}
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.specs)
+
     def named(self, name: str) -> TensorSpec:
         return self.specs[self.numbers[name]]
 
