@@ -6,9 +6,11 @@ Names, arguments and results are those of `weightcast.shared.kernels.native` and
 
 from __future__ import annotations
 
+import struct
 import sys
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, WordKind, Words
@@ -39,9 +41,7 @@ from weightcast.shared.kernels.constants import (
     Taken,
     at_once,
     check_masks,
-    exchange_at,
     places_under,
-    unpack_gaps,
 )
 from weightcast.shared.kernels.constants import plan_contexts as plan_contexts
 
@@ -162,6 +162,40 @@ def masks_of(index: Array32, words: int) -> Masks:
 
 def scatter(words: Words, index: Array32, new: Words) -> None:
     words[index] = new
+
+
+def exchange_at(
+    words: Words, index: NDArray[np.int64], before: Words, after: Words, *, again: bool
+) -> int | None:
+    found = words[index]
+    expected = found == before
+    if again:
+        expected |= found == after
+    if expected.all():
+        words[index] = after
+        expected = words[index] == after
+    return None if expected.all() else int(np.argmin(expected))
+
+
+def unpack_gaps(first: int, gaps: ByteArray, escapes: Array32) -> NDArray[np.int64] | None:
+    """The words of a record; None where they do not ascend, or escapes are missing, too many or too small."""
+    distances, escaped = gaps.astype(np.int64), gaps == ESCAPED_GAP
+    if escaped.sum() != len(escapes) or (escapes < ESCAPED_GAP).any():
+        return None
+    distances[escaped] = escapes
+    return np.cumsum(distances) + first if not distances[0] and distances[1:].all() else None
+
+
+def pack_lists(heads: Counts, index: Array32, bounds: Counts, old: Words, new: Words) -> ByteArray:
+    data = b""
+    for (tensor, first), start, stop in zip(heads.tolist(), bounds, bounds[1:], strict=False):
+        gaps = np.empty(stop - start, np.uint8)
+        escapes, _ = pack_gaps(index[start:stop], np.array([0, stop - start]), gaps)
+        payload = b"".join(each.tobytes() for each in (gaps, escapes, old[start:stop], new[start:stop]))
+        facts = struct.pack("<IIQII", tensor, new.itemsize, first, len(gaps), len(escapes))
+        checksum = xxhash.xxh3_64_intdigest(payload) ^ xxhash.xxh3_64_intdigest(facts)
+        data += facts + checksum.to_bytes(8, "little") + payload
+    return np.frombuffer(data, np.uint8)
 
 
 def pack_gaps(index: Array32, starts: Counts, gaps: ByteArray) -> tuple[Array32, Counts]:

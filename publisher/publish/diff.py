@@ -136,6 +136,8 @@ def totals_of(table: TensorTable, tensors: TensorRecords, files: Iterable[FileRe
 
 
 def _split(table: TensorTable, part: Part) -> set[int]:
+    if part == table.whole:
+        return set()
     pieces = ((one.tensor, (one.start, one.stop)) for one in part.segments)
     return {tensor for tensor, place in pieces if place != (0, table[tensor].words)}
 
@@ -160,7 +162,7 @@ class _Comparison:
         return _Compared(chunk, new, found.full, changed, step, prepared, odd)
 
     def _new(self, chunk: Chunk) -> Words:
-        run = self.given.weights.run_in(chunk, self.given.matched.sources)
+        run = self.given.weights.run_in(chunk, self.given.matched.numbers)
         return gather(chunk, self._new_words) if run is None else run
 
     def _new_words(self, tensor: int, start: int, stop: int) -> Words:

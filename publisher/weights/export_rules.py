@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weightcast.publisher.weights.match import frozen_tensors, resolve
 from weightcast.publisher.weights.precision import STORED, rounded, rounds
@@ -166,6 +167,7 @@ class AdaptedWeights(NewWeights):
 
     def __init__(self, weights: NewWeights, plan: _Plan) -> None:
         self._weights, self._sources = weights, plan.sources
+        self._asked: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         notes = (*weights.facts.notes, *plan.notes)
         self.table, self.facts = plan.table, replace(weights.facts, adapted=plan.adapted, notes=notes)
 
@@ -181,10 +183,14 @@ class AdaptedWeights(NewWeights):
         made: Words = np.ascontiguousarray(values).view(spec.kind.numpy)
         return made[start - low * per : stop - low * per]
 
-    def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> Words | None:
+    def run_in(self, chunk: Chunk, numbers: NDArray[np.int64]) -> Words | None:
         if self.facts.adapted.cast:
             return None
-        return self._weights.run_in(chunk, {n: self._sources[name] for n, name in sources.items()})
+        if self._asked is None or self._asked[0] is not numbers:
+            theirs = self._weights.table.numbers
+            own = np.array([theirs[self._sources[spec.name]] for spec in self.table], np.int64)
+            self._asked = numbers, np.where(numbers < 0, -1, own[numbers])
+        return self._weights.run_in(chunk, self._asked[1])
 
     def finish(self) -> None:
         self._weights.finish()

@@ -13,6 +13,9 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import takewhile
 
+import numpy as np
+from numpy.typing import NDArray
+
 from weightcast.publisher.weights.precision import rounds
 from weightcast.shared.base.elements import MAIN, TensorSpec, TensorTable
 from weightcast.shared.base.errors import Refused
@@ -30,10 +33,12 @@ _LOOKED_AT = 2000
 
 @dataclass(frozen=True)
 class Matched:
-    """`sources`: tensor number to the given name whose bytes it gets. `absent`: frozen, keeps its bytes.
+    """`sources`: tensor number to the given name whose bytes it gets; `numbers`: int64[tensors], that one's
+    number among the given ones, -1 for none. `absent`: frozen, keeps its bytes.
     `ties`: given names whose bytes must equal a tensor's. `frozen`: tensors that must not change."""
 
     sources: Mapping[int, str]
+    numbers: NDArray[np.int64]
     absent: tuple[int, ...]
     ties: tuple[tuple[str, int], ...]
     frozen: frozenset[int]
@@ -94,7 +99,9 @@ def _matched(
     # where the base stores both, both may be given; they are tied all the same
     both = table.numbers.keys() & by_run.keys()
     ties.extend((by_run[one], table.numbers[name]) for one, name in aliases.items() if {one, name} <= both)
-    return Matched(sources, tuple(absent), tuple(ties), still, names.rules)
+    numbers = np.full(len(table), -1, np.int64)
+    numbers[list(sources)] = [given.numbers[name] for name in sources.values()]
+    return Matched(sources, numbers, tuple(absent), tuple(ties), still, names.rules)
 
 
 @dataclass

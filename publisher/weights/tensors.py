@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weightcast.publisher.weights.config import AdapterConfig, component_config, digest_of
 from weightcast.publisher.weights.given import (
@@ -32,7 +33,7 @@ from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import DTYPES, MAIN, Chunk, TensorSpec, TensorTable, Words, kind_of
 from weightcast.shared.base.errors import Refused, RetryLater
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
-from weightcast.shared.files.hf_checkpoint import Checkpoint, Place, identities, open_checkpoint, run_of
+from weightcast.shared.files.hf_checkpoint import Checkpoint, Places, changed_since, open_checkpoint, run_of
 from weightcast.shared.files.paths import is_same
 
 _PIECE = 1 << 22
@@ -89,9 +90,9 @@ class NewWeights(ABC):
         """Names of the tensors that are given in part."""
         return ()
 
-    def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> Words | None:
-        """The chunk's words, where they lie in one run; None: they are to be gathered. `sources`: names by
-        number of the run's table."""
+    def run_in(self, chunk: Chunk, numbers: NDArray[np.int64]) -> Words | None:
+        """The chunk's words, where they lie in one run; None: they are to be gathered. `numbers`: of each
+        tensor of the run's table its number in this one, -1 for none."""
         return None
 
     def equal(self, name: str, other: str) -> bool:
@@ -115,17 +116,17 @@ class CheckpointWeights(NewWeights):
 
     def __init__(self, directory: Path, *, follow_links: bool = True, adapter: bool = False) -> None:
         """`adapter`: as of `open_checkpoint`."""
-        opened = partial(open_checkpoint, directory, follow_links=follow_links, adapter=adapter)
         try:
-            self._before = identities(opened())
-            # headers read before the identities were taken may be of other files
-            self.checkpoint: Checkpoint = opened()
+            self.checkpoint: Checkpoint = open_checkpoint(
+                directory, follow_links=follow_links, adapter=adapter
+            )
             self._read = ReadCheckpoint(self.checkpoint)
         except FileNotFoundError as error:
             raise Refused(
                 f"{error.filename or directory} does not exist", remedy="give a checkpoint directory"
             ) from error
         self.table, self.facts = self.checkpoint.table, InputFacts(notes=self.checkpoint.notes)
+        self._placed: tuple[NDArray[np.int64], Places] | None = None
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         try:
@@ -133,12 +134,10 @@ class CheckpointWeights(NewWeights):
         except RetryLater as error:
             raise self._changed() from error
 
-    def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> Words | None:
-        def place_of(tensor: int) -> Place | None:
-            name = sources.get(tensor)
-            return None if name is None else self.checkpoint.places[self.table.numbers[name]]
-
-        place = run_of(chunk, place_of)
+    def run_in(self, chunk: Chunk, numbers: NDArray[np.int64]) -> Words | None:
+        if self._placed is None or self._placed[0] is not numbers:
+            self._placed = numbers, self.checkpoint.places.at(numbers)
+        place = run_of(chunk, self._placed[1])
         if place is None:
             return None
         try:
@@ -149,10 +148,10 @@ class CheckpointWeights(NewWeights):
 
     def finish(self) -> None:
         try:
-            same = identities(self.checkpoint) == self._before
+            changed = changed_since(self.checkpoint)
         except FileNotFoundError:
-            same = False
-        if not same:
+            changed = True
+        if changed:
             raise self._changed()
 
     def _changed(self) -> Refused:

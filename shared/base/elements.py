@@ -109,6 +109,10 @@ class TensorTable:
     def numbers(self) -> Mapping[str, int]:
         return {spec.name: number for number, spec in enumerate(self.specs)}
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.specs)
+
     def named(self, name: str) -> TensorSpec:
         return self.specs[self.numbers[name]]
 
@@ -122,9 +126,9 @@ class TensorTable:
         return np.array([spec.nbytes for spec in self.specs], np.int64)
 
     @cached_property
-    def forms(self) -> tuple[tuple[int, int], ...]:
-        """Of each tensor the bytes of a word, and words."""
-        return tuple((spec.kind.width, spec.words) for spec in self.specs)
+    def forms(self) -> NDArray[np.int64]:
+        """int64[tensors, 2]: bytes of a word, and words. Not to be written."""
+        return np.array([(spec.kind.width, spec.words) for spec in self.specs], np.int64).reshape(-1, 2)
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
@@ -213,6 +217,16 @@ class Chunk:
         per_word = 8 // self.kind.width
         rows = [(span.offset, span.words, (span.start - span.offset) // per_word + 1) for span in self.spans]
         return np.array(rows, np.int64).reshape(-1, 3)
+
+    @cached_property
+    def shifts(self) -> NDArray[np.int64]:
+        """int64[spans], not to be written: words from a position in the chunk to that in the tensor."""
+        return np.array([span.start - span.offset for span in self.spans], np.int64)
+
+    @cached_property
+    def is_full(self) -> bool:
+        """No padding."""
+        return 0 < self.words == sum(span.words for span in self.spans)
 
     @cached_property
     def tensors(self) -> NDArray[np.int64]:

@@ -7,13 +7,16 @@ of the shards, which computes the chunk grid, checks the chunks against it.
 from __future__ import annotations
 
 import itertools
+import json
 import re
+import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import numpy as np
 from annotated_types import Ge, MaxLen
@@ -56,6 +59,7 @@ from weightcast.shared.digest.checksums import Lanes, root
 from weightcast.shared.files.paths import file_name, is_plain
 from weightcast.shared.files.safetensors import naturals
 from weightcast.shared.files.strict_json import MAX_INTEGER, Hex, Members, parse_object, write_object
+from weightcast.shared.kernels.load import kernels
 
 
 def write_parts(parts: Sequence[Part], table: TensorTable) -> list[list[list[int]]] | None:
@@ -286,21 +290,103 @@ def describe(data: bytes, top: Members | None = None) -> Literal["ours", "foreig
     return "foreign delta" if delta else "full"
 
 
-def read_top(data: bytes, what: str = INDEX_NAME) -> Members:
-    """The members of any index, for the parser that `describe` names. Raises DamagedFile."""
+_MARK = secrets.token_hex(16)
+"""name of a member that stands for rows of tensors while the rest is read or written: in no file"""
+_WEIGHT_MAP, _AFTER = b',"weight_map":{', b'},"weightcast":{'
+_TENSORS, _CHUNKS = b',"tensors":{', b'},"chunks":['
+_MANY_ROWS = 1 << 20
+"""bytes of an index from which its rows are worth a kernel"""
+
+
+class _Rows(NamedTuple):
+    """Where the rows of `weight_map` and of `tensors` begin and end in an index as `write_index` makes it."""
+
+    files: tuple[int, int]
+    tensors: tuple[int, int]
+
+    @classmethod
+    def of(cls, data: bytes) -> _Rows | None:
+        """None where they are to be read as the rest is."""
+        files, end = data.find(_WEIGHT_MAP) + len(_WEIGHT_MAP), data.find(_AFTER)
+        tensors, stop = data.find(_TENSORS, end) + len(_TENSORS), data.rfind(_CHUNKS)
+        if len(data) < _MANY_ROWS or not len(_WEIGHT_MAP) <= files < end < tensors < stop:
+            return None
+        return cls((files, end), (tensors, stop))
+
+    def without(self, data: bytes) -> bytes:
+        (files, end), (tensors, stop) = self
+        one, other = (f'"{_MARK}":{n}'.encode() for n in range(2))
+        return b"".join((data[:files], one, data[end:tensors], other, data[stop:]))
+
+
+def read_top(data: bytes, what: str = INDEX_NAME, *, rows: bool = False) -> Members:
+    """The members of any index, for the parser that `describe` names. `rows`: with those of tensors, also
+    where `parse_index` reads them by a kernel. Raises DamagedFile."""
     if len(data) > INDEX_LIMIT:
         raise DamagedFile(f"{what}: {len(data)} bytes, at most {INDEX_LIMIT} are read")
-    return Members(parse_object(data, what), what)
+    found = None if rows else _Rows.of(data)
+    return Members(parse_object(data if found is None else found.without(data), what), what)
+
+
+@lru_cache(maxsize=2)
+def _keys(table: TensorTable) -> tuple[bytes, ...]:
+    """Names as they begin a row."""
+    return tuple(_text(name) + b":" for name in table.names)
+
+
+def _text(text: str) -> bytes:
+    return json.dumps(text, ensure_ascii=False).encode()
+
+
+def _read_rows(
+    data: bytes, top: Members, table: TensorTable, files: Sequence[FileRecord]
+) -> tuple[TensorRecords, dict[str, str]] | None:
+    """Records and weight map of an index whose `top` was read without. None where the kernel cannot read
+    them, or where they are not the members that they seem to be."""
+    found = _Rows.of(data)
+    facts = Members(top.object(_OURS), _OURS)
+    if found is None or [top.object("weight_map"), facts.object("tensors")] != [{_MARK: 0}, {_MARK: 1}]:
+        return None
+    keys = _texts(table)
+    names = kernels().Texts([_text(file.name) for file in files])
+    mapped = kernels().read_files(data, *found.files, keys, names)
+    rows = kernels().read_tensors(data, *found.tensors, keys)
+    if mapped is None or rows is None or not np.array_equal(mapped[0], rows[0]):
+        return None
+    records = TensorRecords.rows(table, *rows)
+    held = map([file.name for file in files].__getitem__, mapped[1].tolist())
+    return records, dict(zip(records.names, held, strict=True))
+
+
+@lru_cache(maxsize=2)
+def _texts(table: TensorTable) -> Any:
+    return kernels().Texts(list(_keys(table)))
 
 
 def write_index(index: Index, table: TensorTable) -> bytes:
     """The exact bytes to commit; `index.digest` is ignored. Raises DamagedFile when its facts contradict each
     other or the table."""
     check_index(index, table, f"index of version {index.version}")
-    rows = _tensor_rows(index, table)
-    weight_map = {name: index.weight_map[name] for name in rows}
-    facts = _facts(index, table, rows)
-    return write_object({"metadata": _metadata(index), "weight_map": weight_map, _OURS: facts})
+    facts = _facts(index, table, {_MARK: 1})
+    data = write_object({"metadata": _metadata(index), "weight_map": {_MARK: 0}, _OURS: facts})
+    for number, rows in enumerate(_written_rows(index, table)):
+        before, _, after = data.partition(f'"{_MARK}":{number}'.encode())
+        data = b"".join((before, b",".join(rows), after))
+    return data
+
+
+def _written_rows(index: Index, table: TensorTable) -> Iterator[Iterable[bytes]]:
+    """Those of `weight_map` and of `tensors`, in the order of the table."""
+    found, every = index.tensors, _keys(table)
+    order = np.argsort(found.numbers(table))
+    records = TensorRecords.rows(table, found.numbers(table)[order], found.lanes[order], found.changed[order])
+    keys = [every[number] for number in records.numbers(table).tolist()]
+    files = {file.name: _text(file.name) for file in index.files}
+    yield (key + files[index.weight_map[name]] for key, name in zip(keys, records.names, strict=True))
+    digests = [f',"{index.checksums[name]}"]'.encode() for name in records.names if index.checksums]
+    ends = digests or [b"]"] * len(keys)
+    columns = keys, write_lane_rows(records.lanes), records.changed.tolist(), ends
+    yield map(b'%b["%b",%d%b'.__mod__, zip(*columns, strict=True))
 
 
 def _metadata(index: Index) -> dict[str, str]:
@@ -340,18 +426,6 @@ def _facts(index: Index, table: TensorTable, tensors: Mapping[str, object]) -> d
         "tensors": tensors,
         "chunks": _chunk_rows(index),
     }
-
-
-def _tensor_rows(index: Index, table: TensorTable) -> dict[str, list[object]]:
-    """By name, in the order of the table."""
-    records = index.tensors
-    lanes, changed = write_lane_rows(records.lanes), records.changed.tolist()
-    rows: dict[str, list[object]] = {}
-    for row in np.argsort(records.numbers(table)).tolist():
-        name = records.names[row]
-        checksum = [index.checksums[name]] if name in index.checksums else []
-        rows[name] = [lanes[row], changed[row], *checksum]
-    return rows
 
 
 def _chunk_rows(index: Index) -> list[list[object]]:
@@ -406,7 +480,13 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str |
     check_component(component_of(facts, what), table.component, what)
     _check_run(run_id(facts), run, what)
     files = file_records(facts, what)
-    rows = facts.object("tensors")
+    quick = _read_rows(data, top, table, files)
+    if quick is None and _MARK in facts.object("tensors"):
+        return _parsed(data, table, what, read_top(data, what, rows=True), run)
+    rows = {} if quick is not None else facts.object("tensors")
+    records, weight_map = (
+        (_tensor_records(rows, what), top.text_map("weight_map")) if quick is None else quick
+    )
     totals = facts.array("totals")
     if len(totals) != 4 or any(type(n) is not int or not 0 <= n <= MAX_INTEGER for n in totals):
         raise facts.bad("totals", "four numbers")
@@ -416,9 +496,9 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str |
         run_id=run_id(facts),
         kind=_kind(facts, what),
         encoding=_encoding(top, facts, what),
-        weight_map=top.text_map("weight_map"),
+        weight_map=weight_map,
         files=files,
-        tensors=_tensor_records(rows, what),
+        tensors=records,
         parts=parse_parts(facts, table, what),
         chunks=_chunk_records(facts.array("chunks"), files, what),
         totals=VersionTotals(*cast(list[int], totals)),

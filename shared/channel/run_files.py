@@ -105,10 +105,10 @@ def parse_lane_rows(texts: Sequence[object], what: str) -> LanesArray:
     return np.frombuffer(bytes.fromhex(joined), ">u8").astype(np.uint64).reshape(-1, 2)
 
 
-def write_lane_rows(lanes: LanesArray) -> list[str]:
+def write_lane_rows(lanes: LanesArray) -> list[bytes]:
     """Of each row 32 hex digits."""
-    joined = lanes.astype(">u8").tobytes().hex()
-    return [joined[at : at + 32] for at in range(0, len(joined), 32)]
+    joined = lanes.astype(">u8").tobytes().hex().encode()
+    return cast(list[bytes], np.frombuffer(joined, "S32").tolist())
 
 
 def write_file_records(files: Iterable[FileRecord]) -> list[list[object]]:
@@ -184,8 +184,18 @@ class TensorRecords(Mapping[str, TensorRecord]):
         cls, table: TensorTable, numbers: NDArray[np.int64], lanes: LanesArray, changed: NDArray[np.int64]
     ) -> TensorRecords:
         """Of some tensors of a table. `lanes`, `changed`: of all of its tensors."""
-        names = tuple(table[number].name for number in numbers.tolist())
-        return cls(names, lanes[numbers], changed[numbers])
+        return cls.rows(table, numbers, lanes[numbers], changed[numbers])
+
+    @classmethod
+    def rows(
+        cls, table: TensorTable, numbers: NDArray[np.int64], lanes: LanesArray, changed: NDArray[np.int64]
+    ) -> TensorRecords:
+        """As `numbered`, with `lanes` and `changed` of these alone."""
+        every = len(numbers) == len(table)
+        names = table.names if every else tuple(map(table.names.__getitem__, numbers.tolist()))
+        made = cls(names, lanes, changed)
+        made._numbered[:] = [(table, numbers)]
+        return made
 
     @cached_property
     def _numbered(self) -> list[tuple[TensorTable, NDArray[np.int64]]]:
@@ -265,7 +275,7 @@ def write_base(base: Base) -> bytes:
             "files": write_file_records(base.files),
             **({SIDE_FILES: write_file_records(base.side_files)} if base.side_files else {}),
             "tensors": [
-                [spec.name, spec.dtype, spec.shape, spec.nbytes, lanes]
+                [spec.name, spec.dtype, spec.shape, spec.nbytes, lanes.decode()]
                 for spec, lanes in zip(base.table, write_lane_rows(base.lanes), strict=True)
             ],
         }

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from weightcast.shared.base.choices import Readers as Readers
 from weightcast.shared.base.elements import BLOCK_WORDS, ByteArray, Chunk, TensorTable, Words
@@ -39,6 +40,7 @@ from weightcast.shared.files.hf_checkpoint import (
     Checkpoint,
     FileIdentity,
     Place,
+    Places,
     file_identity,
     open_checkpoint,
     run_of,
@@ -167,7 +169,7 @@ def own(paths: LocalPaths) -> FileLock:
 class TensorFiles:
     """Files with the tensors of `table`, whose bytes a subclass reads. `places` in table order."""
 
-    def __init__(self, table: TensorTable, places: Sequence[Place]) -> None:
+    def __init__(self, table: TensorTable, places: Places | Sequence[Place]) -> None:
         self.table, self.places = table, places
 
     def bytes_at(self, place: Place) -> ByteArray:
@@ -198,8 +200,9 @@ class LocalCheckpoint(TensorFiles):
         self._maps = {path: _map(path) for path in checkpoint.weight_files}
         self._in_memory = any(file_system(mapped.found.st_dev) == "tmpfs" for mapped in self._maps.values())
         """pages are small and never written back"""
-        self._home_of: dict[int, tuple[Words, int]] = {}
-        self._homes: dict[tuple[Path, np.dtype[np.unsignedinteger], int], Words] = {}
+        self.homes, self.files = self._laid_out()
+        """int64[tensors, 3], not to be written: which of `files`, number of its first word there, words; and
+        each file's words, once for each dtype and alignment of its tensors, writable"""
         self._index = _digest_of(checkpoint.index_file)
 
     @classmethod
@@ -236,8 +239,7 @@ class LocalCheckpoint(TensorFiles):
         return {name: path for name, path in paths.items() if is_file(path)}
 
     def close(self) -> None:
-        self._home_of.clear()
-        self._homes.clear()
+        self.files.clear()
         for mapped in self._maps.values():
             # views handed out keep a map alive; it is dropped with them
             with contextlib.suppress(BufferError):
@@ -284,25 +286,23 @@ class LocalCheckpoint(TensorFiles):
         """Of the weight files."""
         return tuple(file_identity(path) for path in self.checkpoint.weight_files)
 
+    def _laid_out(self) -> tuple[NDArray[np.int64], list[Words]]:
+        forms, rows = self.table.forms, self.checkpoint.places.rows
+        widths, offsets = forms[:, 0], rows[:, 1]
+        kinds, owners = np.unique(
+            np.stack([rows[:, 0], widths, offsets % widths], 1), axis=0, return_inverse=True
+        )
+        files: list[Words] = []
+        for file, width, rest in kinds.tolist():
+            mapped = self._maps[self.checkpoint.weight_files[file]].map
+            files.append(np.frombuffer(mapped, f"<u{width}", (len(mapped) - rest) // width, rest))
+        return np.stack([owners.reshape(-1), offsets // widths, forms[:, 1]], 1), files
+
     def words(self, tensor: int) -> Words:
         """A writable view of a tensor's words in its mapped file; may be unaligned."""
-        home, start = self.home(tensor)
-        return home[start : start + self.table[tensor].words]
-
-    def home(self, tensor: int) -> tuple[Words, int]:
-        """All words of a tensor's file, writable, and the number of the tensor's first word. The same
-        array for all tensors of a file and dtype that begin on its words."""
-        known = self._home_of.get(tensor)
-        if known is None:
-            spec, place = self.table[tensor], self.checkpoint.places[tensor]
-            kind, rest = spec.kind.numpy, place.offset % spec.kind.width
-            home = self._homes.get((place.file, kind, rest))
-            if home is None:
-                mapped = self._maps[place.file].map
-                home = np.frombuffer(mapped, kind, (len(mapped) - rest) // kind.itemsize, rest)
-                self._homes[place.file, kind, rest] = home
-            known = self._home_of[tensor] = home, place.offset // kind.itemsize
-        return known
+        owner, start, words = self.homes[tensor].tolist()
+        found: Words = self.files[owner][start : start + words]
+        return found
 
     def bytes_at(self, place: Place) -> ByteArray:
         found = np.frombuffer(self._maps[place.file].map, np.uint8, place.nbytes, place.offset)
@@ -318,7 +318,7 @@ class LocalCheckpoint(TensorFiles):
 
     def chunk_words(self, chunk: Chunk) -> Words:
         """The chunk's words with zero padding; not to be written. A view where the chunk is one run."""
-        place = run_of(chunk, self.checkpoint.places.__getitem__)
+        place = run_of(chunk, self.checkpoint.places)
         if place is None or place.offset % chunk.kind.width:
             return gather(chunk, self.words_in)
         return self.bytes_at(place).view(chunk.kind.numpy)

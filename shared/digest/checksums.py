@@ -11,6 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -167,7 +168,8 @@ def root(table: TensorTable, lanes: Sequence[Lanes] | LanesArray) -> str:
     numbers = table.sizes.astype(np.uint64) * np.uint64(2) + np.uint64(1)
     final = np.stack([mix_a(raw[:, 0], numbers), mix_b(raw[:, 1], numbers)], 1).astype("<u8").tobytes()
     key = blake3(derive_key_context=CONTEXT)
-    key.update(b"".join(head + final[16 * n : 16 * n + 16] for n, head in enumerate(_heads(table))))
+    each = np.frombuffer(final, "V16").tolist()
+    key.update(b"".join(chain.from_iterable(zip(_heads(table), each, strict=True))))
     return key.hexdigest()
 
 

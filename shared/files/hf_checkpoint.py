@@ -10,12 +10,15 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from errno import ELOOP, ENOENT, ENOTDIR
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import Chunk, TensorSpec, TensorTable
 from weightcast.shared.base.errors import DamagedFile, Refused
@@ -40,8 +43,6 @@ MERGE_ADAPTER = (
 ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """as peft saves an adapter"""
 _SAVE_AGAIN = "safetensors refuses it too: compare it with its source, or save the checkpoint again"
-_Spot = tuple[int, int, int]
-"""of a tensor: number of its shard, offset, bytes"""
 
 
 class Place(NamedTuple):
@@ -52,22 +53,40 @@ class Place(NamedTuple):
     nbytes: int
 
 
-def run_of(chunk: Chunk, place_of: Callable[[int], Place | None]) -> Place | None:
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Of each tensor of a table its place, in an array: there may be several 100,000. `rows`: int64[n, 3],
+    number of its file or -1 for none, offset, bytes."""
+
+    files: tuple[Path, ...]
+    rows: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, tensor: int) -> Place:
+        file, offset, nbytes = self.rows[tensor].tolist()
+        return Place(self.files[file], offset, nbytes)
+
+    def at(self, tensors: NDArray[np.int64]) -> Places:
+        """Those of listed tensors; of none where -1 is listed."""
+        rows = self.rows[tensors]
+        rows[tensors < 0, 0] = -1
+        return Places(self.files, rows)
+
+
+def run_of(chunk: Chunk, places: Places) -> Place | None:
     """Where the words of a chunk lie in one run of a file, none of them padding; None where they do not.
-    `place_of`: a tensor's, by its number, all of one checkpoint. The safetensors library writes tensors of a
-    dtype in the order of their names, which is a chunk's."""
-    width, filled, found = chunk.kind.width, 0, None
-    for span in chunk.spans:
-        place = place_of(span.tensor)
-        if place is None or span.offset != filled:
-            return None
-        begin = place.offset + width * (span.start - filled)
-        if found is None:
-            found = Place(place.file, begin, width * chunk.words)
-        elif begin != found.offset or place.file is not found.file:
-            return None
-        filled += span.words
-    return found if filled == chunk.words else None
+    `places`: of all tensors of the run's table. The safetensors library writes tensors of a dtype in the
+    order of their names, which is a chunk's."""
+    if not chunk.is_full:
+        return None
+    rows, width = places.rows[chunk.tensors], chunk.kind.width
+    begins = rows[:, 1] + width * chunk.shifts
+    file, begin = int(rows[0, 0]), int(begins[0])
+    if file < 0 or (rows[:, 0] != file).any() or (begins != begin).any():
+        return None
+    return Place(places.files[file], begin, width * chunk.words)
 
 
 @dataclass(frozen=True)
@@ -78,14 +97,21 @@ class Checkpoint:
 
     directory: Path
     table: TensorTable
-    places: tuple[Place, ...]
+    places: Places
     weight_files: tuple[Path, ...]
     other_files: tuple[Path, ...]
     index_file: Path | None
     links: bool
     """whether links were followed"""
+    seen: Mapping[str, FileIdentity]
+    """by name, its files as they were before anything of them was read"""
     notes: tuple[str, ...] = ()
     """small faults in its files that safetensors and engines tolerate"""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        index = () if self.index_file is None else (self.index_file,)
+        return (*self.weight_files, *self.other_files, *index)
 
 
 @dataclass(frozen=True)
@@ -99,18 +125,19 @@ class FileIdentity:
     mtime_ns: int
 
 
-def identities(checkpoint: Checkpoint) -> tuple[FileIdentity, ...]:
-    """Of every file, through links; equal before and after reading, the bytes read are of one checkpoint.
-    Raises FileNotFoundError."""
-    index = () if checkpoint.index_file is None else (checkpoint.index_file,)
-    files = (*checkpoint.weight_files, *checkpoint.other_files, *index)
-    return tuple(file_identity(path) for path in files)
+def changed_since(checkpoint: Checkpoint) -> bool:
+    """Whether a file, through links, is another one than before it was read, or was written. Raises
+    FileNotFoundError."""
+    return any(file_identity(path) != checkpoint.seen[path.name] for path in checkpoint.files)
 
 
 def file_identity(path: Path) -> FileIdentity:
     """Through links. Raises FileNotFoundError."""
-    at = path.stat()
-    return FileIdentity(path.name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns)
+    return _identity(path.name, path.stat())
+
+
+def _identity(name: str, found: os.stat_result) -> FileIdentity:
+    return FileIdentity(name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def open_checkpoint(
@@ -141,10 +168,10 @@ def open_checkpoint(
     return opened
 
 
-def _of_adapter(directory: Path, names: Sequence[str]) -> Sequence[str]:
+def _of_adapter(directory: Path, names: Mapping[str, FileIdentity]) -> Mapping[str, FileIdentity]:
     """All names where none is an adapter as peft saves it: a local checkpoint may come from an anchor."""
     if ADAPTER_MODEL in names:
-        return [name for name in names if name == ADAPTER_MODEL or not _OTHER_WEIGHTS.search(name)]
+        return {n: seen for n, seen in names.items() if n == ADAPTER_MODEL or not _OTHER_WEIGHTS.search(n)}
     if "adapter_model.bin" in names:
         raise Refused(
             f"{directory} has adapter_model.bin, not {ADAPTER_MODEL}",
@@ -153,7 +180,9 @@ def _of_adapter(directory: Path, names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def _opened(directory: Path, names: Sequence[str], follow_links: bool, need_index: bool) -> Checkpoint:
+def _opened(
+    directory: Path, names: Mapping[str, FileIdentity], follow_links: bool, need_index: bool
+) -> Checkpoint:
     index = _weight_index(directory, names, follow_links)
     unindexed = [] if index is not None or need_index else _numbered(names)
     named = [] if index is None else sorted(set(index.weight_map.values()))
@@ -161,21 +190,20 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool, need_inde
     notes = _check_present(directory, names, shards, follow_links)
     if unindexed:
         notes.append(f"{WEIGHT_INDEX} is missing; all {len(unindexed)} numbered shards are there")
-    headers = {
-        name: read_header_of(directory / name, follow_links=follow_links, tolerant=True) for name in shards
-    }
-    held = _held(directory, headers)
-    if index is not None:
-        found = (*index.notes, *_index_notes(index.weight_map, held))
-        notes += [f"{WEIGHT_INDEX}: {note}" for note in found]
-    notes += [f"{name}: {note}" for name, header in headers.items() for note in header.notes]
-    table, spots = laid_out(tuple(headers.values()))
-    files = [directory / name for name in headers]
+    headers = tuple(
+        read_header_of(directory / name, follow_links=follow_links, tolerant=True) for name in shards
+    )
+    try:
+        notes += _notes(tuple(shards), headers, index)
+    except DamagedFile as error:
+        raise DamagedFile(f"{directory}{os.sep}{error.message}", remedy=error.remedy) from error
+    table, rows = laid_out(headers)
+    files = tuple(directory / name for name in shards)
     return Checkpoint(
         directory,
         table,
-        tuple(Place(files[shard], offset, nbytes) for shard, offset, nbytes in spots),
-        tuple(directory / name for name in shards),
+        Places(files, rows),
+        files,
         tuple(
             directory / name
             for name in names
@@ -183,6 +211,7 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool, need_inde
         ),
         directory / WEIGHT_INDEX if WEIGHT_INDEX in names else None,
         follow_links,
+        names,
         tuple(notes),
     )
 
@@ -195,16 +224,16 @@ def index_for_copy(checkpoint: Checkpoint) -> bytes | None:
     """The index for a copy of numbered shards where the original has none; None where none is needed."""
     if checkpoint.index_file is not None or not _is_shard(checkpoint.weight_files[0].name):
         return None
-    pairs = zip(checkpoint.table, checkpoint.places, strict=True)
-    weight_map = {spec.name: place.file.name for spec, place in pairs}
+    pairs = zip(checkpoint.table, checkpoint.places.rows[:, 0].tolist(), strict=True)
+    weight_map = {spec.name: checkpoint.places.files[file].name for spec, file in pairs}
     metadata = {"total_size": checkpoint.table.nbytes}
     return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode()
 
 
-def _regular_files(directory: Path, follow_links: bool) -> list[str]:
-    """Sorted names. Hidden files belong to tools, not to the checkpoint; a link to nothing counts as missing
-    unless it is one to weights or JSON."""
-    names: list[str] = []
+def _regular_files(directory: Path, follow_links: bool) -> dict[str, FileIdentity]:
+    """By sorted names. Hidden files belong to tools, not to the checkpoint; a link to nothing counts as
+    missing unless it is one to weights or JSON."""
+    names: dict[str, FileIdentity] = {}
     with os.scandir(directory) as scan:
         entries = sorted((entry for entry in scan if not entry.name.startswith(".")), key=lambda e: e.name)
     for entry in entries:
@@ -212,7 +241,7 @@ def _regular_files(directory: Path, follow_links: bool) -> list[str]:
         if found is None and entry.name.endswith((".safetensors", ".json")):
             raise dangling(Path(entry.path))
         if found is not None and stat.S_ISREG(found.st_mode):
-            names.append(entry.name)
+            names[entry.name] = _identity(entry.name, found)
     return names
 
 
@@ -239,13 +268,14 @@ def dangling(path: Path) -> DamagedFile:
     )
 
 
-class _WeightIndex(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _WeightIndex:
     weight_map: Mapping[str, str]
     """tensor name to shard"""
     notes: tuple[str, ...]
 
 
-def _weight_index(directory: Path, names: Sequence[str], follow_links: bool) -> _WeightIndex | None:
+def _weight_index(directory: Path, names: Collection[str], follow_links: bool) -> _WeightIndex | None:
     """None without an index."""
     if WEIGHT_INDEX not in names:
         return None
@@ -280,7 +310,7 @@ def _parsed_index(data: bytes) -> _WeightIndex | None:
     return _WeightIndex(weight_map, tuple(notes))
 
 
-def _single(directory: Path, names: Sequence[str]) -> str:
+def _single(directory: Path, names: Collection[str]) -> str:
     found = [name for name in names if name.endswith(".safetensors")]
     if SINGLE in found and not [name for name in found if _is_shard(name) and name != SINGLE]:
         return SINGLE
@@ -340,32 +370,45 @@ def _index_notes(weight_map: Mapping[str, str], held: Mapping[str, str]) -> Iter
             yield f"{problem}: {faulty[0]}" + (f" and {len(faulty) - 1} more" if faulty[1:] else "")
 
 
-def _held(directory: Path, headers: Mapping[str, Header]) -> dict[str, str]:
+@lru_cache(maxsize=2)
+def _notes(
+    shards: tuple[str, ...], headers: tuple[Header, ...], index: _WeightIndex | None
+) -> tuple[str, ...]:
+    """What was tolerated in files and index. Remembered, as is what they are parsed to."""
+    held = _held(shards, headers)
+    found = () if index is None else (*index.notes, *_index_notes(index.weight_map, held))
+    own = (f"{name}: {note}" for name, one in zip(shards, headers, strict=True) for note in one.notes)
+    return (*(f"{WEIGHT_INDEX}: {note}" for note in found), *own)
+
+
+def _held(shards: Sequence[str], headers: Sequence[Header]) -> dict[str, str]:
     """Tensor name to shard. Names within one file are unique already."""
     held: dict[str, str] = {}
-    for shard, header in headers.items():
+    for shard, header in zip(shards, headers, strict=True):
         for name in header.entries:
             other = held.setdefault(name, shard)
             if other != shard:
                 raise DamagedFile(
-                    f"{directory / other} and {shard} both hold {name!r}",
+                    f"{other} and {shard} both hold {name!r}",
                     remedy="remove it from one of them: engines may load either",
                 )
     return held
 
 
 @lru_cache(maxsize=2)
-def laid_out(headers: tuple[Header, ...]) -> tuple[TensorTable, tuple[_Spot, ...]]:
-    """The tensors of these headers, and where each one is. Names are unique, within a header and across
-    shards. Remembered, so that checkpoints with the same headers have one table."""
+def laid_out(headers: tuple[Header, ...]) -> tuple[TensorTable, NDArray[np.int64]]:
+    """The tensors of these headers, and where each one is: rows as in `Places`. Names are unique, within a
+    header and across shards. Remembered, so that checkpoints with the same headers have one table."""
     specs: list[TensorSpec] = []
-    spots: dict[str, _Spot] = {}
+    spots: dict[str, tuple[int, int, int]] = {}
     for shard, header in enumerate(headers):
         for entry in header.entries.values():
             specs.append(tensor_spec(entry))
             spots[entry.name] = shard, header.data_start + entry.begin, entry.nbytes
     table = TensorTable.of(specs)
-    return table, tuple(spots[spec.name] for spec in table)
+    rows = np.array([spots[spec.name] for spec in table], np.int64).reshape(-1, 3)
+    rows.flags.writeable = False
+    return table, rows
 
 
 _FORMATS = {

@@ -19,7 +19,7 @@ import numpy as np
 from llvmlite import binding, ir
 from numpy.typing import NDArray
 
-from weightcast.shared.kernels.loader import DESTRUCTOR, Code, Kernel, Store, cache_directory
+from weightcast.shared.kernels.loader import DESTRUCTOR, XXH3, Code, Kernel, Store, cache_directory
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -143,7 +143,7 @@ def _resolved(function: Any) -> Any:
 
 
 _LETTERS = {"none": "", "bool": "?", "int64": "q", "uint64": "Q", "int32": "i", "uint32": "I", "uint8": "B"}
-_PROVIDED = frozenset((DESTRUCTOR, "memcpy", "memmove", "memset"))
+_PROVIDED = frozenset((DESTRUCTOR, XXH3, "memcpy", "memmove", "memset"))
 """symbols that object code may refer to"""
 
 

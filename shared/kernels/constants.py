@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.base.elements import ByteArray, Words
+from weightcast.shared.base.elements import Words
 
 MIX_A = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 MIX_B = (0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
@@ -103,6 +103,7 @@ Masks = NDArray[np.uint64]
 ESCAPED_GAP = 255
 """the byte for this distance and all greater ones"""
 OUT_OF_ORDER = "changes out of order, or past the end"
+DAMAGED = "a wrong checksum"
 
 Taken = tuple[Words, Words, NDArray[np.uint64], Counts]
 """old words, new words, and the sums and counts that `touched` in the digest's kernels returns"""
@@ -125,42 +126,3 @@ def check_masks(words: int, masks: Masks, changes: int) -> None:
     beyond = inside and int(masks[-1]) >> inside
     if beyond or len(masks) != (words + 63) >> 6 or int(np.bitwise_count(masks).sum()) != changes:
         raise ValueError(OUT_OF_ORDER)
-
-
-def exchange_at(
-    words: Words, index: NDArray[np.int64], before: Words, after: Words, *, again: bool
-) -> int | None:
-    """As `exchange_packed`, of listed words. Returns which of `index` fails first; on a mismatch
-    nothing is written."""
-    found = words[index]
-    expected = found == before
-    if again:
-        expected |= found == after
-    if expected.all():
-        words[index] = after
-        expected = words[index] == after
-    return None if expected.all() else int(np.argmin(expected))
-
-
-def unpack_gaps(first: int, gaps: ByteArray, escapes: Array32) -> NDArray[np.int64] | None:
-    """The words of a record; None where they do not ascend, or escapes are missing, too many or too small."""
-    firsts, counts, escaped = (np.array([one], np.int64) for one in (first, len(gaps), len(escapes)))
-    return unpack_many_gaps(firsts, counts, gaps, escaped, escapes)
-
-
-def unpack_many_gaps(
-    firsts: Counts, counts: Counts, gaps: ByteArray, escaped: Counts, escapes: Array32
-) -> NDArray[np.int64] | None:
-    """As `unpack_gaps`, of consecutive records with `counts` gaps and `escaped` escapes each. None if
-    one is wrong."""
-    heads, are_escaped = np.cumsum(counts) - counts, gaps == ESCAPED_GAP
-    fits = np.array_equal(np.add.reduceat(are_escaped, heads, dtype=np.int64), escaped)
-    if not fits or (escapes < ESCAPED_GAP).any():
-        return None
-    distances = gaps.astype(np.int64)
-    distances[are_escaped] = escapes
-    if distances[heads].any() or np.count_nonzero(distances) != len(distances) - len(counts):
-        return None
-    reached: NDArray[np.int64] = np.cumsum(distances)
-    reached -= np.repeat(reached[heads] - firsts, counts)
-    return reached

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,8 @@ _Entry = Callable[[int, int, int], int]
 _ENTRY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
 DESTRUCTOR = "NRT_MemInfo_call_dtor"
 """frees an array that a kernel allocated: referred to, and never called"""
+XXH3 = "XXH3_64bits"
+"""a function of the xxhash library that kernels call: Python's calls of it take longer than short records"""
 
 
 @cache
@@ -178,6 +181,8 @@ def _engine() -> Any:
     binding.initialize_native_asmprinter()
     if binding.address_of_symbol(DESTRUCTOR) is None:
         binding.add_symbol(DESTRUCTOR, ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value)
+    library = ctypes.CDLL(import_module("xxhash._xxhash").__file__)
+    binding.add_symbol(XXH3, ctypes.cast(library[XXH3], ctypes.c_void_p).value)
     machine = binding.Target.from_default_triple().create_target_machine()
     return binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
 

@@ -22,6 +22,7 @@ from weightcast.shared.kernels.compiler import (
     processor,
     types,
 )
+from weightcast.shared.kernels.loader import XXH3
 
 _WORD = ir.IntType(64)
 
@@ -75,6 +76,18 @@ def store64(typing, data, offset, value):
         return context.get_dummy_value()
 
     return types.none(data, types.int64, types.uint64), build
+
+
+@intrinsic
+def xxh3(typing, data, offset, size):
+    """xxh3-64 of so many bytes from `offset` on, by the xxhash library: the loader knows its function."""
+
+    def build(context, builder, signature, args):
+        start = address(context, builder, signature.args[0], args[0], args[1], 8)
+        form = ir.FunctionType(_WORD, [start.type, _WORD])
+        return builder.call(cgutils.get_or_insert_function(builder.module, form, XXH3), [start, args[2]])
+
+    return types.uint64(data, types.int64, types.int64), build
 
 
 @intrinsic

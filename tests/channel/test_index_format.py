@@ -413,3 +413,51 @@ def test_foreign_formats_that_nobody_knows(key: str, value: str) -> None:
 def test_bad_foreign_weight_maps(weight_map: object) -> None:
     with pytest.raises(DamagedFile):
         parse_foreign(json.dumps({**FOREIGN, "weight_map": weight_map}).encode())
+
+
+MANY = TensorTable.of([TensorSpec(f'layer.{n}.\u00e4"}}', "BF16", (64,), 128) for n in range(20_000)])
+
+
+def many(kept: int) -> Index:
+    numbers = np.flatnonzero(np.arange(len(MANY)) % kept == 0)
+    lanes = np.random.default_rng(4).integers(0, 1 << 64, (len(MANY), 2), np.uint64)
+    found = TensorRecords.numbered(MANY, numbers, lanes, np.arange(len(MANY)) % 65)
+    files = (FileRecord(SHARD, 9, "ab" * 32), FileRecord(f"2{SHARD}", 9, "ab" * 32))
+    weight_map = {name: files[n % 2].name for n, name in enumerate(found.names)}
+    return replace(DELTA, weight_map=weight_map, tensors=found, files=files, chunks=(), parts=(MANY.whole,))
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_rows_of_many_tensors_are_read_alike_however_they_are_written(kept: int) -> None:
+    data = write_index(many(kept), MANY)
+    assert len(data) > 1 << 20
+    top = json.loads(data)
+    other = json.dumps(top, indent=1).encode()
+    turned = {**top, "weight_map": dict(reversed(top["weight_map"].items()))}
+    for text in (data, other, json.dumps(turned, separators=(",", ":")).encode()):
+        found = parse_index(text, MANY)
+        assert found.weight_map == many(kept).weight_map
+        assert dict(found.tensors) == dict(many(kept).tensors)
+    assert write_index(parse_index(other, MANY), MANY) == data
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'",3],', b'",03],'),
+        (b'",3],', b'",-3],'),
+        (b'",3],', b'",3,],'),
+        (b'",3],', b'",129],'),
+        (b'["', b'["A'),
+        (b'"layer.0', b'"layer.x'),
+        (b'":{"layer.0', b'":{"layer.1'),
+        (b',"weight_map":{', b',"weight_map":{},"weight_map":{'),
+        (b'"metadata":{', b'"metadata":{"a":{"b":"c","weight_map":{}},'),
+        (SHARD.encode() + b'",', b'x",'),
+    ],
+)
+def test_damaged_rows_of_many_tensors(old: bytes, new: bytes) -> None:
+    data = write_index(many(1), MANY)
+    assert old in data
+    with pytest.raises(DamagedFile):
+        parse_index(data.replace(old, new, 1), MANY)

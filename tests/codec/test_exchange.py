@@ -329,16 +329,14 @@ def test_masks_say_what_lists_say(places: set[int]) -> None:
 def test_kernels_pack_the_same(records: list[list[int]]) -> None:
     index = np.cumsum([gap for record in records for gap in record]).astype(np.uint32)
     bounds = np.cumsum([0, *map(len, records)])
-    packed = []
-    for room in KERNELS:
-        gaps = np.empty(len(index), np.uint8)
-        escapes, counts = room.pack_gaps(index, bounds, gaps)
-        packed.append((gaps.tolist(), escapes.tolist(), counts.tolist()))
-    assert packed[0] == packed[1]
-    used = 0
-    for start, stop, count in zip(bounds, bounds[1:], packed[0][2], strict=False):
-        gaps = np.array(packed[0][0][start:stop], np.uint8)
-        escapes = np.array(packed[0][1][used : used + count], np.uint32)
-        found = oracle.unpack_gaps(int(index[start]), gaps, escapes)
-        assert found is not None and found.tolist() == index[start:stop].tolist()
-        used += count
+    heads = np.array([(n, int(index[start])) for n, start in enumerate(bounds[:-1])], np.int64)
+    old, new = np.random.default_rng(3).integers(0, 1 << 16, (2, len(index)), np.uint16)
+    packed = [room.pack_lists(heads, index, bounds, old, new) for room in KERNELS]
+    assert packed[0].tobytes() == packed[1].tobytes()
+    forms = np.array([[2, 1 << 30]] * len(records))
+    rows = kernels().read_lists(packed[0], len(records) + 1, forms)
+    assert rows[:, :2].tolist() == heads.tolist() and rows[:, 2].tolist() == np.diff(bounds).tolist()
+    homes = np.stack([np.zeros(len(rows), np.int64), forms[:, 1]], 1)
+    found = kernels().unpack_lists(packed[0], rows, homes, old.dtype)
+    for one, other in zip(found, (index, old, new), strict=True):
+        assert np.array_equal(one, other)

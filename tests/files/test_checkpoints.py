@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.checkpoint.update.sources import open_base
-from weightcast.shared.files.hf_checkpoint import identities, open_checkpoint, side_files
+from weightcast.shared.files.hf_checkpoint import changed_since, open_checkpoint, side_files
 
 A, B = torch.arange(6, dtype=torch.bfloat16), torch.tensor(2.5)
 INDEX = "model.safetensors.index.json"
@@ -87,7 +87,7 @@ def test_a_hub_cache_snapshot_of_links(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(snapshot, follow_links=True)
     assert [path.name for path in checkpoint.weight_files] == list(SHARDS)
     assert [path.name for path in checkpoint.other_files] == ["config.json"]
-    assert identities(checkpoint)[0].size == (snapshot / SHARDS[0]).stat().st_size
+    assert checkpoint.seen[SHARDS[0]].size == (snapshot / SHARDS[0]).stat().st_size
     with pytest.raises(DamagedFile, match="symbolic link"):
         open_checkpoint(snapshot, follow_links=False)
     (blobs / f"{0:040x}").unlink()
@@ -95,14 +95,12 @@ def test_a_hub_cache_snapshot_of_links(tmp_path: Path) -> None:
         open_checkpoint(snapshot, follow_links=True)
 
 
-def test_identities_tell_a_rewritten_checkpoint(tmp_path: Path) -> None:
+def test_a_rewritten_checkpoint_has_changed(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(single(tmp_path), follow_links=False)
-    before = identities(checkpoint)
-    assert identities(checkpoint) == before
+    assert not changed_since(checkpoint)
     save_file({"b": B, "a": A}, tmp_path / "new")
     (tmp_path / "new").rename(tmp_path / "model.safetensors")
-    changed = identities(checkpoint)
-    assert {new.name for old, new in zip(before, changed, strict=True) if old != new} == {"model.safetensors"}
+    assert changed_since(checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from weightcast.shared.checkpoint.update.journal import (
     JournalHeader,
     JournalReader,
     JournalWriter,
+    Lists,
     PackedRecord,
     Record,
 )
@@ -39,9 +40,12 @@ class Case:
     places: list[tuple[int, int]]
 
     def exchange(self, words: Words, way: Direction = Direction.FORWARD, *, again: bool = False) -> object:
+        data = np.fromfile(self.path, np.uint8)
+        rows = [(r.tensor, r.first, r.changes, r.escapes, r.offset, r.size) for r in self.records]
+        lists, homes = Lists(data, np.array(rows), 0), np.array(self.places)
         with JournalReader(self.path, self.table) as journal:
-            failed = journal.compare_and_swap_many(self.records, words, self.places, way, again=again)
-        return failed if failed is None else (self.records.index(failed[0]), failed[1])
+            failed = journal.compare_and_swap_many(lists, words, homes, way, again=again)
+        return failed if failed is None else ([row[0] for row in rows].index(failed[0]), failed[1])
 
     def one_by_one(self, words: Words, way: Direction = Direction.FORWARD) -> None:
         with JournalReader(self.path, self.table) as journal:
@@ -123,6 +127,6 @@ def test_damage_to_one_record_is_refused(tmp_path: Path) -> None:
     data[record.offset + record.size - 1] ^= 1
     made.path.write_bytes(data)
     left = made.words.copy()
-    with pytest.raises(DamagedFile, match="record damaged"):
+    with pytest.raises(DamagedFile, match="wrong checksum"):
         made.exchange(made.words)
     assert np.array_equal(made.words, left)

@@ -18,7 +18,7 @@ from weightcast.shared.base.elements import Chunk, Span, grid
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
-from weightcast.shared.files.hf_checkpoint import Place, run_of
+from weightcast.shared.files.hf_checkpoint import Place, Places, run_of
 
 ORDERS = ("by name", "shuffled", "backwards")
 WORDS = 256
@@ -61,12 +61,12 @@ def test_a_run_is_what_would_be_gathered(layout: tuple[Model, int, bool]) -> Non
     with TemporaryDirectory() as root:
         local = opened(Path(root), *layout)
         weights = CheckpointWeights(Path(root) / "base")
-        sources = {number: spec.name for number, spec in enumerate(local.table)}
+        numbers = np.arange(len(local.table))
         try:
             for chunk in chunks_of(local):
                 expected = gather(chunk, local.words_in)
                 assert np.array_equal(local.chunk_words(chunk), expected)
-                run = weights.run_in(chunk, sources)
+                run = weights.run_in(chunk, numbers)
                 assert run is None or np.array_equal(run, expected)
         finally:
             weights.close()
@@ -80,37 +80,45 @@ def test_tensors_in_the_order_of_their_names_are_not_copied(tmp_path: Path) -> N
     several = [chunk for chunk in chunks_of(local) if len(chunk.spans) > 1]
     assert len(several) > 2
     for chunk in several:
-        home, _ = local.home(chunk.spans[0].tensor)
-        assert np.shares_memory(local.chunk_words(chunk), home)
-        assert weights.run_in(chunk, {n: f"t{n}" for n in range(9)}) is not None
+        assert np.shares_memory(local.chunk_words(chunk), local.words(chunk.spans[0].tensor))
+        assert weights.run_in(chunk, np.arange(9)) is not None
     weights.close()
     local.close()
 
 
 CHUNK = Chunk(0, "BF16", 0, (Span(3, 64, 128, 0), Span(5, 0, 128, 64)), 192)
-FILE = Path("model.safetensors")
 ODD = (Span(3, 64, 127, 0), Span(5, 0, 128, 64))
-PLACES = {3: Place(FILE, 1000, 256), 5: Place(FILE, 1256, 512)}
+FILES = Path("model.safetensors"), Path("other")
+
+
+def placed(three: tuple[int, int, int], five: tuple[int, int, int]) -> Places:
+    """Of tensors 3 and 5: number of the file, offset, bytes."""
+    rows = np.full((6, 3), -1, np.int64)
+    rows[3], rows[5] = three, five
+    return Places(FILES, rows)
+
+
+THREE, FIVE = (0, 1000, 256), (0, 1256, 512)
 
 
 def test_where_a_run_begins() -> None:
-    assert run_of(CHUNK, PLACES.get) == Place(FILE, 1128, 384)
+    assert run_of(CHUNK, placed(THREE, FIVE)) == Place(FILES[0], 1128, 384)
 
 
 @pytest.mark.parametrize(
     ("spans", "words", "places"),
     [
-        (CHUNK.spans, 256, PLACES),
-        (ODD, 192, {3: Place(FILE, 1000, 254), 5: PLACES[5]}),
-        (CHUNK.spans, 192, {3: PLACES[3], 5: Place(FILE, 1258, 512)}),
-        (CHUNK.spans, 192, {3: PLACES[3], 5: Place(Path("other"), 1256, 512)}),
-        (CHUNK.spans, 192, {3: PLACES[3]}),
-        ((), 0, PLACES),
+        (CHUNK.spans, 256, placed(THREE, FIVE)),
+        (ODD, 192, placed((0, 1000, 254), FIVE)),
+        (CHUNK.spans, 192, placed(THREE, (0, 1258, 512))),
+        (CHUNK.spans, 192, placed(THREE, (1, 1256, 512))),
+        (CHUNK.spans, 192, placed(THREE, (-1, 1256, 512))),
+        ((), 0, placed(THREE, FIVE)),
     ],
     ids=["padded", "padded within", "a gap", "two files", "not given", "nothing"],
 )
-def test_what_is_no_run(spans: tuple[Span, ...], words: int, places: dict[int, Place]) -> None:
-    assert run_of(Chunk(0, "BF16", 0, spans, words), places.get) is None
+def test_what_is_no_run(spans: tuple[Span, ...], words: int, places: Places) -> None:
+    assert run_of(Chunk(0, "BF16", 0, spans, words), places) is None
 
 
 def test_versions_arrive_where_one_tensor_is_not_given(tmp_path: Path) -> None:

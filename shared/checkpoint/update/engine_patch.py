@@ -191,8 +191,8 @@ def _head(
             "changes": one.changes,
             "index_width": one.index_width,
             "offset": one.offset,
-            "lanes_old": before,
-            "lanes_new": after,
+            "lanes_old": before.decode(),
+            "lanes_new": after.decode(),
         }
         for one, before, after in zip(changed, old, new, strict=True)
     ]

@@ -11,9 +11,8 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,15 +28,7 @@ from weightcast.shared.checkpoint.update import buffer_reuse as spares
 from weightcast.shared.codec.changes import Changes, worth_masks
 from weightcast.shared.files.durable import named, open_regular
 from weightcast.shared.files.strict_json import Members, parse_object
-from weightcast.shared.kernels.constants import (
-    Begin,
-    at_once,
-    check_masks,
-    exchange_at,
-    places_under,
-    unpack_gaps,
-    unpack_many_gaps,
-)
+from weightcast.shared.kernels.constants import DAMAGED, Begin, at_once, check_masks, places_under
 from weightcast.shared.kernels.load import kernels
 from weightcast.shared.kernels.parallel import scratch
 
@@ -54,6 +45,8 @@ _WORTH_MASKS = 1 << 12
 exchanged many at once"""
 _FEW = 16
 """records whose buffers are written as they are; more are joined first"""
+_BATCH = 256 << 10
+"""bytes of short records that a thread takes at once"""
 
 
 @dataclass(frozen=True)
@@ -102,6 +95,23 @@ class PackedRecord(NamedTuple):
         return self.whole or self.changes
 
 
+@dataclass(frozen=True)
+class Lists:
+    """Short records of listed changes. `rows`: as `read_lists` found them in `block`, which is at `offset`
+    of the journal."""
+
+    block: ByteArray
+    rows: NDArray[np.int64]
+    offset: int
+
+    def only(self, kept: NDArray[np.bool_]) -> Lists:
+        return replace(self, rows=self.rows[kept])
+
+
+_CHANGES, _PLACE, _SIZE = 2, 4, 5
+"""columns of its rows"""
+
+
 def _mask_bytes(words: int) -> int:
     return -(-words // 64) * 8
 
@@ -115,17 +125,16 @@ def pack_changes(chunk: Chunk, changes: Changes) -> Packed:
         if masks is None:
             masks = kernels().masks_of(changes.index, chunk.words)
         return _pack_masked(chunk, masks, changes)
-    index, borders = changes.index, [0, len(changes.index)]
-    if len(chunk.spans) > 1:
-        offsets = np.array([span.offset for span in chunk.spans], np.uint32)
-        borders = [*np.searchsorted(index, offsets).tolist(), len(index)]
-    spans = [span for span, (start, end) in zip(chunk.spans, pairwise(borders), strict=True) if end > start]
-    bounds = sorted({0, *borders})
-    heads = [
-        (span.tensor, int(index[start]) + span.start - span.offset)
-        for span, start in zip(spans, bounds, strict=False)
-    ]
-    return pack_lists(heads, index, bounds, changes.old, changes.new)
+    index = changes.index
+    if not len(index):
+        return Packed((), 0, 0)
+    borders = np.append(np.searchsorted(index, chunk.places[:, 0].astype(np.uint32)), len(index))
+    kept = np.flatnonzero(np.diff(borders))
+    starts = borders[kept]
+    heads = np.stack([chunk.tensors[kept], index[starts] + chunk.shifts[kept]], 1)
+    bounds = np.append(starts, len(index))
+    data = kernels().pack_lists(heads, index, bounds, changes.old, changes.new).data
+    return Packed((data,), len(heads), len(index))
 
 
 def _pack_masked(chunk: Chunk, masks: NDArray[np.uint64], changes: Changes) -> Packed:
@@ -163,31 +172,6 @@ def _stretches(chunk: Chunk, form: int, spans: Iterable[tuple[int, Pieces]]) -> 
             changes += count
             records += 1
     return _packed(buffers, records, changes)
-
-
-def pack_lists(
-    heads: Sequence[tuple[int, int]], index: NDArray[np.uint32], bounds: Sequence[int], old: Words, new: Words
-) -> Packed:
-    """`heads`: tensor and first word of each record, which has changes bounds[n] to bounds[n + 1]."""
-    if not len(index):
-        return Packed((), 0, 0)
-    gaps = np.empty(len(index), np.uint8)
-    escapes, counts = kernels().pack_gaps(index, np.array(bounds, np.int64), gaps)
-    gap_bytes, escape_bytes, old_bytes, new_bytes = map(_bytes_of, (gaps, escapes, old, new))
-    buffers: list[bytes | memoryview] = []
-    width, escaped, few = new.itemsize, 0, len(heads) <= _FEW
-    for (tensor, first), (start, end), count in zip(heads, pairwise(bounds), counts.tolist(), strict=True):
-        payload = (
-            gap_bytes[start:end],
-            escape_bytes[4 * escaped : 4 * (escaped + count)],
-            old_bytes[width * start : width * end],
-            new_bytes[width * start : width * end],
-        )
-        pieces = payload if few else (b"".join(payload),)
-        buffers.append(_head(tensor, width, first, end - start, count, pieces))
-        buffers.extend(pieces)
-        escaped += count
-    return _packed(buffers, len(heads), len(index))
 
 
 def _packed(buffers: Pieces, records: int, changes: int) -> Packed:
@@ -360,25 +344,42 @@ class JournalReader:
         members = Members(parse_object(self._read(length), str(self.path)), str(self.path))
         return members.record(JournalHeader)
 
-    def packed(self) -> Iterator[PackedRecord]:
-        """Records whose headers fit the table; their payloads are left where they are."""
-        offset, end = self._start, self._size - HEAD.size - len(_END)
-        block, begin = b"", offset
-        for _ in range(self._footer[2]):
-            if offset + HEAD.size > begin + len(block):
-                block, begin = os.pread(self._file.fileno(), _HEADS, offset), offset
-            record = self._head(block, offset - begin, offset, end)
-            yield record
-            offset = record.offset + record.size
+    def batches(self) -> Iterator[PackedRecord | Lists]:
+        """Records whose headers fit the table: listed short ones together, of others the payloads are left
+        where they are."""
+        offset, end, size = self._start, self._size - HEAD.size - len(_END), _HEADS
+        left = self._footer[2]
+        while left:
+            data = os.pread(self._file.fileno(), min(size, end - offset), offset)
+            block = np.frombuffer(data, np.uint8)
+            rows = kernels().read_lists(block, left, self._table.forms)
+            left -= len(rows) or 1
+            if len(rows):
+                yield Lists(block, rows, offset)
+                offset, size = offset + int(rows[-1, _PLACE] + rows[-1, _SIZE]), _BATCH
+            else:
+                record = self._head(data, offset, end)
+                yield record
+                offset, size = record.offset + record.size, _HEADS
         if offset != end:
             raise self._bad("more records than the footer counts")
 
-    def _head(self, block: bytes, at: int, offset: int, end: int) -> PackedRecord:
-        if len(block) < at + HEAD.size:
+    def packed(self) -> Iterator[PackedRecord]:
+        """Each record of the batches."""
+        for batch in self.batches():
+            if isinstance(batch, PackedRecord):
+                yield batch
+                continue
+            for row in batch.rows[:, _PLACE].tolist():
+                head = batch.block[row - HEAD.size : row].tobytes()
+                yield self._head(head, batch.offset + row - HEAD.size, self._size)
+
+    def _head(self, head: bytes, offset: int, end: int) -> PackedRecord:
+        if len(head) < HEAD.size:
             raise self._bad("ends early")
-        tensor, width, first, changes, more, checksum = HEAD.unpack_from(block, at)
+        tensor, width, first, changes, more, checksum = HEAD.unpack_from(head)
         forms = self._table.forms
-        own_width, words = forms[tensor] if tensor < len(forms) else (0, 0)
+        own_width, words = forms[tensor].tolist() if tensor < len(forms) else (0, 0)
         if width != own_width or changes == 0:
             raise self._bad("record of no tensor")
         masked = more - MASKED if more >= MASKED else 0
@@ -389,7 +390,7 @@ class JournalReader:
             raise self._bad("record past the end of its tensor")
         if changes > (stretch if more >= WHOLE else words) or escapes > changes:
             raise self._bad("record longer than its tensor")
-        checksum ^= xxhash.xxh3_64_intdigest(block[at : at + FACTS.size])
+        checksum ^= xxhash.xxh3_64_intdigest(head[: FACTS.size])
         at = offset + HEAD.size
         places = _mask_bytes(masked) if masked else 0 if whole else changes + 4 * escapes
         size = places + 2 * width * (whole or changes)
@@ -426,38 +427,28 @@ class JournalReader:
 
     def compare_and_swap_many(
         self,
-        records: Sequence[PackedRecord],
+        lists: Lists,
         words: Words,
-        places: Sequence[tuple[int, int]],
+        homes: NDArray[np.int64],
         way: Direction,
         *,
         again: bool,
         begin: Begin = at_once,
-    ) -> tuple[PackedRecord, int] | None:
-        """As `compare_and_swap`, of short lists near each other, in the order of the journal, at once: a
-        model may have several 100,000 small tensors. `places`: where each record's tensor begins in `words`,
-        and how many words it has. Nothing is written where a word is unexpected; returns its record and its
+    ) -> tuple[int, int] | None:
+        """As `compare_and_swap`, of short lists, in the order of the journal, at once: a model may have
+        several 100,000 small tensors. `homes`: int64[n, 2], where each record's tensor begins in `words`, and
+        how many words it has. Nothing is written where a word is unexpected; returns its tensor and
         number."""
-        start, stop = records[0].offset, records[-1].offset + records[-1].size
-        # slices of an array take longer than those of its memory
-        room = self._bytes(start, stop - start).data
-        found = [
-            self._split(one, room[one.offset - start : one.offset - start + one.size]) for one in records
-        ]
-        joined = _Payload(*(np.frombuffer(b"".join(part), np.uint8) for part in zip(*found, strict=True)))
-        facts = [(one.changes, one.escapes, one.first) for one in records]
-        counts, escaped, firsts = np.array(facts, np.int64).T
-        homes, limits = np.array(places, np.int64).T
-        index = unpack_many_gaps(firsts, counts, joined.gaps, escaped, joined.escapes)
-        if index is None or (index[np.cumsum(counts) - 1] >= limits).any():
-            raise self._bad("record with changes out of order, or past the end")
-        index += np.repeat(homes, counts)
+        rows = lists.rows
+        with self._named():
+            index, old, new = kernels().unpack_lists(lists.block, rows, homes, words.dtype)
+        before, after = (new, old) if way is Direction.BACK else (old, new)
         begin(words[index.min() : index.max() + 1], len(index))
-        wrong = exchange_at(words, index, *joined.ways(words.dtype, way), again=again)
+        wrong = kernels().exchange_at(words, index, before, after, again=again)
         if wrong is None:
             return None
-        number = int(np.searchsorted(np.cumsum(counts), wrong, side="right"))
-        return records[number], int(index[wrong] - homes[number])
+        row = int(np.searchsorted(np.cumsum(rows[:, _CHANGES]), wrong, side="right"))
+        return int(rows[row, 0]), int(index[wrong] - homes[row, 0])
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -477,7 +468,7 @@ class JournalReader:
     def _split(self, record: PackedRecord, payload: Any) -> _Payload:
         """`payload`: an array, or the memory of one, as are the parts."""
         if xxhash.xxh3_64_intdigest(payload) != record.checksum:
-            raise self._bad("record damaged")
+            raise self._bad(f"record with {DAMAGED}")
         half = record.width * record.words
         places = record.size - 2 * half
         listed, words = record.changes if record.listed else places, places + half
@@ -489,6 +480,13 @@ class JournalReader:
     def at(self, record: PackedRecord) -> Record:
         """Safe in any thread."""
         spec = self._table[record.tensor]
+        if record.listed:
+            block = self._bytes(record.offset - HEAD.size, HEAD.size + record.size)
+            rows = kernels().read_lists(block, 1, self._table.forms)
+            homes = np.array([[0, spec.words]], np.int64)
+            with self._named():
+                reached, *both = kernels().unpack_lists(block, rows, homes, spec.kind.numpy)
+            return Record(record.tensor, reached.astype(np.uint64), *both)
         places = self._split(record, self._bytes(record.offset, record.size))
         old, new = places.ways(spec.kind.numpy, Direction.FORWARD)
         if record.whole:
@@ -497,17 +495,9 @@ class JournalReader:
                 raise self._bad(f"record with {len(changed)} changes where {record.changes} should be")
             index = changed.astype(np.uint64) + np.uint64(record.first)
             return Record(record.tensor, index, old[changed], new[changed])
-        if record.masked:
-            with self._named():
-                check_masks(record.masked, places.masks, record.changes)
-            index = places_under(places.masks).astype(np.uint64) + np.uint64(record.first)
-        else:
-            reached = unpack_gaps(record.first, places.gaps, places.escapes)
-            if reached is None:
-                raise self._bad("record out of order, or past the end of its tensor")
-            index = reached.astype(np.uint64)
-        if index[-1] >= spec.words:
-            raise self._bad("record out of order, or past the end of its tensor")
+        with self._named():
+            check_masks(record.masked, places.masks, record.changes)
+        index = places_under(places.masks).astype(np.uint64) + np.uint64(record.first)
         return Record(record.tensor, index, old.copy(), new.copy())
 
 

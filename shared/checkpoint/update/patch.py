@@ -7,7 +7,8 @@ position. Killed in between, the journal is replayed: each word is old or new, e
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
 
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, counted
 from weightcast.shared.base.failpoints import failpoint
@@ -16,7 +17,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, empty
 from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position, Step
 from weightcast.shared.checkpoint.update import buffer_reuse
 from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
-from weightcast.shared.checkpoint.update.journal import Direction, JournalReader, PackedRecord
+from weightcast.shared.checkpoint.update.journal import Direction, JournalReader, Lists, PackedRecord
 from weightcast.shared.checkpoint.verify.hashing import Damaged, Differs, differing, full_hash, hash_tensors
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
@@ -258,12 +259,6 @@ def drop_strays(local: LocalCheckpoint) -> None:
     empty_spool(local.paths)
 
 
-_BATCH = 256 << 10
-"""bytes of records that a thread takes at once"""
-_MANY = 32
-"""lists from which they are exchanged at once"""
-
-
 class UnexpectedWordError(Exception):
     """A word that is none of those that the journal expects."""
 
@@ -276,48 +271,29 @@ def compare_and_swap(local: LocalCheckpoint, journal: JournalReader, way: Direct
     more; some words are written then."""
     begin = local.begin_writing
 
-    def swap(records: Sequence[PackedRecord]) -> None:
-        for record in records:
-            word = journal.compare_and_swap(record, local.words(record.tensor), way, again=again, begin=begin)
-            if word is not None:
-                raise UnexpectedWordError(record.tensor, word)
-            failpoint("patch.record", local.directory)
-
-    def swap_many(records: Sequence[PackedRecord]) -> None:
-        words, _ = local.home(records[0].tensor)
-        places = [(local.home(one.tensor)[1], local.table.forms[one.tensor][1]) for one in records]
-        failed = journal.compare_and_swap_many(records, words, places, way, again=again, begin=begin)
+    def swap(batch: PackedRecord | Lists) -> None:
+        if isinstance(batch, PackedRecord):
+            words = local.words(batch.tensor)
+            word = journal.compare_and_swap(batch, words, way, again=again, begin=begin)
+            failed = None if word is None else (batch.tensor, word)
+        else:
+            failed = swap_many(batch)
         if failed is not None:
-            raise UnexpectedWordError(failed[0].tensor, failed[1])
+            raise UnexpectedWordError(*failed)
         failpoint("patch.record", local.directory)
 
-    def work(batch: Sequence[PackedRecord]) -> None:
-        for alike in _alike(local, batch):
-            (swap_many if len(alike) >= _MANY and alike[0].listed else swap)(alike)
+    def swap_many(lists: Lists) -> tuple[int, int] | None:
+        tensors = lists.rows[:, 0]
+        owners, homes = local.homes[tensors, 0], local.homes[tensors, 1:]
+        for owner in np.unique(owners).tolist():
+            own = owners == owner
+            words = local.files[owner]
+            failed = journal.compare_and_swap_many(
+                lists.only(own), words, homes[own], way, again=again, begin=begin
+            )
+            if failed is not None:
+                return failed
+        return None
 
-    for _ in ordered(work, _batches(journal.packed()), local.threads, each=SMALL_RESULTS):
+    for _ in ordered(swap, journal.batches(), local.threads, each=SMALL_RESULTS):
         pass
-
-
-def _batches(records: Iterable[PackedRecord]) -> Iterator[Sequence[PackedRecord]]:
-    """Thousands of records may hold a few changes each: a thread takes some at once."""
-    batch: list[PackedRecord] = []
-    size = 0
-    for record in records:
-        batch.append(record)
-        size += record.size
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _alike(local: LocalCheckpoint, batch: Sequence[PackedRecord]) -> Sequence[Sequence[PackedRecord]]:
-    """Records that may be exchanged at once: lists of words of one file and dtype."""
-    if len(batch) < _MANY:
-        return [batch]
-    found: dict[tuple[bool, int], list[PackedRecord]] = {}
-    for record in batch:
-        found.setdefault((record.listed, id(local.home(record.tensor)[0])), []).append(record)
-    return list(found.values())

@@ -20,7 +20,7 @@ from weightcast.shared.channel.run_files import FileRecord
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, TensorFiles
 from weightcast.shared.checkpoint.state.state import LANES_BYTES, Phase, Position, unpack_lanes
 from weightcast.shared.digest.checksums import ZERO, Lanes, LanesArray, hash_bytes, hash_pieces, root
-from weightcast.shared.files.hf_checkpoint import Place
+from weightcast.shared.files.hf_checkpoint import Place, Places
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
 _RUN = 16 << 20
@@ -68,7 +68,7 @@ def hash_tensors(
     return lanes
 
 
-def _runs(places: Sequence[Place], numbers: Iterable[int]) -> Iterator[_Run]:
+def _runs(places: Places | Sequence[Place], numbers: Iterable[int]) -> Iterator[_Run]:
     """Every byte of the tensors once, each file from its begin on."""
     pieces_in: dict[Path, list[tuple[int, int, int, int]]] = {}
     for tensor in numbers:

@@ -35,7 +35,7 @@ from weightcast.shared.checkpoint.verify.hashing import Differs, differing, full
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint, check_table
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_errors, error_text
-from weightcast.shared.files.hf_checkpoint import Place, laid_out, open_checkpoint
+from weightcast.shared.files.hf_checkpoint import Place, Places, laid_out, open_checkpoint
 
 _PIECE = 4 << 20
 """words compared and written at a time; a multiple of 8"""
@@ -160,8 +160,8 @@ class StoredTensors(TensorFiles):
     """Full weights in a channel, read by ranges. Raises NotFound and DamagedFile."""
 
     def __init__(self, files: Store, shards: Sequence[str]) -> None:
-        table, spots = laid_out(tuple(read_shard_header(files, shard) for shard in shards))
-        super().__init__(table, [Place(Path(shards[shard]), at, nbytes) for shard, at, nbytes in spots])
+        table, rows = laid_out(tuple(read_shard_header(files, shard) for shard in shards))
+        super().__init__(table, Places(tuple(map(Path, shards)), rows))
         self._files = files
 
     def bytes_at(self, place: Place) -> ByteArray:
