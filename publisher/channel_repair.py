@@ -92,7 +92,7 @@ def ask_for_repair(
         time.sleep(_POLL_SECONDS)
     left = faults(store, advance, trust)
     still = {problem.message for problem in left}
-    done = [f"repaired by the publisher: {p.message}" for p in before if p.message not in still]
+    done = [f"repaired by the publisher: {p.where}{p.message}" for p in before if p.message not in still]
     return Repairs(done=done, left=left)
 
 
