@@ -1,12 +1,15 @@
 """What operators write into a channel: versions that are never pruned (`keep/<version>`), tags
-(`tags/<name>`), orders to its owner (`orders/rollback.json`, `orders/repair`). docs/FORMAT.md."""
+(`tags/<name>`), orders to its owner (`orders/rollback.json`, `orders/repair`, `orders/anchor`). The owner
+writes what waits for their end (`orders/waiting`). docs/FORMAT.md."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from itertools import islice
+from typing import Annotated, Literal
 
 from annotated_types import MaxLen
 
@@ -14,15 +17,18 @@ from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.layout import digits
 from weightcast.shared.channel.run_files import FORMAT, check_format
 from weightcast.shared.channel.store import AlreadyExists, Store, read_if_there
-from weightcast.shared.files.paths import file_name
+from weightcast.shared.files.paths import file_name, is_plain
 from weightcast.shared.files.strict_json import Hex, Members, parse_object, write_object
 
 _NUMBER = re.compile(r"\d{6,15}", re.ASCII)
 _TAGGED = re.compile(rb"\d{6,15}\s*")
 _TAG_LIMIT = 64
 _ORDER_LIMIT = 64 << 10
+_MOST_WAITING = 8
+"""names; a path has up to 4096 bytes"""
 _KEEP, _TAGS = "keep", "tags"
-_ROLLBACK, _REPAIR = "orders/rollback.json", "orders/repair"
+_ROLLBACK, _REPAIR, _ANCHOR = "orders/rollback.json", "orders/repair", "orders/anchor"
+_WAITING = "orders/waiting"
 
 
 def keep(store: Store, version: int) -> None:
@@ -116,19 +122,36 @@ def read_rollback(store: Store) -> Rollback | None:
 
 def resume(store: Store) -> bool:
     """Withdraws the order. False when there was none."""
-    return store.delete(_ROLLBACK)
+    withdrawn = store.delete(_ROLLBACK)
+    store.delete(_WAITING)
+    return withdrawn
 
 
-def order_repair(store: Store) -> None:
-    """Orders the owner to repair the channel. An earlier order stays."""
+def note_waiting(store: Store, names: Iterable[str]) -> None:
+    """By the owner while an order holds publishing: what is published once it is withdrawn."""
+    lines = (line for line in names if is_plain(line))
+    store.replace(_WAITING, "\n".join(islice(lines, _MOST_WAITING)).encode())
+
+
+def waiting(store: Store) -> list[str]:
+    data = read_if_there(store, _WAITING, _ORDER_LIMIT) or b""
+    return data.decode(errors="replace").split("\n") if data else []
+
+
+Work = Literal["repair", "anchor"]
+"""that an operator orders of the owner"""
+_WORK: dict[Work, str] = {"repair": _REPAIR, "anchor": _ANCHOR}
+
+
+def order(store: Store, work: Work) -> None:
+    """An earlier order stays."""
     with contextlib.suppress(AlreadyExists):
-        store.create(_REPAIR, b"")
+        store.create(_WORK[work], b"")
 
 
-def repair_ordered(store: Store) -> bool:
-    return store.stat(_REPAIR) is not None
+def is_ordered(store: Store, work: Work) -> bool:
+    return store.stat(_WORK[work]) is not None
 
 
-def end_repair(store: Store) -> bool:
-    """Removes the order. False when there was none."""
-    return store.delete(_REPAIR)
+def end_order(store: Store, work: Work) -> None:
+    store.delete(_WORK[work])

@@ -11,6 +11,7 @@ from weightcast.shared.cli.balancers import FORMATS
 from weightcast.shared.cli.options import (
     Number,
     any_channel_option,
+    channel_place,
     daemon_options,
     json_option,
     local_option,
@@ -19,7 +20,6 @@ from weightcast.shared.cli.options import (
     threads_option,
     trusted_key_option,
 )
-from weightcast.shared.files.paths import channel_address
 
 MOST = 50
 """hosts, unless all are wanted: a thousand take seconds to lay out, and nobody reads them"""
@@ -77,7 +77,7 @@ def wait(**given: Any) -> None:
 @click.command
 @local_option
 @option("--repair", is_flag=True, help="Repair differing bytes; needs --channel.")
-@option("--channel", type=channel_address, envvar="WEIGHTCAST_CHANNEL", help="Channel to repair from.")
+@option("--channel", type=channel_place, envvar="WEIGHTCAST_CHANNEL", help="Channel to repair from.")
 @option("--base", type=path, envvar="WEIGHTCAST_BASE", help="HF checkpoint to repair from.")
 @threads_option
 @option(

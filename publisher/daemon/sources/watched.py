@@ -47,8 +47,11 @@ from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.hf_checkpoint import ADAPTER_MODEL
 from weightcast.shared.files.paths import exists, is_directory, is_link, is_own_directory, matching
 
-_EXISTING = "before the first version, restart with --existing to publish them; later, `POST /v1/publish`"
+_EXISTING = "restart with --existing to publish them, in order; or publish one with `POST /v1/publish`"
+_POST = "publish one with `POST /v1/publish` and its absolute path: docs/publishing.md#on-request"
 _REMEDY = "remove the file: present checkpoints then count as published"
+_HELD = "publishing is held; it is published after `weightcast channel resume`"
+_HELD_REMEDY = "move it away before you resume if it must not be published"
 _LIMIT = 256 << 20
 _NAMED = 5
 """checkpoints that a line of the log names"""
@@ -259,6 +262,9 @@ class WatchedDirectory:
         """`renamed`: names that were seen to be renamed into place; `component`: whose checkpoints it has."""
         self.directory, self.component = directory, component
         self._waiting: tuple[Unpublished, ...] = ()
+        self._ready: tuple[Candidate, ...] = ()
+        self._remedy = _POST
+        """for what is left alone"""
         self._skipped: list[SkippedStatus] = []
         self._skips = 0
         # A trainer may save over the base, as over any checkpoint.
@@ -289,6 +295,7 @@ class WatchedDirectory:
         """Before anything else, if this directory was never watched from here: what is complete now was
         there before, also if this start comes to nothing, unless the channel has no `version` yet and it was
         completed after this process `began` (unix time)."""
+        self._remedy = _POST if version else _EXISTING
         if self.settings.existing:
             self.inbox.forget_existing()
         if self.settings.existing or not self.is_first or not is_directory(self.directory):
@@ -298,7 +305,9 @@ class WatchedDirectory:
         self.store()
         self.sample_unread()
         if names:
-            log.info("checkpoints left alone", checkpoints=names[:_NAMED], count=len(names), remedy=_EXISTING)
+            log.info(
+                "checkpoints left alone", checkpoints=names[:_NAMED], count=len(names), remedy=self._remedy
+            )
 
     def resume(self, publisher: RunPublisher) -> None:
         # names of an export that is renamed are not the base's
@@ -314,7 +323,7 @@ class WatchedDirectory:
         self.finish()
         found = self._look()
         choice = self.inbox.choose(found.unknown, time.monotonic())
-        self._waiting = (*choice.waiting, *found.unreadable)
+        self._waiting, self._ready = (*choice.waiting, *found.unreadable), choice.ready
         self._tell()
         self.inbox.forget_vanished(found.names)
         return None if choice.chosen is None else WatchedJob(self, publisher, choice, choice.chosen)
@@ -420,19 +429,22 @@ class WatchedDirectory:
             self.inbox.give_up(name)
         self.store()
 
-    def status(self) -> InboxStatus:
+    def status(self, *, held: bool) -> InboxStatus:
+        """`held`: nothing is published until an operator resumes."""
+        ready = tuple(Unpublished(each.name, _HELD, _HELD_REMEDY) for each in self._ready if held)
+        waiting = (*ready, *self._waiting)
         entries = [entry for name, entry in self.inbox.entries.items() if name in self._there]
         refused = [
             RefusedStatus(name=entry.name, error=entry.failure)
             for entry in entries
             if entry.failure is not None
         ]
-        left = self.inbox.left_alone(self._there)
+        left = self.inbox.left_alone(self._there, self._remedy)
         return InboxStatus(
             watch=str(self.directory),
-            waiting=self._waiting[:WAITING_SHOWN],
+            waiting=waiting[:WAITING_SHOWN],
             refused=tuple(refused[-REFUSED_SHOWN:]),
-            waiting_count=len(self._waiting),
+            waiting_count=len(waiting),
             refused_count=len(refused),
             skipped=tuple(self._skipped),
             skipped_count=self._skips,
