@@ -34,7 +34,7 @@ def _fits(value: object, kind: Any, least: float) -> bool:
         return value in get_args(kind)
     if kind in (int, float):
         number = Integral if kind is int else Real
-        return isinstance(value, number) and not isinstance(value, bool) and float(value) >= least
+        return not isinstance(value, bool) and isinstance(value, number) and float(value) >= least
     # text is a sequence of letters, never one of options
     return isinstance(value, origin or kind) and not (origin and isinstance(value, str))
 

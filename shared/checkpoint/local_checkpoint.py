@@ -385,7 +385,7 @@ def _fill_holes(fd: int, path: Path, found: os.stat_result) -> None:
     except OSError as error:
         raise RetryLater(
             f"{path}: cannot allocate its holes or shared blocks: {error.strerror}",
-            remedy="free space on the local disk; nothing was changed",
+            remedy="free space on the local disk",
         ) from error
 
 
