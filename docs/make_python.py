@@ -16,7 +16,8 @@ TOP = """\
 # Python API
 
 For trainers: [publishing from a trainer](../trainers.md). Import these names from `weightcast.publisher`, the
-hooks from their modules. Everything else may change.
+hooks from their modules. Everything else may change. All errors are a `WeightcastError`, with `message` and
+`remedy`.
 """
 
 

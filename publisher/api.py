@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex, get_args
+from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex
 
 from weightcast.publisher.components import (
     Components,
@@ -56,6 +56,7 @@ from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights
 from weightcast.shared.base.choices import Encoding, Layout
 from weightcast.shared.base.elements import MAIN, TensorTable
 from weightcast.shared.base.errors import Refused
+from weightcast.shared.base.options import require_option
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
@@ -179,7 +180,8 @@ class Publisher:
                 weights. It must be in the run: `weightcast channel component add`.
 
         Raises:
-            Refused: Another publisher owns the channel, or `local` and `channel` overlap.
+            Refused: Another publisher owns the channel, `local` and `channel` overlap, or an argument has a
+                value that it cannot have; `PublisherOptions` raises it too.
             WrongRun: `local` is another run's.
             Untrusted: No key known here signed the channel's base or newest version.
             TypeError: An argument belongs into `options`.
@@ -189,6 +191,8 @@ class Publisher:
                 f"Publisher.open() has no argument {', '.join(other)}: "
                 f"give options=PublisherOptions({', '.join(f'{name}=...' for name in other)})"
             )
+        require_option("encoding", encoding, Encoding)
+        require_option("options", options, PublisherOptions)
         if not 0 <= rank < world_size:
             raise Refused(
                 f"rank {rank} with world_size {world_size}", remedy="give a rank from 0 to world_size - 1"
@@ -521,8 +525,7 @@ class Publisher:
                 not taken then.
         """
         self._check_open()
-        if hold not in get_args(Hold):
-            raise Refused(f"hold is {hold!r}", remedy='give "tensors" or "copy"')
+        require_option("hold", hold, Hold)
         number = whole_step(step, self._world_size)
         weights = self._given(named_tensors, component, config)
         publisher, belongs = self._for(component, lambda: weights, main_version)

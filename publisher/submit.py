@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal
 
 from weightcast.publisher.publish.publish_job import PublishJob, PublishReport
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError
+from weightcast.shared.base.options import require_option
 
 WhenBusy = Literal["block", "newest"]
 """`block`: every submission is published, in order. `newest`: one not yet begun gives way to the next."""
@@ -140,8 +141,7 @@ class Submissions:
 
     def make_way(self, when_busy: WhenBusy) -> None:
         """Waits for what `submit` would wait for before it takes anything, and raises what it would."""
-        if when_busy not in get_args(WhenBusy):
-            raise Refused(f"when_busy is {when_busy!r}", remedy='give "block" or "newest"')
+        require_option("when_busy", when_busy, WhenBusy)
         if when_busy == "block":
             self.drain()
         self.raise_unseen()

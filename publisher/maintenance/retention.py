@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from weightcast.shared.base.options import check_options
+
 if TYPE_CHECKING:
     from weightcast.shared.channel.channel import Shown
 
@@ -28,6 +30,9 @@ class Retention:
     keep_versions: int | None = None
     keep_hours: float | None = None
     host_versions: int = 64
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     @property
     def bounded(self) -> bool:

@@ -30,6 +30,7 @@ from weightcast.publisher.publish.anchors import Full, write_anchor
 from weightcast.publisher.publish.commit import Signer, drop_strays, drop_unfinished
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.base.options import check_options
 from weightcast.shared.channel.chain import is_half_pruned, versions_in
 from weightcast.shared.channel.channel import Channel, look
 from weightcast.shared.channel.claims import Claim
@@ -137,6 +138,9 @@ class UpkeepOptions:
     """with a number of versions, that many without full weights make an anchor due too"""
     grace_seconds: float = GRACE_SECONDS
     """from a version's leaving the channel to its deletion"""
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     @property
     def idle(self) -> bool:

@@ -19,6 +19,7 @@ from weightcast.publisher.weights.tensors import NO_FACTS, InputFacts, NewWeight
 from weightcast.shared.base.choices import NonFinite
 from weightcast.shared.base.elements import MAIN, TensorTable, Words
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
+from weightcast.shared.base.options import check_options
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Encoding, Index
@@ -199,6 +200,9 @@ class CommonOptions:
     and `pointer` when `latest` names them, for adapters too; `directory` of a bucket is its URL, as text"""
     non_finite: NonFinite = "allow"
     """`refuse`: a delta in which elements become NaN or infinite is not published"""
+
+    def __post_init__(self) -> None:
+        check_options(self, threads=1)
 
 
 @dataclass(frozen=True, kw_only=True)

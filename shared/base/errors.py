@@ -63,24 +63,26 @@ class WeightcastError(Exception):
 
 
 class Refused(WeightcastError):
+    """The input is wrong, and nothing was changed: the same call fails again."""
+
     exit_code = 3
     http_status = 422
 
 
 class DamagedFile(Refused):
-    pass
+    """A file is not what its index, header or digest says."""
 
 
 class UnknownFormat(Refused):
-    pass
+    """A format version or encoding that this release does not read."""
 
 
 class WrongRun(Refused):
-    pass
+    """A directory belongs to another run or another base."""
 
 
 class Forked(Refused):
-    pass
+    """The channel does not continue what the local checkpoint holds."""
 
 
 class Linked(Refused):
@@ -88,15 +90,19 @@ class Linked(Refused):
 
 
 class Untrusted(Refused):
-    pass
+    """No trusted key signed it."""
 
 
 class NeedsReseed(WeightcastError):
+    """The local checkpoint cannot be patched any more; seed it anew."""
+
     exit_code = 3
     http_status = 409
 
 
 class NotInTime(WeightcastError):
+    """A deadline passed."""
+
     exit_code = 4
     http_status = 504
 
@@ -107,6 +113,8 @@ class EngineFailed(WeightcastError):
 
 
 class RetryLater(WeightcastError):
+    """Busy, not visible yet, or out of space: the same call may succeed later."""
+
     exit_code = 75
     http_status = 503
 

@@ -202,9 +202,16 @@ def claim(
         while clock() < deadline:
             sleep(min(_POLL_SECONDS, patience))
             if _read(store, epoch) != first:
+                record = _record(store, epoch)
+                if record is not None and record.claimant == claimant:
+                    raise OwnerAlive(
+                        f"this process has {place} open already (epoch {epoch})",
+                        remedy="call close() of the earlier Publisher",
+                    )
                 raise OwnerAlive(
                     f"{place} belongs to {_owner(store, epoch)}, which is alive",
-                    remedy="stop that publisher, or take the channel from it with --take-over",
+                    remedy="stop that publisher, or take the channel from it: --take-over, or in Python "
+                    "PublisherOptions(take_over=True)",
                 )
         _log.warning("no sign of life from %s: taking %s", owner, place)
     record = ClaimRecord(claimant, time.time())

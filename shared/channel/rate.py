@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from weightcast.shared.base.options import require_option
+
 _PIECE_SECONDS = 0.2
 _SAVED_SECONDS = 0.2
 """of bytes that did not move in time, and may follow at once"""
@@ -28,6 +30,7 @@ class Rate:
         wait: Callable[[float], object] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        require_option("bytes_per_second", bytes_per_second, int)
         self.limits = bytes_per_second > 0
         self.piece = max(1, int(bytes_per_second * _PIECE_SECONDS)) if self.limits else 1 << 62
         """bytes to move at a time, at most"""

@@ -159,10 +159,13 @@ def own(paths: LocalPaths) -> FileLock:
     try:
         lock.acquire(text=owner_text())
     except RetryLater as error:
-        raise HasWriter(
-            f"{paths.directory} already has a writer ({holder(paths.owner) or 'it does not say which'})",
-            remedy="stop the other publisher or subscriber, or give each its own --local",
-        ) from error
+        found = holder(paths.owner)
+        if found == owner_text():
+            which, remedy = "this process", "call close() of the earlier Publisher, or give another local"
+        else:
+            which = found or "it does not say which"
+            remedy = "stop the other publisher or subscriber, or give each its own --local"
+        raise HasWriter(f"{paths.directory} already has a writer ({which})", remedy=remedy) from error
     return lock
 
 
@@ -382,7 +385,7 @@ def _fill_holes(fd: int, path: Path, found: os.stat_result) -> None:
     except OSError as error:
         raise RetryLater(
             f"{path}: cannot allocate its holes or shared blocks: {error.strerror}",
-            remedy="free space on the local disk; nothing was changed",
+            remedy="free space on the local disk",
         ) from error
 
 

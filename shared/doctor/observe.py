@@ -25,11 +25,12 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.layout import HOSTS
+from weightcast.shared.channel.layout import HOSTS, Pointer
 from weightcast.shared.channel.store import AlreadyExists, Changed, Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, is_foreign
 from weightcast.shared.checkpoint.state.state import Boot
 from weightcast.shared.checkpoint.update.buffer_reuse import spare_bytes
+from weightcast.shared.checkpoint.update.plan import MOST_FOLDED
 from weightcast.shared.daemon.environment import usable_cores
 from weightcast.shared.daemon.status import are_kept, kernel_status
 from weightcast.shared.files import probes
@@ -219,7 +220,8 @@ class PlaceFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Of the channel's run; None where it does not say. `delta_bytes`, `changed`: of the newest version."""
+    """Of the channel's run; None where it does not say. `delta_bytes`, `changed`: of the newest version;
+    `ahead`, `ahead_bytes`: deltas that a new host takes at once, after full weights."""
 
     foreign: bool = False
     version: int | None = None
@@ -227,6 +229,8 @@ class RunFacts:
     elements: int | None = None
     delta_bytes: int | None = None
     changed: int | None = None
+    ahead: int = 0
+    ahead_bytes: int = 0
     problem: str = ""
     remedy: str = ""
 
@@ -332,7 +336,7 @@ def observe_bucket(channel: str | Store) -> BucketFacts | None:
 
 
 def observe_run(channel: ChannelAddress) -> RunFacts:
-    """Reads channel.json, base.json, pointer and the newest index."""
+    """Reads channel.json, base.json, pointer and the newest index; lists the versions before it."""
     try:
         opened = Channel.open(open_store(channel))
         pointer = opened.pointer()
@@ -341,6 +345,7 @@ def observe_run(channel: ChannelAddress) -> RunFacts:
             return RunFacts(foreign=True, version=version)
         table = opened.base.table
         index = None if pointer is None else opened.index(pointer, pointer.version, table)
+        ahead = [] if pointer is None else _ahead(opened, pointer)
     except WeightcastError as error:
         return RunFacts(problem=error.message, remedy=error.remedy)
     except OSError as error:
@@ -352,7 +357,21 @@ def observe_run(channel: ChannelAddress) -> RunFacts:
         elements=table.elements,
         delta_bytes=None if ours is None else ours.totals.delta_bytes,
         changed=None if ours is None else ours.totals.changed,
+        ahead=len(ahead),
+        ahead_bytes=sum(ahead),
     )
+
+
+def _ahead(channel: Channel, pointer: Pointer) -> list[int]:
+    """Bytes of the deltas since the last full weights, newest first; at most those that are folded."""
+    oldest = max(0, pointer.version - MOST_FOLDED)
+    found = channel.shown(pointer, above=oldest)
+    deltas = list[int]()
+    for version in range(pointer.version, oldest, -1):
+        if version not in found or found[version].full is not None:
+            break
+        deltas.append(found[version].nbytes)
+    return deltas
 
 
 def observe_contents(local: Path) -> LocalFacts:

@@ -11,8 +11,9 @@ from weightcast.shared.checkpoint.update.fetch import JOURNAL_BYTES, ROOM_BYTES
 from weightcast.shared.daemon.environment import DAEMON_BYTES
 from weightcast.shared.daemon.logs import size_text
 from weightcast.shared.doctor.observe import BucketFacts, LocalFacts, MachineFacts, PlaceFacts, RunFacts
+from weightcast.shared.files.disk_errors import GROW_TMPFS
 from weightcast.shared.files.probes import EXCLUSIVE, LOCAL_NEEDS, RENAME, RENAME_DIRECTORY, VISIBLE, Need
-from weightcast.shared.files.system import Space
+from weightcast.shared.files.system import IN_MEMORY, Space
 
 Level = Literal["ok", "note", "warning", "failure"]
 """`note`: nothing is wrong, but it is good to know; `failure`: something of weightcast will not work here."""
@@ -48,7 +49,6 @@ def counts(findings: Iterable[Finding]) -> dict[Level, int]:
 CHANNEL, LOCAL, MACHINE = "channel", "local", "machine"
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "beegfs", "gpfs", "ceph", "9p", "afs", "wekafs")
-_IN_MEMORY = ("tmpfs", "ramfs")
 _CLOCK_SECONDS = 2.0
 _SLOW_COMMIT_SECONDS = 1.0
 _LATE_SECONDS = 1.0
@@ -128,8 +128,8 @@ def judge_local(
     # weights that a seed has yet to write
     missing = 0 if inside.seeded or run is None else run.full_bytes or 0
     step = step_bytes(run)
-    yield _local_space(facts, inside.spare_bytes, missing, step)
-    if facts.kind in _IN_MEMORY:
+    yield _local_space(facts, inside, run, missing, step)
+    if facts.kind in IN_MEMORY:
         yield from _tmpfs_memory(facts.space.total_bytes, missing + step, machine)
     elif run is not None and run.full_bytes is not None:
         yield _dirty_pages(run.full_bytes, machine.dirty_bytes)
@@ -254,7 +254,7 @@ def _run(run: RunFacts, role: Role | None) -> Iterator[Finding]:
 
 def _channel_kind(facts: PlaceFacts) -> Finding:
     text = _kind_text(facts)
-    if facts.kind in (*_IN_MEMORY, "overlay"):
+    if facts.kind in (*IN_MEMORY, "overlay"):
         says = f"{text}: only this machine sees it, and not for long"
         remedy = "fine for a trial; a fleet needs a directory that all machines mount"
         return Finding(CHANNEL, "file system", "warning", says, remedy)
@@ -340,15 +340,27 @@ def step_bytes(run: RunFacts | None) -> int:
     return ROOM_BYTES + guessed * (JOURNAL_BYTES + _BYTES_PER_GUESSED_CHANGE)
 
 
-def _local_space(facts: PlaceFacts, spare_bytes: int, missing: int, step: int) -> Finding:
-    free = facts.space.free_bytes + spare_bytes
+def _staged_bytes(run: RunFacts) -> int:
+    """Spool and journal of all versions that a new host takes at once, at most, as changes of the newest."""
+    share = JOURNAL_BYTES * (run.changed or 0) / max(1, run.delta_bytes or 0)
+    return ROOM_BYTES + int(run.ahead_bytes * (1 + share))
+
+
+def _local_space(
+    facts: PlaceFacts, inside: LocalFacts, run: RunFacts | None, missing: int, step: int
+) -> Finding:
+    free = facts.space.free_bytes + inside.spare_bytes
     says = f"{size_text(free)} of {size_text(facts.space.total_bytes)} free"
-    if free >= missing + step:
+    many = 0 if run is None or inside.seeded else _staged_bytes(run)
+    if free >= missing + max(step, many):
         return Finding(LOCAL, "space", "ok", says)
     what = f"{size_text(missing)} of weights and " if missing else ""
     remedy = "free space or give another disk"
-    if facts.kind in _IN_MEMORY:
-        remedy = "make it larger: `mount -o remount,size=`, --shm-size, or an emptyDir's sizeLimit"
+    if facts.kind in IN_MEMORY:
+        remedy = GROW_TMPFS
+    if free >= missing + step and run is not None:
+        says = f"{says}: {what}{size_text(many)} for {run.ahead} versions at once are needed"
+        return Finding(LOCAL, "space", "warning", says, f"{remedy}; else a new host takes fewer at a time")
     says = f"{says}: {what}{size_text(step)} for a step are needed"
     return Finding(LOCAL, "space", "failure", says, remedy)
 

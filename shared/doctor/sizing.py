@@ -412,7 +412,12 @@ def plan_rows(weights: Weights, asked: Workload, found: Sizing) -> Iterator[tupl
         f"{counted(late.versions, 'version')}, {size_text(late.bytes)}, about {late.seconds:.2g} s"
         f" on a link of {size_text(asked.link, 'bit/s')}",
     )
-    yield "a new host", f"{size_text(late.new_host_bytes)}, about {late.new_host_seconds:.2g} s"
+    space = late.new_host_bytes + min(late.versions * one.journal_bytes, 2 * weights.nbytes)
+    yield (
+        "a new host",
+        f"{size_text(late.new_host_bytes)}, about {late.new_host_seconds:.2g} s; {size_text(space)} in"
+        " --local to take all at once",
+    )
     if found.behind:
         more = f"--threads, each with {SCRATCH_BYTES >> 20} MiB of --memory-budget"
         yield (

@@ -28,6 +28,7 @@ class NoRoom(DiskError):
     """A file system takes no more."""
 
 
+GROW_TMPFS = "make it larger: `mount -o remount,size=`, --shm-size, or an emptyDir's sizeLimit"
 _RIGHTS = "grant user {user} access: check owner, mode and mount options"
 _UNFIT = "the file system lacks this operation: use another one (ext4, xfs, NFS); see `weightcast doctor`"
 _NO_PATH = "check the path, and that its file system is mounted"

@@ -22,6 +22,7 @@ def system_text(path: Path) -> str:
         return ""
 
 
+IN_MEMORY = ("tmpfs", "ramfs")
 _MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
@@ -41,6 +42,11 @@ def file_system(device: int) -> str:
     """The kernel's name for `st_dev`; empty where unknown."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     return next((mount.kind for mount in _mounts() if mount.device == wanted), "")
+
+
+def in_memory(path: Path) -> bool:
+    """Raises OSError."""
+    return file_system(path.stat().st_dev) in IN_MEMORY
 
 
 def mount_of(path: Path) -> Mount | None:

@@ -127,6 +127,10 @@ class Adapter(ABC):
     def probe(self) -> EngineFacts:
         """Never raises for what an engine does."""
 
+    def require_fit(self) -> None:  # noqa: B027
+        """Raises EngineFailed where no version can be loaded into it as it was started, or nobody knows yet.
+        Asked before a pause: requests do not wait for the answer."""
+
     @abstractmethod
     def pause(self) -> None: ...
 
@@ -404,7 +408,7 @@ class Server(Adapter):
 
     @abstractmethod
     def _drafter_in(self, settings: Mapping[str, object]) -> str:
-        """As it is shown. Raises Unfit."""
+        """As it is shown. Raises Unfit where a reload would leave old or wrong weights."""
 
     @abstractmethod
     def _load(self, path: str, label: str) -> ReloadOutcome: ...
@@ -425,10 +429,13 @@ class Server(Adapter):
                 self._told = None  # a server that was away may be another one
             return unreachable(failure)
 
+    def require_fit(self) -> None:
+        self._drafter_in(self._settings(self._asked, self._timeouts.control))
+
     def reload(self, path: str, label: str) -> ReloadOutcome:
         self._labels = Identities(self.spec.shown_url, lasting=False)
         try:
-            self._drafter_in(self._settings(self._asked, self._timeouts.control))
+            self.require_fit()
         except EngineFailed as failure:
             return Intact(str(failure), untried=True)
         return self._load(path, label)

@@ -174,6 +174,10 @@ class HostEngine:
         except EngineFailed as failure:
             return EngineFacts(reachable=False, hindrance=failure.message)
 
+    def require_fit(self) -> None:
+        with guarded(self.spec):
+            self.adapter.require_fit()
+
     def pause(self) -> None:
         self.before_pause()
         with guarded(self.spec):

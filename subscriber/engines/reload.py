@@ -174,6 +174,10 @@ class EngineReload:
             if not self.engine.spec.copies_weights:
                 self._doubt()
             return self._result("failed", self.engine.silence(facts))
+        try:
+            self.engine.require_fit()
+        except EngineFailed as failure:
+            return self._result("failed" if self._suspect else "refused", str(failure))
         self._keeps_pause = self.engine.name in self._notes.serving and facts.paused is True
         # A label that it shows already would say after a kill that half a reload is a whole one.
         doubtful = self._suspect or facts.label == label_of(self._version)

@@ -55,17 +55,16 @@ _HEAD = "lm_head.weight"
 DEV_MODE = "start vLLM >= 0.16 with VLLM_SERVER_DEV_MODE=1"
 
 PACKED_HEAD = (
-    "with tied embeddings vLLM on a CPU keeps the output layer that it packed at its start, and answers "
-    "a reload with success: give the model a head of its own (tie_word_embeddings false), or restart the "
-    "engine for new weights"
+    "vLLM on a CPU keeps the output layer packed at its start, and tied embeddings are not reloaded",
+    "use via=live (docs/live-patch.md), or save the model untied; a restart does not help with via=reload",
 )
 PACKED_EXPERTS = (
-    "vLLM on a CPU packs experts at its start, and not at a reload, yet answers with success: use via=live, "
-    "whose plugin packs them again, or restart the engine for new weights"
+    "vLLM on a CPU keeps the experts packed at its start, and they are not reloaded",
+    "use via=live (docs/live-patch.md), whose plugin packs them; a restart does not help with via=reload",
 )
 PACKED_INT8 = (
-    "vLLM on a CPU answers a reload of int8 layers with success and computes NaN from then on: use fp8, or "
-    "run `weightcast sync` before each start of the engine"
+    "vLLM on a CPU computes NaN after a reload of int8 layers",
+    "use fp8, or run `weightcast sync` before each start of the engine",
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """in the configurations of mixtures of experts"""
@@ -107,6 +106,7 @@ class VLLM(_LoRA, Server):
                 f"{self.spec.shown_url} takes its versions by vLLM's weight transfer",
                 remedy="remove this --engine, or start vLLM without --weight-transfer-config",
             )
+        self._require_reloadable(config)
         return require_vllm(self.spec, vllm_drafter(config))
 
     def _start_of(self, settings: Mapping[str, object]) -> str | None:
@@ -141,9 +141,6 @@ class VLLM(_LoRA, Server):
             "kwargs": {"weights_path": path},
             "timeout": self._timeouts.reload,
         }
-        hindrance = self._hindrance()
-        if hindrance is not None:
-            return Intact(hindrance)
         reply = self._wire.order("/collective_rpc", body, self._timeouts.reload, DEV_MODE)
         if not isinstance(reply, Reply):
             return reply
@@ -158,25 +155,24 @@ class VLLM(_LoRA, Server):
             return Suspect(str(failure))
         return Done()
 
-    def _hindrance(self) -> str | None:
-        """Why a reload would be answered with success and yet leave wrong weights; None: nothing is known
-        against it. Seen on the CPU build of 0.32: what is packed at the start is not packed at a reload."""
-        if self.spec.local is None:
-            return None
+    def _require_reloadable(self, server: Mapping[str, Any]) -> None:
+        """Raises Unfit where a reload would be answered with success and yet leave wrong weights. Seen on the
+        CPU build of 0.32: what is packed at the start is not packed at a reload."""
+        device, model = (server.get(part) for part in ("device_config", "model_config"))
+        on_cpu = isinstance(device, dict) and device.get("device") == "cpu"
+        if self.spec.local is None or not on_cpu:
+            return
         parts = _configuration(self.spec.local)
-        tied = _tied(self.spec.local, parts)
-        experts = any(part.get(key) for part in parts for key in _EXPERTS)
-        integers = any("'type': 'int'" in repr(part.get("quantization_config")) for part in parts)
-        if not (tied or experts or integers):
-            return None
-        config = _config(self._settings(self._asked, self._timeouts.control))
-        device, model = (config.get(part) for part in ("device_config", "model_config"))
-        if not isinstance(device, dict) or device.get("device") != "cpu":
-            return None
-        if integers or experts:
-            return PACKED_INT8 if integers else PACKED_EXPERTS
         untied = isinstance(model, dict) and model.get("word_embeddings_untied_by_checkpoint") is True
-        return None if untied else PACKED_HEAD
+        if any("'type': 'int'" in repr(part.get("quantization_config")) for part in parts):
+            says, remedy = PACKED_INT8
+        elif any(part.get(key) for part in parts for key in _EXPERTS):
+            says, remedy = PACKED_EXPERTS
+        elif not untied and _tied(self.spec.local, parts):
+            says, remedy = PACKED_HEAD
+        else:
+            return
+        raise Unfit(f"{self.spec.shown_url}: {says}", remedy=remedy)
 
     def read_back(self, label: str) -> Confirmation:
         reply = self._wire.get("/weight_info", self._timeouts.control)

@@ -194,8 +194,8 @@ def test_tied_embeddings_on_a_cpu_are_refused_by_name(world: World, variant: str
     world.host.with_engine(world.option())
     for _ in range(2):
         version = world.run.publish()
-        wait_until(lambda: "tie_word_embeddings" in json.dumps(world.host.status), "the refusal")
-        assert world.host.served != version
+        wait_until(lambda: "tied embeddings" in json.dumps(world.host.status), "the refusal")
+        assert world.host.served != version and not world.server.paused
     for prompt in (SHORT, LONG, LONG):
         answer = world.server.ask(prompt)
         assert answer.status == 200 and world.judged(answer, 0), "not what it was started with"

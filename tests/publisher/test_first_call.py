@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from core_cases import tensor, write_checkpoint
 
-from weightcast.publisher import init_channel
-from weightcast.publisher.api import Publisher
-from weightcast.shared.base.errors import NotInTime, Refused
+import weightcast.publisher
+from weightcast.publisher import (
+    NotInTime,
+    OwnerAlive,
+    Publisher,
+    PublisherOptions,
+    Refused,
+    RetryLater,
+    init_channel,
+)
 
 
 @pytest.fixture
@@ -48,3 +56,55 @@ def test_a_prompt_shows_what_trainers_call(base: str) -> None:
         report = publisher.publish(new)
         assert f"{publisher.run_id} in " in repr(publisher) and "version 1" in repr(publisher)
         assert report.ratio == report.full_bytes / report.delta_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("non_finite", "refused", 'give "refuse" or "allow"'),
+        ("until", "soon", 'give "patched" or "out"'),
+        ("threads", "4", "give an integer >= 1"),
+        ("threads", 0, "give an integer >= 1"),
+        ("anchor_every", -1, "give an integer >= 0"),
+        ("deadline_seconds", -1, "give a number >= 0"),
+        ("deadline_seconds", float("nan"), "give a number >= 0"),
+        ("publish_rate", 60000, "give a Rate"),
+        ("take_over", "no", "give True or False"),
+        ("trusted_keys", "a.pub", "give a Sequence"),
+        ("upkeep", {}, "give a UpkeepOptions or None"),
+        ("layout", None, 'give "plain" or "stitch"'),
+    ],
+)
+def test_a_mistyped_option_is_refused_where_it_is_given(name: str, value: object, remedy: str) -> None:
+    with pytest.raises(Refused, match=re.escape(f"{name} is {value!r} ({remedy})")):
+        PublisherOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_options_may_be_numpy_s(base: str) -> None:
+    options = PublisherOptions(threads=np.int64(2), deadline_seconds=np.float32(5))  # type: ignore[arg-type]
+    init_channel("channel", base)
+    with Publisher.open("channel", local="local", base=base, options=options) as publisher:
+        assert publisher.publish({"w": np.ones((9, 5), np.float32)}).version == 1
+
+
+def test_a_mistyped_encoding_is_refused_before_anything_is_made(base: str) -> None:
+    init_channel("channel", base)
+    with pytest.raises(Refused, match=r'encoding is .fst. .give "fast", "small", "xor"'):
+        Publisher.open("channel", local="local", base=base, encoding="fst")  # type: ignore[arg-type]
+    assert not Path("local").exists()
+
+
+def test_a_publisher_that_this_process_has_open_is_said_to_be_its_own(base: str) -> None:
+    init_channel("channel", base)
+    with Publisher.open("channel", local="local", base=base):
+        with pytest.raises(RetryLater, match=r"a writer \(this process\).*call close\(\)"):
+            Publisher.open("channel", local="local", base=base)
+        with pytest.raises(OwnerAlive, match=r"this process has .* open already .*call close\(\)"):
+            Publisher.open("channel", local="other", base=base)
+
+
+def test_errors_are_importable_from_where_the_publisher_is() -> None:
+    for name in ("WeightcastError", "Refused", "RetryLater", "NotInTime", "WrongRun", "Forked", "OwnerAlive"):
+        assert name in dir(weightcast.publisher) and issubclass(
+            getattr(weightcast.publisher, name), Exception
+        )

@@ -34,6 +34,7 @@ from weightcast.shared.doctor.observe import (
     RunFacts,
     observe_contents,
     observe_machine,
+    observe_run,
     run_probes,
     within_seconds,
 )
@@ -349,6 +350,20 @@ def test_space_of_a_channel() -> None:
     assert levels(judge_channel(free(0), RUN, "subscriber")) == {}
 
 
+def test_a_new_host_takes_all_deltas_since_the_last_full_weights(channel: Path, tmp_path: Path) -> None:
+    def look() -> tuple[int, int]:
+        found = observe_run(channel)
+        return found.ahead, found.ahead_bytes
+
+    with Publisher.open(channel, local=tmp_path / "publisher") as publisher:
+        publisher.publish({"w": np.full((4, 5), 3.5, np.float32)})
+        directories = (channel / f"weight_v{version:06}" for version in (1, 2))
+        sizes = [sum(file.stat().st_size for file in each.iterdir()) for each in directories]
+        assert look() == (2, sum(sizes))
+        publisher.write_anchor()
+        assert look() == (0, 0)
+
+
 def test_a_spare_counts_as_free(tmp_path: Path) -> None:
     assert observe_contents(tmp_path).spare_bytes == 0
     (tmp_path / ".weightcast").mkdir()
@@ -366,6 +381,18 @@ def test_space_of_a_local_checkpoint() -> None:
         assert levels(judge_local(free(wanted), inside, RUN, MACHINE)) == {}
         assert levels(judge_local(free(wanted - 1), inside, RUN, MACHINE)) == {"space": "failure"}
     assert levels(judge_local(free(step_bytes(None)), NEW, None, MACHINE)) == {}
+    late = replace(RUN, ahead=12, ahead_bytes=12 * RUN.delta_bytes)
+    at_once = 12 * twice_as_large // 2 + step_bytes(None)
+    for nbytes, level in (
+        (at_once, {}),
+        (at_once - 1, {"space": "warning"}),
+        (step - 1, {"space": "failure"}),
+    ):
+        found = list(judge_local(free(20 * GB + nbytes), NEW, late, MACHINE))
+        assert levels(found) == level
+        assert ("12 versions at once" in str(found)) == ("warning" in level.values())
+    assert levels(judge_local(free(at_once - 1), seeded, late, MACHINE)) == {}
+    assert "remount" in str(list(judge_local(free(20 * GB, "tmpfs"), NEW, late, MACHINE)))
     spare = replace(seeded, spare_bytes=step)
     assert levels(judge_local(free(0), spare, RUN, MACHINE)) == {}
     no_files = replace(PLACE, space=Space(GB, GB, 3))

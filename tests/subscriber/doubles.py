@@ -274,6 +274,7 @@ class VLLMDouble(Double):
     """vLLM 0.32 in dev mode."""
 
     workers = 2
+    device = "cuda"
     speculative: JSON | None = None
     """`speculative_config`, as the release tells it"""
 
@@ -303,7 +304,7 @@ class VLLMDouble(Double):
             case "GET", "/version":
                 return Answer(200, {"version": "0.32.0"})
             case "GET", "/server_info":
-                config = {"device_config": {"device": "cuda"}, "speculative_config": self.speculative}
+                config = {"device_config": {"device": self.device}, "speculative_config": self.speculative}
                 config["lora_config"] = self.limits if self.lora else None
                 return Answer(200, {"vllm_config": config, "vllm_env": {}, "system_env": {}})
             case "GET", "/metrics":

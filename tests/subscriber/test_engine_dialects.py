@@ -515,9 +515,12 @@ def test_vllm_on_a_cpu_is_not_reloaded_with_tied_embeddings(stage: Stage, config
     (stage.local / "config.json").write_text(config)
     double = VLLMDouble()
     double.script("/server_info", server_info("cpu", word_embeddings_untied_by_checkpoint=False))
-    outcome = reload(stage.engine("vllm", double))
-    assert isinstance(outcome, Intact) and "tie_word_embeddings" in outcome.reason
-    assert reloads(double) == 0
+    engine = stage.engine("vllm", double)
+    outcome = reload(engine)
+    assert (
+        isinstance(outcome, Intact) and "tied embeddings" in outcome.reason and "via=live" in outcome.reason
+    )
+    assert reloads(double) == 0 and engine.probe().unfit
 
 
 @pytest.mark.parametrize(

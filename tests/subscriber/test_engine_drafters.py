@@ -113,8 +113,23 @@ def test_an_engine_that_does_not_answer_about_it_is_not_loaded_yet(
         "/server_info" in host.status.not_ready_reasons[0]
         and "did not answer" in host.status.not_ready_reasons[0]
     )
+    assert engine.paths() == [], "requests do not wait for what it says about itself"
     engine.release()
     assert host.retry().ready and engine.held == run.digest(0)
+
+
+def test_an_engine_that_no_reload_can_bring_to_a_version_is_not_paused(site: Site) -> None:
+    """Its model has no head of its own."""
+    run, engine = site.run(), VLLM()
+    engine.device = "cpu"
+    host = site.host(run, engine)
+    for version in (0, 1):
+        assert not host.step().ready and host.status.local_version == version and not host.state.blocked
+        [reason] = host.status.not_ready_reasons
+        assert "use via=live" in reason and "a restart does not help" in reason
+        assert engine.paths() == []
+        run.publish()
+    assert [one.state for one in host.status.engines] == ["failed"]
 
 
 def test_the_plugin_tells_its_draft_model(site: Site) -> None:

@@ -17,9 +17,9 @@ from io import BufferedWriter
 from pathlib import Path
 
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
-from weightcast.shared.files.disk_errors import NoRoom
+from weightcast.shared.files.disk_errors import GROW_TMPFS, NoRoom
 from weightcast.shared.files.paths import exists, matching
-from weightcast.shared.files.system import file_system, space_of, taken_bytes
+from weightcast.shared.files.system import file_system, in_memory, space_of, taken_bytes
 
 _LOOKS = 16
 """places at which a file is asked for, to see whether it is in memory"""
@@ -151,5 +151,5 @@ def make_room(paths: LocalPaths, nbytes: int, work: str) -> None:
     if free < nbytes:
         raise NoRoom(
             f"{paths.room}: {free / (1 << 20):.1f} MiB free, {work} needs {nbytes / (1 << 20):.1f} MiB",
-            remedy="free space on the local disk; nothing was changed",
+            remedy=GROW_TMPFS if in_memory(paths.room) else "free space on the local disk",
         )
