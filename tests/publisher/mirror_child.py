@@ -24,7 +24,7 @@ def pass_by(point: str, where: Path | None) -> None:
 
 watch(pass_by)
 retention = Retention(int(kept), host_versions=0)
-mirror = Mirror(open_store(source), open_store(to), MirrorOptions(retention, grace_seconds=-1.0))
+mirror = Mirror(open_store(source), open_store(to), MirrorOptions(retention, grace_seconds=0.0))
 mirror.step(verify=True)
 mirror.close()
 print(*(f"{point}={times}" for point, times in sorted(passed.items())))

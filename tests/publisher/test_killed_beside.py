@@ -19,7 +19,7 @@ from weightcast.shared.channel.directory_store import open_store
 INDEX = "model.safetensors.index.json"
 CHILD = Path(__file__).with_name("upkeep_child.py")
 OPTIONS = UpkeepOptions(
-    skip_span=4, history_share=1000.0, retention=Retention(2, host_versions=0), grace_seconds=-1.0
+    skip_span=4, history_share=1000.0, retention=Retention(2, host_versions=0), grace_seconds=0.0
 )
 PLACES = (
     *("skip.begun", "shard.written", "skip.written", "skip.committed"),

@@ -186,7 +186,7 @@ def test_versions_that_the_source_pruned_stay_and_gaps_are_passed(run: Run, to: 
     run.grow(2)
     run.copy(to)
     run.grow(
-        6, anchor_every=3, upkeep=UpkeepOptions(retention=Retention(1, host_versions=0), grace_seconds=-1)
+        6, anchor_every=3, upkeep=UpkeepOptions(retention=Retention(1, host_versions=0), grace_seconds=0.0)
     )
     assert 3 not in versions(run.store)
     run.copy(to)
@@ -399,7 +399,7 @@ def test_killed_at(
         if to.stat("channel.json") is not None:
             assert verify(Channel.open(to)) == []
     for place in (to, whole):
-        grown.copy(place, verify=True, retention=Retention(2, host_versions=0), grace_seconds=-1.0)
+        grown.copy(place, verify=True, retention=Retention(2, host_versions=0), grace_seconds=0.0)
     assert verify(Channel.open(to)) == []
     there = objects(to)
     assert not objects(whole).keys() - there.keys()

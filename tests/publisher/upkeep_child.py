@@ -21,7 +21,7 @@ def die(passed: str, where: Path | None) -> None:
 
 
 retention = Retention(2, host_versions=0)
-options = UpkeepOptions(skip_span=4, history_share=1000.0, retention=retention, grace_seconds=-1.0)
+options = UpkeepOptions(skip_span=4, history_share=1000.0, retention=retention, grace_seconds=0.0)
 with RunPublisher.open(
     channel, local=local, base=base, options=PublisherOptions(upkeep_thread=False, upkeep=options)
 ) as publisher:
