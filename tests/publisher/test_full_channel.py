@@ -149,7 +149,7 @@ def test_pruning_makes_room_where_an_anchor_does_not_fit(place: Place, disk: Dis
             with pytest.raises(OSError, match="too large"):
                 publisher.make_due()
             assert [name.split("-")[0] for name in trash(place)] == ["weight_v000001", "weight_v000002"]
-    with place.publisher(upkeep=newest_only(-1.0)) as publisher:
+    with place.publisher(upkeep=newest_only(0.0)) as publisher:
         with pytest.raises(OSError, match="too large"):
             publisher.make_due()
         assert trash(place) == [], "due, and emptied before anything is made"
@@ -166,7 +166,7 @@ def grave(place: Place) -> Path:
 
 
 def test_a_publication_that_failed_has_the_trash_emptied(place: Place, disk: Disk) -> None:
-    with place.publisher(upkeep=newest_only(-1.0)) as publisher:
+    with place.publisher(upkeep=newest_only(0.0)) as publisher:
         worker = publisher.work_in_background()
         assert worker is not None
         wait_until(lambda: not worker.busy)

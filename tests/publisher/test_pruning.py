@@ -384,7 +384,7 @@ def test_a_rollback_is_a_new_version_and_holds_publishing(place: Place, history:
             catches_up(stayed, models[2])
             catches_up(went, models[2])
             assert stayed.state is not None and stayed.state.position.version == 5
-        assert verb("channel", "resume", "--channel", place.channel)[1] == {"held": False}
+        assert verb("channel", "resume", "--channel", place.channel)[1] == {"held": False, "waiting": []}
         models.append(models[2])
         grow(publisher, place, models, 1)
     place.arrives(models[6], 6)
