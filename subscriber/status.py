@@ -94,7 +94,7 @@ class EngineStatus(Facts):
     """of its last reload: pause, patch, reload, read_back, resume"""
     pause_seconds: float | None = None
     """of its last reload: from the first call of the pause until the resume returned"""
-    via: Literal["reload", "live"] = "reload"
+    via: Literal["reload", "live", "ipc"] = "reload"
     """as configured"""
     drafter: str = ""
     """its draft model: `none`, the method of speculative decoding, or `unknown`; empty: not asked yet"""

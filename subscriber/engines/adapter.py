@@ -31,12 +31,13 @@ from weightcast.subscriber.engines.base import (
     Misconfigured,
     NoReply,
     ReloadOutcome,
+    Suspect,
     Unfit,
     unreachable,
 )
 
 if TYPE_CHECKING:
-    from weightcast.subscriber.engines.wire import Wire
+    from weightcast.subscriber.engines.wire import Reply, Wire
 
 ASKED = 8
 """times at the first look, and after a change: a balancer that picks one of two at random shows only one of
@@ -412,6 +413,10 @@ class Server(Adapter):
 
     @abstractmethod
     def _load(self, path: str, label: str) -> ReloadOutcome: ...
+
+    @abstractmethod
+    def _judged(self, reply: Reply | Intact | Suspect, label: str) -> ReloadOutcome:
+        """What the answer to a load proves."""
 
     def probe(self) -> EngineFacts:
         try:

@@ -10,19 +10,22 @@ import posixpath
 import re
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 from urllib.parse import unquote, urlsplit
 
 from weightcast.shared.base.errors import USAGE, EngineFailed, Refused
+from weightcast.shared.cli.options import size
 from weightcast.shared.daemon.environment import hide_queries, http_parts, port_of
 
 Kind = Literal["sglang", "vllm", "webhook"]
 Policy = Literal["recompute", "wait", "abort"]
 """What becomes of requests in flight: recomputed under the new weights, finished before, or ended early."""
-Via = Literal["reload", "live"]
-"""How versions come into an engine: from disk, or as patches of its memory where that can be done."""
+Via = Literal["reload", "live", "ipc"]
+"""How versions come into an engine: from disk, as patches of its memory where that can be done, or from this
+host's memory."""
 Confirmation = Literal["digest", "label", "status-only"]
 """What says that the engine took the weights, from strongest to weakest."""
 
@@ -31,9 +34,10 @@ Drafter = Literal["refuse", "keep"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 SYNTAX = (
-    "--engine kind=URL[,path=LOCAL as the engine sees it][,via=reload|live][,policy=recompute|wait|abort]"
+    "--engine kind=URL[,path=LOCAL as the engine sees it][,via=reload|live|ipc][,policy=recompute|wait|abort]"
     "[,name=NAME][,copies=true|false][,api_key_env=VARIABLE][,admin_api_key_env=VARIABLE][,deadline=SECONDS]"
-    "[,ca=FILE][,verify=true|false][,drafter=refuse|keep][,draft=DRAFT as the engine sees it]; "
+    "[,ca=FILE][,verify=true|false][,drafter=refuse|keep][,draft=DRAFT as the engine sees it]"
+    "[,devices=UUID,UUID][,buffer=SIZE]; "
     "kinds: sglang, vllm, webhook"
 )
 NO_ROUTE = frozenset({404, 405})
@@ -55,6 +59,12 @@ def _seconds(text: str) -> bool:
     return bool(re.fullmatch(r"\d{1,6}(\.\d{1,3})?", text, re.ASCII)) and 0 < float(text) <= _MOST_SECONDS
 
 
+def _size(text: str) -> bool:
+    with suppress(ValueError):
+        return size(text) >= 1 << 20
+    return False
+
+
 OPTIONS: Mapping[str, Callable[[str], object]] = {
     "path": bool,
     "via": get_args(Via).__contains__,
@@ -68,6 +78,8 @@ OPTIONS: Mapping[str, Callable[[str], object]] = {
     "verify": _TRUTH,
     "drafter": get_args(Drafter).__contains__,
     "draft": bool,
+    "devices": re.compile(r"[\w./-]{1,100}(,[\w./-]{1,100}){0,63}", re.ASCII).fullmatch,
+    "buffer": _size,
 }
 """Whether a value fits."""
 _CONVERTED: Mapping[str, Callable[[str], object]] = {
@@ -75,6 +87,8 @@ _CONVERTED: Mapping[str, Callable[[str], object]] = {
     "verify": "true".__eq__,
     "deadline": float,
     "ca": Path,
+    "devices": lambda text: tuple(text.split(",")),
+    "buffer": size,
 }
 
 
@@ -119,6 +133,10 @@ class EngineSpec:
     drafter: Drafter = "refuse"
     draft: str = ""
     """the draft model's local checkpoint as the engine sees it; empty: it loads none"""
+    devices: tuple[str, ...] = ()
+    """with via=ipc: UUIDs of this host's GPUs; empty: as nvidia-smi lists them"""
+    buffer: int = 4 << 30
+    """with via=ipc: bytes of shared memory that a load may take"""
     local: Path | None = field(default=None, compare=False)
     """the local checkpoint as the subscriber sees it"""
 
@@ -291,7 +309,13 @@ def _contradictions(spec: EngineSpec, given: Collection[str], *, followed: bool)
     has_key = spec.api_key_env is not None or spec.admin_api_key_env is not None
     is_copied = spec.kind != "webhook" and spec.copies_weights
     return {
-        "via=live is for vllm and sglang, which copy weights": spec.via == "live" and not is_copied,
+        f"via={spec.via} is for vllm and sglang, which copy weights": spec.via != "reload" and not is_copied,
+        "via=ipc needs an engine on this host: give its loopback address": (
+            spec.via == "ipc" and address_of(spec.url)[0] != "localhost"
+        ),
+        "devices= and buffer= are for via=ipc": (
+            spec.via != "ipc" and not {"devices", "buffer"}.isdisjoint(given)
+        ),
         "with --draft, give vllm with via=live, which reloads a draft model, or drafter=keep": (
             spec.draft != "" and (spec.kind != "vllm" or spec.via != "live")
         ),

@@ -16,7 +16,7 @@ from weightcast.shared.cli.local import EngineFound
 from weightcast.shared.digest.checksums import Lanes, root
 from weightcast.shared.doctor.rules import Finding, Level
 from weightcast.shared.files import durable
-from weightcast.subscriber.engines.adapter import NONE, UNKNOWN, Adapter, EngineLanes, guarded
+from weightcast.subscriber.engines.adapter import NONE, UNKNOWN, Adapter, EngineLanes, LiveAdapter, guarded
 from weightcast.subscriber.engines.base import (
     EngineFacts,
     EngineSpec,
@@ -124,7 +124,7 @@ def judge_engines(texts: Sequence[str], local: Path, seconds: float, draft: Path
 
 def _facts(engine: Adapter) -> EngineFacts:
     facts = HostEngine(engine).probe()
-    if type(engine) is not SGLang or not facts.reachable:
+    if not isinstance(engine, SGLang) or isinstance(engine, LiveAdapter) or not facts.reachable:
         return facts
     try:
         with guarded(engine.spec):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from weightcast.subscriber.engines.adapter import Adapter
-from weightcast.subscriber.engines.base import EngineSpec, Timeouts
+from weightcast.subscriber.engines.base import BadEngineOption, EngineSpec, Timeouts
 from weightcast.subscriber.engines.sglang import SGLang, SGLangLive
 from weightcast.subscriber.engines.vllm import VLLM, VLLMLive
 from weightcast.subscriber.engines.webhook import Webhook
@@ -28,6 +28,13 @@ def open_engine(
         limits = replace(limits, reload=spec.deadline)
     trust = trusted(spec.url, spec.ca, verify=spec.verify)
     wire = Wire(spec.url, limits, keys_of(spec, environ), trust)
+    if spec.via == "ipc":
+        try:
+            from weightcast.subscriber.engines.ipc import SGLangIpc, VLLMIpc
+        except ModuleNotFoundError as error:
+            text = f"engine {spec.name}: via=ipc needs {error.name}"
+            raise BadEngineOption(text, remedy="pip install 'weightcast[ipc]'") from error
+        return (SGLangIpc if spec.kind == "sglang" else VLLMIpc)(spec, wire)
     match spec.kind:
         case "sglang":
             return (SGLangLive if spec.via == "live" else SGLang)(spec, wire)

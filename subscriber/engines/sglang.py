@@ -185,18 +185,17 @@ class SGLang(TakesAdapters, Server):
         reply.require_ok("continue the engine by hand or restart it")
 
     def _load(self, path: str, label: str) -> ReloadOutcome:
-        body = {
-            "model_path": path,
-            "load_format": None,
-            "weight_version": label,
-            "abort_all_requests": False,
-            "flush_cache": True,
-        }
-        seconds = self._timeouts.reload + self._drain_seconds
-        before = self._label
-        reply = self._wire.order("/update_weights_from_disk", body, seconds)
+        body = {"model_path": path, "load_format": None, "abort_all_requests": False}
+        return self._judged(self._update("/update_weights_from_disk", body, label), label)
+
+    def _update(self, route: str, body: Mapping[str, object], label: str) -> Reply | Intact | Suspect:
+        body = {**body, "weight_version": label, "flush_cache": True}
+        return self._wire.order(route, body, self._timeouts.reload + self._drain_seconds)
+
+    def _judged(self, reply: Reply | Intact | Suspect, label: str) -> ReloadOutcome:
         if not isinstance(reply, Reply):
             return reply
+        before = self._label
         success = reply.fields().get("success")
         if reply.status == 200 and success is True:
             return Done()

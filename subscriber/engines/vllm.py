@@ -66,7 +66,7 @@ PACKED_INT8 = (
     "vLLM on a CPU computes NaN after a reload of int8 layers",
     "use fp8, or run `weightcast sync` before each start of the engine",
 )
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """in the configurations of mixtures of experts"""
 
 
@@ -99,7 +99,7 @@ class VLLM(_LoRA, Server):
         return self._ask("/weight_info").require_key().told_text("weight_version")
 
     def _drafter_in(self, settings: Mapping[str, object]) -> str:
-        config = _config(settings)
+        config = vllm_config(settings)
         transfer = config.get("weight_transfer_config")
         if isinstance(transfer, dict) and transfer.get("backend") == "weightcast":
             raise Unfit(
@@ -110,7 +110,7 @@ class VLLM(_LoRA, Server):
         return require_vllm(self.spec, vllm_drafter(config))
 
     def _start_of(self, settings: Mapping[str, object]) -> str | None:
-        found = _config(settings).get("instance_id")
+        found = vllm_config(settings).get("instance_id")
         return None if found is None else repr(found)
 
     def _ask_settings(self, seconds: float) -> Mapping[str, object]:
@@ -119,7 +119,7 @@ class VLLM(_LoRA, Server):
 
     def adapter_limits(self) -> AdapterLimits:
         """Adapters beyond `max_cpu_loras` are read from disk again when they are asked for."""
-        told = _config(self._told or {}).get("lora_config", {})
+        told = vllm_config(self._told or {}).get("lora_config", {})
         return self._limits(told, "target_modules", "max_cpu_loras", drops=False)
 
     def pause(self) -> None:
@@ -136,12 +136,15 @@ class VLLM(_LoRA, Server):
 
     def _load(self, path: str, label: str) -> ReloadOutcome:
         # vLLM remembers weights_path, so that a call without it may read another directory.
-        body = {
-            "method": "reload_weights",
-            "kwargs": {"weights_path": path},
-            "timeout": self._timeouts.reload,
-        }
-        reply = self._wire.order("/collective_rpc", body, self._timeouts.reload, DEV_MODE)
+        call = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        return self._judged(self._rpc(call), label)
+
+    def _rpc(self, call: Mapping[str, object]) -> Reply | Intact | Suspect:
+        """Of all workers."""
+        seconds = self._timeouts.reload
+        return self._wire.order("/collective_rpc", {**call, "timeout": seconds}, seconds, DEV_MODE)
+
+    def _judged(self, reply: Reply | Intact | Suspect, label: str) -> ReloadOutcome:
         if not isinstance(reply, Reply):
             return reply
         # every worker's result is null, as `reload_weights` returns nothing; anything else is a failure
@@ -162,11 +165,11 @@ class VLLM(_LoRA, Server):
         on_cpu = isinstance(device, dict) and device.get("device") == "cpu"
         if self.spec.local is None or not on_cpu:
             return
-        parts = _configuration(self.spec.local)
+        parts = configuration(self.spec.local)
         untied = isinstance(model, dict) and model.get("word_embeddings_untied_by_checkpoint") is True
         if any("'type': 'int'" in repr(part.get("quantization_config")) for part in parts):
             says, remedy = PACKED_INT8
-        elif any(part.get(key) for part in parts for key in _EXPERTS):
+        elif any(part.get(key) for part in parts for key in EXPERTS):
             says, remedy = PACKED_EXPERTS
         elif not untied and _tied(self.spec.local, parts):
             says, remedy = PACKED_HEAD
@@ -184,12 +187,12 @@ class VLLM(_LoRA, Server):
         return self._require_label(shown, label)
 
 
-def _config(server: Mapping[str, object]) -> Mapping[str, Any]:
+def vllm_config(server: Mapping[str, object]) -> Mapping[str, Any]:
     config = server.get("vllm_config")
     return config if isinstance(config, dict) else {}
 
 
-def _configuration(directory: Path) -> list[dict[str, Any]]:
+def configuration(directory: Path) -> list[dict[str, Any]]:
     """config.json and its text part; nothing where there is none that can be read."""
     try:
         # not the strict reader: configurations of some models hold an Infinity

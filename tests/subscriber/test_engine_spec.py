@@ -133,6 +133,27 @@ def test_others_are_not(text: str) -> None:
         parse_engine(text, LOCAL)
 
 
+def test_an_engine_on_this_host_may_be_fed_from_memory() -> None:
+    spec = parse_engine("vllm=http://127.0.0.1:1,via=ipc,devices=GPU-a,MIG-b/1/0,buffer=2GiB,name=x", LOCAL)
+    assert (spec.via, spec.devices, spec.buffer, spec.name) == ("ipc", ("GPU-a", "MIG-b/1/0"), 2 << 30, "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("vllm=http://10.0.0.7:1,via=ipc", "needs an engine on this host"),
+        ("vllm=http://127.0.0.1:1,via=ipc,copies=false", "via=ipc is for"),
+        ("webhook=http://127.0.0.1:1,via=ipc", "via=ipc is for"),
+        ("vllm=http://127.0.0.1:1,via=ipc,buffer=0", "buffer='0' is not valid"),
+        ("vllm=http://127.0.0.1:1,via=ipc,devices=a b", "devices='a b' is not valid"),
+        ("vllm=http://127.0.0.1:1,via=live,buffer=2GiB", "are for via=ipc"),
+    ],
+)
+def test_what_cannot_be_fed_from_memory_is_named(text: str, fault: str) -> None:
+    with pytest.raises(BadEngineOption, match=fault):
+        parse_engine(text, LOCAL)
+
+
 @given(st.text(max_size=60))
 def test_any_text_is_an_engine_or_a_usage_error(tail: str) -> None:
     try:
