@@ -378,7 +378,8 @@ def rollback(channel: ChannelAddress, to: int, as_json: bool) -> None:
 
     order = order_rollback(open_store(channel), to)
     _say(
-        f"rollback to version {to} ordered; publishing is held until `weightcast channel resume`",
+        f"rollback to version {to} ordered: its weights are published under a new number, and nothing else "
+        "until `weightcast channel resume`",
         {"to": order.to, "root": order.root, "held": True},
         as_json,
     )
@@ -391,9 +392,12 @@ def rollback(channel: ChannelAddress, to: int, as_json: bool) -> None:
 def resume(channel: ChannelAddress, as_json: bool) -> None:
     """Resume publishing after a rollback, or cancel a pending rollback."""
     _opened(channel)
-    if not pins.resume(open_store(channel)):
+    store = open_store(channel)
+    waiting = pins.waiting(store)
+    if not pins.resume(store):
         raise Refused("publishing is not held", remedy="nothing to do")
-    _say("publishing resumes", {"held": False}, as_json)
+    next_ = f"; published next: {printable(', '.join(waiting))}" if waiting else ""
+    _say(f"publishing resumes{next_}", {"held": False, "waiting": waiting}, as_json)
 
 
 def _say(text: str, facts: dict[str, object], as_json: bool) -> None:

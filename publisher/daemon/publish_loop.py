@@ -23,7 +23,7 @@ from weightcast.publisher.daemon.sources.queue import Queue
 from weightcast.publisher.daemon.sources.source import LastContent, Source, SourceJob, read_back
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.daemon.status import ComponentStatus, PublisherStatus, UpkeepStatus
-from weightcast.publisher.maintenance.orders import Held
+from weightcast.publisher.maintenance.orders import RESUME, Held
 from weightcast.publisher.maintenance.repair import ChannelCheck
 from weightcast.publisher.maintenance.upkeep import Upkeep
 from weightcast.publisher.publish.commit import PostWrite
@@ -31,6 +31,7 @@ from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, Stopped, WeightcastError
+from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.components import (
@@ -42,6 +43,7 @@ from weightcast.shared.channel.components import (
 )
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
+from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.rate import Rate
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room
@@ -222,6 +224,10 @@ class PublishLoop:
         self._watched: WatchedDirectory | None = None
         self._adapters: WatchedAdapters | None = None
         self._listed: tuple[Component, ...] = ()
+        self._held: dict[str, str | None] = {}
+        """why nothing is published, by component"""
+        self._waiting: list[str] | None = None
+        """what a rollback of main keeps from being published, as the channel has it"""
         self._troubles: dict[str, str] = {}
         """of components, by name"""
         self._sources: list[Source] = []
@@ -320,10 +326,11 @@ class PublishLoop:
             self._resume()
         self._care()
         order = publisher.obey_orders()
-        self.record.show(held=None if order is None else f"rolled back to version {order.to}")
+        self.record.show(held=self._note_held(publisher, order))
         if order is not None:
-            # what waits goes on waiting
+            self._note_waiting(publisher)
             return
+        self._waiting = None
         jobs = (source.next(publisher) for source in self._sources)
         job = next((job for job in jobs if job is not None), None)
         if job is not None:
@@ -332,6 +339,30 @@ class PublishLoop:
         self.record.patched(publisher.settle())
         publisher.verify_some(self._scrubs[MAIN])
         self.record.repaired(publisher.check_channel(self._check))
+
+    def _note_held(self, publisher: RunPublisher, order: Rollback | None) -> str | None:
+        """Why nothing is published; logged when that changes."""
+        component, version = publisher.store.component, publisher.version
+        held = None if order is None else f"rolled back to version {order.to}, as version {version}"
+        if held != self._held.get(component):
+            if order is None:
+                log.info("publishing resumes", component=component)
+            else:
+                facts = {"component": component, "rolled_back_to": order.to, "version": version}
+                log.warning("publishing is held", **facts, remedy=RESUME)
+            self._held[component] = held
+        return held
+
+    def _note_waiting(self, publisher: RunPublisher) -> None:
+        """What waits goes on waiting; whoever resumes reads in the channel what is published then."""
+        others = (source.next(publisher) for source in self._sources if source is not self.queue)
+        names = [job.checkpoint for job in (() if self.queue is None else self.queue.open())]
+        names += [job.name for job in others if job is not None]
+        if names != self._waiting:
+            pins.note_waiting(publisher.store, names)
+            self._waiting = names
+            if names:
+                log.warning("checkpoints wait for the end of the rollback", checkpoints=names, remedy=RESUME)
 
     def _care(self) -> None:
         """Opens the run's adapters, carries out what was ordered for them, and checks them. One that fails
@@ -346,7 +377,7 @@ class PublishLoop:
                 if each.active:
                     nested = publisher.component(each.name)
                     nested.work_in_background()
-                    nested.obey_orders()
+                    self._note_held(nested, nested.obey_orders())
                     nested.verify_some(self._scrubs[each.name])
                 elif publisher.components is not None:
                     publisher.components.drop(each.name)
@@ -469,7 +500,7 @@ class PublishLoop:
             yield ComponentStatus(name=REGISTRY, state="", problem=self._troubles[REGISTRY])
         for each in self._listed:
             inbox = None if self._adapters is None else self._adapters.of(each.name)
-            said = None if inbox is None else inbox.status()
+            said = None if inbox is None else inbox.status(held=self.record.status.held is not None)
             facts: dict[str, Any] = {"name": each.name, "state": each.state}
             problem = self._troubles.get(each.name, "") if each.active else ""
             try:
@@ -484,7 +515,9 @@ class PublishLoop:
     def _show(self, problem: str = "") -> None:
         publisher, background = self._publisher, self._background
         self.record.show(
-            inbox=None if self._watched is None else self._watched.status(),
+            inbox=None
+            if self._watched is None
+            else self._watched.status(held=self.record.status.held is not None),
             verify=self._scrubs[MAIN].status,
             ready=not problem,
             not_ready_reasons=(problem,) if problem else (),

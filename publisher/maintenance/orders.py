@@ -26,6 +26,9 @@ from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 
+RESUME = "remove bad checkpoints and rewind the trainer, then `weightcast channel resume`"
+
+
 class Held(Refused):
     @classmethod
     def by(cls, order: Rollback) -> Held:

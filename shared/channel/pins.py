@@ -1,11 +1,14 @@
 """What operators write into a channel: versions that are never pruned (`keep/<version>`), tags
-(`tags/<name>`), orders to its owner (`orders/rollback.json`, `orders/repair`). docs/FORMAT.md."""
+(`tags/<name>`), orders to its owner (`orders/rollback.json`, `orders/repair`) and what waits for their end
+(`orders/waiting`). docs/FORMAT.md."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Annotated
 
 from annotated_types import MaxLen
@@ -14,15 +17,17 @@ from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.layout import digits
 from weightcast.shared.channel.run_files import FORMAT, check_format
 from weightcast.shared.channel.store import AlreadyExists, Store, read_if_there
-from weightcast.shared.files.paths import file_name
+from weightcast.shared.files.paths import file_name, is_plain
 from weightcast.shared.files.strict_json import Hex, Members, parse_object, write_object
 
 _NUMBER = re.compile(r"\d{6,15}", re.ASCII)
 _TAGGED = re.compile(rb"\d{6,15}\s*")
 _TAG_LIMIT = 64
 _ORDER_LIMIT = 64 << 10
+_MOST_WAITING = 8
+"""names; a path has up to 4096 bytes"""
 _KEEP, _TAGS = "keep", "tags"
-_ROLLBACK, _REPAIR = "orders/rollback.json", "orders/repair"
+_ROLLBACK, _REPAIR, _WAITING = "orders/rollback.json", "orders/repair", "orders/waiting"
 
 
 def keep(store: Store, version: int) -> None:
@@ -116,7 +121,20 @@ def read_rollback(store: Store) -> Rollback | None:
 
 def resume(store: Store) -> bool:
     """Withdraws the order. False when there was none."""
-    return store.delete(_ROLLBACK)
+    withdrawn = store.delete(_ROLLBACK)
+    store.delete(_WAITING)
+    return withdrawn
+
+
+def note_waiting(store: Store, names: Iterable[str]) -> None:
+    """By the owner while an order holds publishing: what is published once it is withdrawn."""
+    lines = (line for line in names if is_plain(line))
+    store.replace(_WAITING, "\n".join(islice(lines, _MOST_WAITING)).encode())
+
+
+def waiting(store: Store) -> list[str]:
+    data = read_if_there(store, _WAITING, _ORDER_LIMIT) or b""
+    return data.decode(errors="replace").split("\n") if data else []
 
 
 def order_repair(store: Store) -> None:

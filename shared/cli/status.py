@@ -110,7 +110,7 @@ Answer = Mapping[str, Any]
 Row = tuple[str, str]
 _MOST = 2
 """reasons in the sentence, rows of a kind"""
-_RESUME = "end the rollback with `weightcast channel resume`"
+_RESUME = "remove bad checkpoints and rewind the trainer, then `weightcast channel resume`"
 
 
 @dataclass(frozen=True)

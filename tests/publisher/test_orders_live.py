@@ -79,7 +79,8 @@ def test_a_fleet_is_rolled_back_held_and_let_go(places: Places, capsys: pytest.C
             holds(local, 3, trainer.models[3])
             assert verb(places, "rollback", "--to", 1) == 0
             holds(local, 4, trainer.models[1])
-            assert "version 1" in wait_until(lambda: daemon.status()["held"])
+            held = wait_until(lambda: daemon.status()["held"])
+            assert held == "rolled back to version 1, as version 4"
             capsys.readouterr()
             assert verb(places, "log", "--json") == 0
             listed = json.loads(capsys.readouterr().out)["versions"]
@@ -92,7 +93,14 @@ def test_a_fleet_is_rolled_back_held_and_let_go(places: Places, capsys: pytest.C
             daemon = Daemon.start(places, "--every")
             assert wait_until(lambda: daemon.status()["held"]), "the order outlives its publisher"
             assert places.latest() == "000004" and read_checkpoint(local) == bytes_of(trainer.models[1])
+            waiting = wait_until(lambda: daemon.status()["inbox"]["waiting"])
+            assert [each["name"] for each in waiting] == ["step-4"] and "held" in waiting[0]["reason"]
+            wait_until(lambda: (places.channel / "orders/waiting").read_text() == "step-4")
+            log = daemon.log.read_text()
+            assert "publishing is held" in log and "step-4" in log
+            capsys.readouterr()
             assert verb(places, "resume") == 0
+            assert "published next: step-4" in capsys.readouterr().out
             arrives(daemon, 5)
             assert daemon.status()["held"] is None
             holds(local, 5, newest)

@@ -165,11 +165,12 @@ class InboxMemory(BaseModel, frozen=True):
 @dataclass(frozen=True)
 class Choice:
     """`chosen` is to be published now, which says what is wrong with it if it is damaged; `passed` are older
-    and complete."""
+    and complete; `ready`: what would be published by and by if nothing else came."""
 
     chosen: Candidate | None
     passed: tuple[Candidate, ...] = ()
     waiting: tuple[Unpublished, ...] = ()
+    ready: tuple[Candidate, ...] = ()
 
 
 def may_be_checkpoint(name: str) -> bool:
@@ -273,9 +274,10 @@ class Inbox:
             return Choice(next((each for each in candidates if each.is_damaged), None), waiting=waiting)
         if self.settings.every:
             # One that is older and only has to settle comes first.
-            return Choice(ready[0] if ready[0] is whole[0] else None, waiting=waiting)
+            chosen = ready[0] if ready[0] is whole[0] else None
+            return Choice(chosen, waiting=waiting, ready=tuple(ready))
         newest = ready[-1]
-        return Choice(newest, tuple(whole[: whole.index(newest)]), waiting)
+        return Choice(newest, tuple(whole[: whole.index(newest)]), waiting, (newest,))
 
     def _is_whole(self, candidate: Candidate) -> bool:
         if not candidate.weights or self._is_no_model(candidate):

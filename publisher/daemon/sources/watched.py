@@ -49,6 +49,8 @@ from weightcast.shared.files.paths import exists, is_directory, is_link, is_own_
 
 _EXISTING = "before the first version, restart with --existing to publish them; later, `POST /v1/publish`"
 _REMEDY = "remove the file: present checkpoints then count as published"
+_HELD = "publishing is held; it is published after `weightcast channel resume`"
+_HELD_REMEDY = "move it away before you resume if it must not be published"
 _LIMIT = 256 << 20
 _NAMED = 5
 """checkpoints that a line of the log names"""
@@ -259,6 +261,7 @@ class WatchedDirectory:
         """`renamed`: names that were seen to be renamed into place; `component`: whose checkpoints it has."""
         self.directory, self.component = directory, component
         self._waiting: tuple[Unpublished, ...] = ()
+        self._ready: tuple[Candidate, ...] = ()
         self._skipped: list[SkippedStatus] = []
         self._skips = 0
         # A trainer may save over the base, as over any checkpoint.
@@ -314,7 +317,7 @@ class WatchedDirectory:
         self.finish()
         found = self._look()
         choice = self.inbox.choose(found.unknown, time.monotonic())
-        self._waiting = (*choice.waiting, *found.unreadable)
+        self._waiting, self._ready = (*choice.waiting, *found.unreadable), choice.ready
         self._tell()
         self.inbox.forget_vanished(found.names)
         return None if choice.chosen is None else WatchedJob(self, publisher, choice, choice.chosen)
@@ -420,7 +423,10 @@ class WatchedDirectory:
             self.inbox.give_up(name)
         self.store()
 
-    def status(self) -> InboxStatus:
+    def status(self, *, held: bool) -> InboxStatus:
+        """`held`: nothing is published until an operator resumes."""
+        ready = tuple(Unpublished(each.name, _HELD, _HELD_REMEDY) for each in self._ready if held)
+        waiting = (*ready, *self._waiting)
         entries = [entry for name, entry in self.inbox.entries.items() if name in self._there]
         refused = [
             RefusedStatus(name=entry.name, error=entry.failure)
@@ -430,9 +436,9 @@ class WatchedDirectory:
         left = self.inbox.left_alone(self._there)
         return InboxStatus(
             watch=str(self.directory),
-            waiting=self._waiting[:WAITING_SHOWN],
+            waiting=waiting[:WAITING_SHOWN],
             refused=tuple(refused[-REFUSED_SHOWN:]),
-            waiting_count=len(self._waiting),
+            waiting_count=len(waiting),
             refused_count=len(refused),
             skipped=tuple(self._skipped),
             skipped_count=self._skips,
