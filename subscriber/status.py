@@ -158,7 +158,7 @@ class UpdateStatus(Facts):
     step: int | None = None
     """the trainer's, of a patch; information only"""
     taken: bool = True
-    """false: a reload that no engine took"""
+    """false: no engine took the version, by this patch, relabel or reload"""
     at: float
     """unix time of its end"""
 

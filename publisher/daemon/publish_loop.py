@@ -345,7 +345,8 @@ class PublishLoop:
     def _note_held(self, publisher: RunPublisher, order: Rollback | None) -> str | None:
         """Why nothing is published; logged when that changes."""
         component, version = publisher.store.component, publisher.version
-        held = None if order is None else f"rolled back to version {order.to}, as version {version}"
+        weights = f"version {version} has its weights"
+        held = None if order is None else f"rolled back to version {order.to} ({weights})"
         if held != self._held.get(component):
             if order is None:
                 log.info("publishing resumes", component=component)

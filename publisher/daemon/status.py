@@ -161,6 +161,7 @@ class PublisherStatus(BaseModel, frozen=True):
         """For the fleet. `now`: unix time of the publisher's clock."""
         inbox = {} if self.inbox is None else self.inbox.model_dump()
         counts = {name.removesuffix("_count"): n for name, n in inbox.items() if name.endswith("_count")}
+        waiting = () if self.inbox is None else tuple(each.name for each in self.inbox.waiting)
         doing = self.publishing
         published = self.publications[0].at if self.publications else 0.0
         return PublisherLine(
@@ -170,6 +171,7 @@ class PublisherStatus(BaseModel, frozen=True):
             queue=len(self.queue),
             inbox=counts,
             held=self.held or "",
+            waiting=(*(job.checkpoint for job in self.queue), *waiting) if self.held else (),
             notes=tuple(self._notes()),
             last_refused=self._refused(now),
             refused_since_version=self.last_refused is not None and self.last_refused.at > published,
@@ -182,7 +184,7 @@ class PublisherStatus(BaseModel, frozen=True):
         if self.config_changed:
             yield f"changed: {config_text(self.config_changed)}"
         if self.inbox is not None:
-            stuck = [each for each in self.inbox.waiting if each.remedy]
+            stuck = [each for each in self.inbox.waiting if each.remedy and not self.held]
             for each in (*stuck, *self.inbox.left_alone):
                 yield f"{each.name} is not published: {each.reason} ({each.remedy})"
         yield from (f"{one.name}: {one.problem}" for one in self.components if one.problem)

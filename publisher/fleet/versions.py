@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -139,6 +140,8 @@ class VersionHistory:
 
 _PREPARING = ("plan", "fetch", "stage", "patch")
 _RELOADING = ("pause", "reload", "read_back", "resume")
+_SERVING = ("patch", "relabel", "reload")
+"""kinds of updates that bring a version to engines"""
 
 
 class VersionRow(BaseModel, frozen=True):
@@ -156,6 +159,10 @@ class VersionRow(BaseModel, frozen=True):
     """bytes of the model / bytes"""
     publish_seconds: float | None
     """null for what this process did not publish"""
+    served_seconds: float | None = None
+    """from `created` until half of the hosts that took it served it; null: no host reports that any more"""
+    pause_seconds: float | None = None
+    """the longest that it paused an engine; null as above"""
     kept: bool
     """kept by name"""
     tags: tuple[str, ...]
@@ -218,12 +225,13 @@ class PrunePlan(BaseModel, frozen=True):
     """what keeps everything here"""
 
 
-def version_rows(page: History, publish_seconds: Mapping[int, float]) -> Versions:
-    rows = []
+def version_rows(page: History, publish_seconds: Mapping[int, float], hosts: Iterable[Host]) -> Versions:
+    rows, taken = [], _taken(hosts)
     roots: dict[str, int] = {}
     for version in sorted(page.facts):
         facts, stored = page.facts[version], page.versions[version]
         totals, nbytes = facts.totals, stored.nbytes
+        at, pauses = zip(*taken[version], strict=True) if version in taken else ((), ())
         rows.append(
             VersionRow(
                 version=version,
@@ -235,6 +243,8 @@ def version_rows(page: History, publish_seconds: Mapping[int, float]) -> Version
                 density=totals.changed / totals.elements if totals.elements else 0.0,
                 ratio=totals.nbytes / nbytes if nbytes else None,
                 publish_seconds=publish_seconds.get(version),
+                served_seconds=max(0.0, statistics.median_low(at) - facts.created) if at else None,
+                pause_seconds=max(pauses, default=None),
                 kept=version in page.kept,
                 tags=tuple(sorted(name for name, tagged in page.tags.items() if tagged == version)),
                 anchor=stored.full is not None,
@@ -244,6 +254,18 @@ def version_rows(page: History, publish_seconds: Mapping[int, float]) -> Version
         )
         roots[facts.root] = version
     return Versions(versions=tuple(reversed(rows)), complete=page.complete)
+
+
+def _taken(hosts: Iterable[Host]) -> Mapping[int, list[tuple[float, float]]]:
+    """By version: when each host served it first, by the publisher's clock, and the pause of its engines."""
+    found = defaultdict[int, list[tuple[float, float]]](list)
+    for host in hosts:
+        done = [one for one in host.updates if one.outcome == "done" and one.kind in _SERVING]
+        # newest first: the oldest of a version is the one that remains
+        for version, update in {one.version: one for one in done}.items():
+            ended = update.began + update.seconds.get("total", 0.0) - (host.clock_offset_seconds or 0.0)
+            found[version].append((ended, update.seconds.get("pause_total", _of(update, _RELOADING))))
+    return found
 
 
 def catch_up(page: History, hosts: Sequence[Host]) -> CatchUp:

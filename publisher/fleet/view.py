@@ -148,7 +148,7 @@ class FleetView:
         situation = Situation(page.pointer, page.versions, time.time(), held, wanted)
         self._versions.set(
             ChannelPage(
-                versions=version_rows(page, self._publish_seconds()),
+                versions=version_rows(page, self._publish_seconds(), fleet.hosts),
                 catch_up=catch_up(page, [host for host in fleet.hosts if host.takes_part]),
                 prune_plan=prune_plan(situation, self._retention),
             )

@@ -58,8 +58,8 @@ _NAME = re.compile(r".+-[0-9a-f]{8}\.json", re.DOTALL)
 @dataclass(frozen=True)
 class Update:
     """One move of the local checkpoint, or one reload of engines. `began`: unix time on the host's clock;
-    `seconds` by phase; `bytes` read; `outcome`: `done`, or `refused` where the engines did not take a
-    version, whether or not the host went back."""
+    `seconds` by phase, and as `pause_total` the longest time that an engine was paused; `bytes` read;
+    `outcome`: `done`, or `refused` where no engine took the version, whether or not the host went back."""
 
     version: int
     kind: _Word

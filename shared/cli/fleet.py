@@ -54,6 +54,8 @@ _STYLES = {
     "ready": "green",
     "stopped": "dim",
 }
+_SHOWN = {"ready": "up to date"}
+"""a daemon is ready once its engines have the local version"""
 _MOST_ERROR = 400
 _NAMES_SHOWN, _NOTES_SHOWN = 10, 4
 _UPDATES_SHOWN = 1
@@ -266,7 +268,7 @@ def _head(fleet: Fleet, cut: int | None) -> list[Text]:
 
 def _counts(fleet: Fleet) -> str:
     counts = fleet.counts.model_dump()
-    said = ", ".join(f"{counts[standing]} {standing}" for standing in WORST_FIRST[::-1] if counts[standing])
+    said = ", ".join(f"{counts[each]} {_SHOWN.get(each, each)}" for each in WORST_FIRST[::-1] if counts[each])
     latest = or_dash(fleet.latest)
     if fleet.latest_age_seconds is not None:
         latest += f" ({age(fleet.latest_age_seconds)} old)"
@@ -283,7 +285,8 @@ def _publisher(fleet: Fleet) -> Iterator[str]:
     inbox = [f"{number} {what.replace('_', ' ')}" for what, number in line.inbox.items() if number]
     state = "ready" if line.ready else f"not ready: {'; '.join(line.reasons)}"
     doing = f"publishing {line.publishing}" if line.publishing else ""
-    said = (state, line.held, doing, f"queue {line.queue}", *inbox)
+    waits = f"waiting for resume: {', '.join(line.waiting[:_NAMES_SHOWN])}" if line.waiting else ""
+    said = (state, line.held, waits, doing, f"queue {line.queue}", *inbox)
     yield f"publisher {'; '.join(text for text in said if text)}"
     yield from line.notes[:_NOTES_SHOWN]
     if line.last_refused is not None and line.refused_since_version:
@@ -331,7 +334,7 @@ def _cut(text: str, most: int | None) -> str:
 def _cells(host: Host) -> Sequence[str]:
     """After its name."""
     return (
-        host.standing,
+        _SHOWN.get(host.standing, host.standing),
         _doing(host),
         or_dash(host.served_version),
         or_dash(host.local_version),
@@ -350,6 +353,8 @@ def _doing(host: Host) -> str:
 
 
 def _engines(host: Host) -> str:
+    if host.standing in ("stopped", "lost"):
+        return "-"
     others = [f"{one.name} {one.state}".strip() for one in host.engines if one.state != "serving"]
     if not others and host.engines:
         others = [f"{len(host.engines)} serving"]
@@ -361,5 +366,5 @@ def _last_update(host: Host) -> str:
     if not host.updates:
         return "-"
     newest = host.updates[0]
-    how = "in" if newest.outcome == "done" else f"{newest.outcome} after"
+    how = "in" if newest.outcome == "done" else "not taken in"
     return printable(f"{newest.kind} {newest.version} {how} {newest.seconds.get('total', 0.0):.2f} s")

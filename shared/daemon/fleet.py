@@ -5,8 +5,9 @@ Reports are not authenticated: everything here is a hint.
 
 from __future__ import annotations
 
+import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -51,8 +52,10 @@ _LATEST = "latest"
 _MOST_PARTS = 64
 """of a path in a host's short name"""
 _STOPPED = "stopped"
-_MOST_TEXT = 120
-"""characters of an error in the verdict"""
+_MOST_TEXT, _MOST_KINDS = 120, 3
+"""characters of an error in the verdict; kinds of trouble"""
+_DIFFERS = re.compile(r"\S*[\d/]\S*")
+"""of an error, what differs from host to host: paths, addresses, numbers"""
 
 Presence = Literal["live", "stale", "lost"]
 Standing = Literal["ready", "behind", "stale", "lost", "failed", "stopped"]
@@ -149,12 +152,12 @@ class Counts(BaseModel, frozen=True):
     """Every host counts once."""
 
     ready: int = 0
-    """serves its target"""
+    """up to date: serves its target"""
     behind: int = 0
     stale: int = 0
     lost: int = 0
     failed: int = 0
-    """an engine failed, or an error keeps it from being ready"""
+    """an engine failed or no longer answers, or an error keeps the host from being ready"""
     stopped: int = 0
     """ended on request"""
 
@@ -199,6 +202,8 @@ class PublisherLine(BaseModel, frozen=True):
     inbox: Mapping[str, int] = {}
     """watched checkpoints, by what became of them: waiting, refused"""
     held: str = ""
+    waiting: tuple[str, ...] = ()
+    """checkpoints that wait while publishing is held"""
     notes: tuple[str, ...] = ()
     """what people should know although it works: checkpoints left alone, a trainer that went back"""
     last_refused: RefusedCheckpoint | None = None
@@ -474,7 +479,8 @@ def of_run(fleet: Fleet) -> Sequence[Host]:
 
 
 def verdict(fleet: Fleet) -> Verdict:
-    """One sentence: how many hosts serve the newest version, the worst of them, what the publisher lacks."""
+    """One sentence: how many hosts serve the newest version, what is wrong with others, what the publisher
+    lacks."""
     findings = [*_publisher_findings(fleet), *_host_findings(fleet)]
     levels = [level for level, _ in findings]
     level: Level = "bad" if "bad" in levels else "warning" if "warning" in levels else "good"
@@ -493,15 +499,24 @@ def _turnout(fleet: Fleet) -> str:
 
 
 def _host_findings(fleet: Fleet) -> list[tuple[Level, str]]:
-    troubled = [h for h in fleet.hosts if h.standing not in ("ready", "stopped") and not h.is_ghost]
-    if not troubled:
-        return []
-    first, names = min(troubled, key=lambda host: host.severity), short_names_of(fleet.hosts)
-    same = sum(host.standing == first.standing for host in troubled) - 1
-    more = f" (and {same} more {first.standing})" if same else ""
-    bad = first.standing in ("failed", "lost")
-    why = short(trouble_of(first, fleet.run_id)[0]) or first.standing
-    return [("bad" if bad else "warning", f"{names[first.key]}: {why}{more}")]
+    """By kind of trouble, the worst first."""
+    kinds, names = defaultdict[tuple[str, str], list[Host]](list), short_names_of(fleet.hosts)
+    for host in sorted(fleet.hosts, key=lambda host: host.severity):
+        if host.standing not in ("ready", "stopped") and not host.is_ghost:
+            error = trouble_of(host, fleet.run_id)[0]
+            kinds[host.standing, _DIFFERS.sub("", error)].append(host)
+    worst = sorted(kinds.values(), key=lambda some: (WORST_FIRST.index(some[0].standing), -len(some)))
+    found: list[tuple[Level, str]] = []
+    for hosts in worst[:_MOST_KINDS]:
+        first, same = hosts[0], len(hosts) - 1
+        more = f" (and {same} more {first.standing})" if same else ""
+        why = short(trouble_of(first, fleet.run_id)[0]) or first.standing
+        level: Level = "bad" if first.standing in ("failed", "lost") else "warning"
+        found.append((level, f"{names[first.key]}: {why}{more}"))
+    rest = Counter(host.standing for hosts in worst[_MOST_KINDS:] for host in hosts)
+    if rest:
+        found.append(("warning", f"also {', '.join(f'{number} {each}' for each, number in rest.items())}"))
+    return found
 
 
 def _publisher_findings(fleet: Fleet) -> list[tuple[Level, str]]:

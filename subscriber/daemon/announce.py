@@ -43,7 +43,7 @@ class Announcer:
 
     def moved(self, move: UpdateStatus, status: HostStatus, words: int) -> None:
         """At once: what follows in the same step may take long. `words`: all that the model has."""
-        if not move.taken:
+        if move.kind == "reload" and not move.taken:
             self._untaken = move.version
             return
         parts = {f"{part}_s": round(seconds, 4) for part, seconds in move.seconds.items()}

@@ -37,14 +37,19 @@ def _requests(gate: GateStatus) -> dict[str, int]:
 
 
 def _trouble(status: HostStatus) -> tuple[str, str]:
-    """What went wrong, and what to do about it. A failed engine does not fail the host's step."""
+    """What went wrong, and what to do about it. A failed engine does not fail the host's step; one that is
+    silent and never served is still starting."""
     error = status.last_error
     if error is not None:
         return f"{error.error}: {error.message}", error.remedy
     waiting = status.waiting_for
     if waiting is not None:
         return str(waiting), VERIFY_CHANNEL
-    failed = [f"engine {one.name} failed: {one.reason}" for one in status.engines if one.state == "failed"]
+    failed = [
+        f"engine {one.name} {'failed' if one.state == 'failed' else 'does not serve'}: {one.reason}"
+        for one in status.engines
+        if one.state == "failed" or (one.state == "silent" and one.version is not None)
+    ]
     if failed:
         return "; ".join(failed), FIX_ENGINE
     troubles = {name: one for name, one in status.components.items() if one.state == "failed"}
@@ -64,11 +69,12 @@ def _adapter(one: AdapterStatus, name: str) -> AdapterReport:
 
 
 def _update(update: UpdateStatus) -> Update:
+    paused = {} if update.pause_seconds is None else {"pause_total": update.pause_seconds}
     return Update(
         version=update.version,
         kind=update.kind,
         began=round(update.at - update.seconds.get("total", 0.0), 3),
-        seconds={phase: round(seconds, 4) for phase, seconds in update.seconds.items()},
+        seconds={phase: round(seconds, 4) for phase, seconds in {**update.seconds, **paused}.items()},
         bytes=update.bytes,
         outcome="refused" if update.kind == "undo" or not update.taken else "done",
     )

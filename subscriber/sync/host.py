@@ -298,7 +298,11 @@ class StepHost:
         self.note(last_error=LastError(**facts, at=self.now()))
         return failure
 
-    def moved(self, kind: MoveKind, before: int | None, folded: int, taken: bool = True) -> None:
+    def moved(self, kind: MoveKind, before: int | None, folded: int, taken: bool | None = None) -> None:
+        """`taken`: None where it follows from the engines as they are."""
+        if taken is None:
+            follow = kind in ("patch", "relabel") and self.engines.engines
+            taken = not follow or bool(self.engines.in_sync(self.local().state))
         update = UpdateStatus(
             kind=kind,
             from_version=before,

@@ -16,6 +16,8 @@ from live_fleet import LiveFleet, Rollout  # noqa: E402
 from tabs import OpenTab  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
+from weightcast.shared.cli.main import run as weightcast  # noqa: E402
+
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
@@ -74,8 +76,8 @@ def test_hosts_appear_stop_and_recover(fleet: LiveFleet, open_tab: OpenTab) -> N
     page.locator("#hosts").get_by_text("No host has reported yet.").wait_for()
     fleet.publish()
     stopping, staying = fleet.join("stopping"), fleet.join("staying")
-    stands(page, stopping, "Ready")
-    stands(page, staying, "Ready")
+    stands(page, stopping, "Up to date")
+    stands(page, staying, "Up to date")
     assert figures(page, stopping) == ("1", "0")
 
     stopping.hold()
@@ -88,17 +90,25 @@ def test_hosts_appear_stop_and_recover(fleet: LiveFleet, open_tab: OpenTab) -> N
     shows_soon(page, in_api(fleet, stopping, presence="lost"))
 
     stopping.go_on()
-    stands(page, stopping, "Ready")
+    stands(page, stopping, "Up to date")
     shows_soon(page, in_api(fleet, stopping, lag=0))
     assert figures(page, stopping) == ("4", "0")
     page.get_by_text("4 versions as a table").wait_for()
+
+    channel = str(fleet.places.channel)
+    assert weightcast(["channel", "rollback", "--to", "2", "--channel", channel]) == 0
+    held = page.locator("[data-held]", has_text="rolled back to version 2 (version 5 has its weights)")
+    held.get_by_role("button", name=f"Copy weightcast channel resume --channel {channel}").wait_for()
+    page.locator("#figure-latest", has_text="with the weights of version 2").wait_for()
+    assert weightcast(["channel", "resume", "--channel", channel]) == 0
+    held.wait_for(state="detached")
 
 
 def test_the_page_outlives_its_publisher(fleet: LiveFleet, open_tab: OpenTab) -> None:
     fleet.publish()
     rollout = fleet.join("rollout")
     tab = open_tab(fleet.url)
-    stands(tab.page, rollout, "Ready")
+    stands(tab.page, rollout, "Up to date")
     port = fleet.url.rpartition(":")[2]
     fleet.publisher.stop()
     tab.page.wait_for_selector('[data-link="lost"]')
@@ -122,7 +132,7 @@ def test_of_five_hosts_the_dead_and_the_broken_are_named(five: LiveFleet, open_t
     hosts = [five.join(f"rollout-{number}") for number in range(1, 6)]
     page = open_tab(five.url).page
     for host in hosts:
-        stands(page, host, "Ready")
+        stands(page, host, "Up to date")
     for seed in range(2):
         five.publish(0.005 + seed * 37 % 11 / 2000)
     dead, broken = hosts[1], hosts[3]
@@ -137,9 +147,9 @@ def test_of_five_hosts_the_dead_and_the_broken_are_named(five: LiveFleet, open_t
     api = in_api(five, broken, ready=False)
     trouble = page.locator(f'tr.trouble[data-trouble="{api["host"]}"]', has_text=api["engines"][0]["name"])
     trouble.wait_for(timeout=VISIBLE_SECONDS * 1000)
-    assert "does not answer" in trouble.inner_text() and "See that it runs" in trouble.inner_text()
+    assert "does not answer" in trouble.inner_text() and "restart it" in trouble.inner_text()
     row(page, broken).get_by_role("button").click()
     page.locator("tr.detail").get_by_role("row", name="silent").wait_for()
-    assert page.locator("tr.detail table.updates tbody tr").count() >= 1
+    page.locator("tr.detail table.updates").get_by_text("not taken by any engine").first.wait_for()
     assert page.locator("tr.host").count() == 5
     assert page.locator("#figure-ready").inner_text().split()[-3:] == ["3", "of", "5"]

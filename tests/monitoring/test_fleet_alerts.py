@@ -147,7 +147,7 @@ def all_is_well(world: World, on_call: OnCall) -> None:
     world.arrive(newest)
     for name in world.hosts:
         until(lambda name=name: is_ready_at(newest, on_call.in_terminal(name)), name, FOUND_SECONDS)
-        on_call.shows_standing(name, "Ready")
+        on_call.shows_standing(name, "Up to date")
     until(lambda: on_call.prometheus.value("sum(up)") == 1 + len(world.hosts), "all are scraped")
     assert on_call.prometheus.all_firing() == set()
 
@@ -176,7 +176,7 @@ def an_engine_dies(host: Host, on_call: OnCall) -> None:
 
 def tells_of_a_silent_engine(host: dict[str, Any]) -> bool:
     engines = [(engine["name"], engine["state"]) for engine in host["engines"]]
-    return engines == [("engineless", "silent")] and host["standing"] in ("behind", "failed")
+    return engines == [("engineless", "silent")] and host["standing"] == "failed"
 
 
 def a_disk_fills_up(host: Host, on_call: OnCall) -> Path:
@@ -232,7 +232,7 @@ def what_was_mended_recovers(world: World, on_call: OnCall, filler: Path) -> Non
         until(
             lambda name=name: on_call.in_api(name)["standing"] == "ready", f"{name} is ready", FOUND_SECONDS
         )
-        on_call.shows_standing(name, "Ready")
+        on_call.shows_standing(name, "Up to date")
     on_call.calm("WeightcastHostDown")
     on_call.calm("WeightcastHostLost")
     on_call.calm("WeightcastDiskNearlyFull", instance=world.hosts["full"].address, place="local")

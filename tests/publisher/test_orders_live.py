@@ -81,7 +81,7 @@ def test_a_fleet_is_rolled_back_held_and_let_go(places: Places, capsys: pytest.C
             assert verb(places, "rollback", "--to", 1) == 0
             holds(local, 4, trainer.models[1])
             held = wait_until(lambda: daemon.status()["held"])
-            assert held == "rolled back to version 1, as version 4"
+            assert held == "rolled back to version 1 (version 4 has its weights)"
             capsys.readouterr()
             assert verb(places, "log", "--json") == 0
             listed = json.loads(capsys.readouterr().out)["versions"]
@@ -97,6 +97,8 @@ def test_a_fleet_is_rolled_back_held_and_let_go(places: Places, capsys: pytest.C
             waiting = wait_until(lambda: daemon.status()["inbox"]["waiting"])
             assert [each["name"] for each in waiting] == ["step-4"] and "held" in waiting[0]["reason"]
             wait_until(lambda: (places.channel / "orders/waiting").read_text() == "step-4")
+            line = partial(daemon.get, "/v1/fleet")
+            wait_until(lambda: (line().json()["publisher"] or {}).get("waiting") == ["step-4"])
             log = daemon.log.read_text()
             assert "publishing is held" in log and "step-4" in log
             capsys.readouterr()

@@ -33,7 +33,7 @@ from weightcast.shared.base.errors import Refused, RetryLater, WrongRun
 from weightcast.shared.channel.channel import Shown
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import write_pointer
-from weightcast.shared.channel.reports import REPORTS_LIMIT, Report, pack_report, read_reports
+from weightcast.shared.channel.reports import REPORTS_LIMIT, Report, Update, pack_report, read_reports
 from weightcast.shared.daemon.fleet import Host
 
 
@@ -104,7 +104,7 @@ def test_how_long_it_takes_is_what_hosts_took() -> None:
 
 def test_nothing_is_published() -> None:
     assert catch_up(History(), []).rows == () and catch_up(History(), []).joiner.steps == ()
-    assert version_rows(History(complete=True), {}).versions == ()
+    assert version_rows(History(complete=True), {}, ()).versions == ()
     plan = prune_plan(Situation(0, {}, 0.0), Retention(keep_versions=1))
     assert (plan.why_not, plan.keep) == ("nothing is published", ())
 
@@ -150,11 +150,25 @@ def test_the_ledger_reads_every_index_once_and_sees_what_is_pruned(place: Place)
     now[0] += 60
     page = ledger.read(look_around=True)
     assert set(page.facts) == {2, 3}
-    rows = version_rows(page, {3: 1.5}).versions
+    created = page.facts[3].created
+
+    def update(kind: str, at: float, outcome: str = "done") -> Update:
+        return Update(3, kind, created + at, {"total": 1.0, "reload": 2.0, "pause_total": at}, 0, outcome)
+
+    # the second host's engine took it late, the third's not at all; only the first confirmation counts
+    hosts = [
+        host(updates=(update("reload", 90.0), update("patch", 4.0))),
+        host(updates=(update("reload", 9.0), update("patch", 1.0, "refused"))),
+        host(updates=(update("patch", 1.0, "refused"),)),
+        host(updates=(update("patch", 8.0),), clock_offset_seconds=2.0),
+    ]
+    rows = version_rows(page, {3: 1.5}, hosts).versions
     assert [(row.version, row.anchor, row.publish_seconds) for row in rows] == [
         (3, True, 1.5),
         (2, False, None),
     ]
+    assert (rows[0].served_seconds, rows[0].pause_seconds) == (pytest.approx(7.0, abs=1e-3), 9.0)
+    assert (rows[1].served_seconds, rows[1].pause_seconds) == (None, None)
 
 
 def test_what_is_made_beside_the_newest_versions_is_seen_though_nobody_watches(place: Place) -> None:
@@ -163,7 +177,7 @@ def test_what_is_made_beside_the_newest_versions_is_seen_though_nobody_watches(p
 
     def shown() -> dict[int, bool]:
         now[0] += 60
-        rows = version_rows(ledger.read(look_around=False), {}).versions
+        rows = version_rows(ledger.read(look_around=False), {}, ()).versions
         return {row.version: row.anchor for row in rows}
 
     with place.publisher() as publisher:

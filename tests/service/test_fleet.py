@@ -115,6 +115,7 @@ def host(**facts: Any) -> Host:
 
 RUN = RunHead("run", 5)
 FAILED = {"name": "e", "kind": "vllm", "state": "failed", "version": None, "confirmed_by": ""}
+SILENT = FAILED | {"state": "silent"}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,7 @@ FAILED = {"name": "e", "kind": "vllm", "state": "failed", "version": None, "conf
         ({"last_error": "E: m"}, "ready", 0),
         ({"last_error": "E: m", "ready": False}, "failed", 0),
         ({"engines": (FAILED,)}, "failed", 0),
+        ({"engines": (SILENT,), "ready": False}, "behind", 0),
         ({"run_id": "another"}, "failed", 0),
         ({"run_id": "", "served_version": None, "ready": False}, "behind", None),
         ({"state": "stopped", "ready": False, "last_error": "E: m", "engines": (FAILED,)}, "stopped", 0),
@@ -231,7 +233,7 @@ def test_the_table_has_the_worst_first_and_no_control_characters(channel: Path, 
     code, out, _ = weightcast("fleet", "--channel", channel)
     lines = out.splitlines()
     assert code == 0 and lines[0] == "1 of 2 hosts serve version 5; b\\u2028d: E: no space"
-    assert lines[1].endswith("2 hosts: 1 ready, 1 failed") and lines[2].split()[:3] == [
+    assert lines[1].endswith("2 hosts: 1 up to date, 1 failed") and lines[2].split()[:3] == [
         "host",
         "doing",
         "served",
@@ -278,7 +280,7 @@ def test_a_reload_that_no_engine_took_is_none(channel: Path, weightcast: Command
         replace(REPORT, updates=(Update(5, "reload", 1.5, {"total": 0.25}, 0, "refused"),)),
     )
     code, out, _ = weightcast("fleet", "--channel", channel)
-    assert code == 0 and "reload 5 refused after 0.25 s" in out
+    assert code == 0 and "reload 5 not taken in 0.25 s" in out
 
 
 def test_usage(channel: Path, weightcast: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,6 +504,19 @@ def test_forget_takes_the_part_of_a_name_that_tells_hosts_apart(channel: Path, w
     assert code == 0 and "forgot vm (/data/host_b), lost" in out
     code, out, _ = weightcast(*forget, "host_c")
     assert code == 0 and "forgot vm (/data/host_c), lost" in out
+
+
+def test_the_verdict_counts_three_kinds_of_trouble(channel: Path, weightcast: Command) -> None:
+    silent = {"served_version": 5, "state": "x", "last_error": "engine e does not serve: no answer"}
+    errors = ("R: no space at /a/1: 7 MiB", "R: no space at /b/2: 9 MiB", "S: cut off", "T: denied")
+    for number, error in enumerate(errors):
+        write_report(open_store(channel), replace(REPORT, host=f"h{number}", state="x", last_error=error))
+    write_report(open_store(channel), replace(REPORT, host="i", **silent))
+    write_report(open_store(channel), replace(STOPPED, host="j", engines=(SILENT | {"state": "serving"},)))
+    code, out, _ = weightcast("fleet", "--channel", channel)
+    kinds = [f"h0: {errors[0]} (and 1 more failed)", f"h2: {errors[2]}", f"h3: {errors[3]}"]
+    assert code == 0 and out.startswith("; ".join(["0 of 5 hosts serve version 5", *kinds, "also 1 failed"]))
+    assert "engine e does not serve" in out and "1 serving" not in out
 
 
 def test_a_host_of_another_run_says_so(channel: Path, weightcast: Command) -> None:

@@ -194,6 +194,13 @@ def in_channel(directory: Path, clock: Callable[[], float] = lambda: 0.0) -> Rep
     return Reporter(InChannel(directory), clock=clock)
 
 
+def test_an_engine_that_served_and_is_silent_is_the_host_s_error() -> None:
+    silent = engine("served", 3).but(state="silent", reason="http://e does not answer")
+    said = describe(STATUS.but(engines=(silent,)))
+    assert said.last_error == f"engine {silent.name} does not serve: http://e does not answer" and said.remedy
+    assert describe(STATUS.but(engines=(silent.but(version=None),))).last_error == "", "it starts"
+
+
 def test_reports_are_written_on_change_and_when_time_is_up(tmp_path: Path) -> None:
     now = [0.0]
     reporter = in_channel(channel(tmp_path), lambda: now[0])

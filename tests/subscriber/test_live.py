@@ -16,6 +16,7 @@ from plugin_double import ROUTES, PluginDouble
 from waiting import wait_until
 
 from weightcast.shared.checkpoint.state.state import Mark
+from weightcast.subscriber.daemon.report import describe
 from weightcast.subscriber.engines.base import HeldWeights, parse_engines
 from weightcast.subscriber.engines.host import HostEngine
 from weightcast.subscriber.engines.kinds import open_engine
@@ -76,6 +77,8 @@ def test_versions_are_patched_into_memory_and_nothing_is_reloaded(world: World) 
 def test_the_pause_is_what_the_engine_says_that_it_stood_still(world: World) -> None:
     world.follow()
     assert world.host.status.updates[-1].pause_seconds == 0.125
+    reported = describe(world.host.status).updates[0]
+    assert (reported.seconds["pause_total"], reported.outcome) == (0.125, "done")
 
 
 @pytest.mark.parametrize("still", [None, -1.0, "1", True])
@@ -392,6 +395,9 @@ def test_an_absent_engine_is_patched_on_from_its_reload(world: World, site: Site
         world.run.publish()
         host.step()
     assert host.at(world.run, 1) and not host.status.ready
+    assert [each.outcome for each in describe(host.status).updates[:1]] == ["refused"], (
+        "files alone serve nobody"
+    )
 
 
 def test_the_api_key_opens_the_routes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

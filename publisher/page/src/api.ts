@@ -13,7 +13,8 @@ export interface Update {
   version: number;
   began: number;
   kind?: string;
-  seconds: Partial<Record<Phase | "total", number>>;
+  /** `pause_total`: of the engine paused longest. */
+  seconds: Partial<Record<Phase | "total" | "pause_total", number>>;
   bytes: number;
   outcome: string;
 }
@@ -26,7 +27,7 @@ export interface Engine {
   confirmed_by: string;
 }
 
-/** Worst first; hosts that were stopped on request are last. */
+/** Worst first; hosts that were stopped on request are last. `ready` is shown as up to date. */
 export const STANDINGS = ["lost", "failed", "stale", "behind", "ready", "stopped"] as const;
 export type Standing = (typeof STANDINGS)[number];
 
@@ -97,6 +98,8 @@ export interface Publisher {
   queue: number;
   inbox: Inbox;
   held: string;
+  /** Checkpoints that wait while publishing is held. */
+  waiting?: string[];
   /** What somebody should know though the publisher works. */
   notes: string[];
   last_refused: RefusedCheckpoint | null;
@@ -128,6 +131,10 @@ export interface Version {
   density: number | null;
   ratio: number | null;
   publish_seconds: number | null;
+  /** From `created` until half of the hosts served it; null: no host reports that any more. */
+  served_seconds?: number | null;
+  /** The longest that it paused an engine; null as above. */
+  pause_seconds?: number | null;
   kept: boolean;
   tags: string[];
   anchor: boolean;

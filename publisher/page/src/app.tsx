@@ -33,10 +33,10 @@ function Page({ token, refused }: { token: string | null; refused: () => void })
       </a>
       <Head shown={shown} />
       <main>
+        {shown.fleet?.hosts.length !== 0 && <LagPart part={shown.lag} versions={shown.versions.value?.versions ?? []} />}
         <FleetPart fleet={shown.fleet} came={shown.came} live={shown.link.state === "live"} />
         <RequestsPart fleet={shown.fleet} />
-        <LagPart part={shown.lag} versions={shown.versions.value?.versions ?? []} />
-        <VersionsPart part={shown.versions} hosts={shown.fleet?.hosts ?? []} lag={shown.lag.value?.samples ?? []} />
+        <VersionsPart part={shown.versions} lag={shown.lag.value?.samples ?? []} />
         <CatchUpPart part={shown.catchUp} />
         <PlanPart part={shown.plan} />
       </main>

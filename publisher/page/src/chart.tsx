@@ -1,5 +1,6 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
+import { sentence } from "./format.ts";
 import type { Mark } from "./marks.ts";
 
 /** A part of each bar. */
@@ -27,6 +28,8 @@ export interface Series {
   shape: "bars" | "line";
   /** Whether the last point is the one to read when none is under the cursor. */
   newestLast?: boolean;
+  /** Why values are missing; said below the chart where some are. */
+  unknown?: string;
   /** Charts of one group show the same point under the cursor. */
   group?: string;
 }
@@ -38,6 +41,19 @@ const WIDEST = 34;
 /** A chart of one series over evenly spaced points. The figures must also stand in a table: a canvas says nothing
  * to a screen reader. */
 export function Chart(series: Series) {
+  const unknown = series.values.filter((value) => value === null).length;
+  const missing = series.unknown !== undefined && unknown > 0 && `${unknown === series.values.length ? "" : `${unknown} of ${series.values.length} `}not known: ${series.unknown}`;
+  if (missing !== false && unknown === series.values.length)
+    return (
+      <figure class="chart">
+        <figcaption>{series.title}</figcaption>
+        <p class="missing">{sentence(missing)}</p>
+      </figure>
+    );
+  return <Drawn {...series} missing={missing} />;
+}
+
+function Drawn({ missing, ...series }: Series & { missing: string | false }) {
   const place = useRef<HTMLDivElement>(null);
   const chart = useRef<uPlot | null>(null);
   const now = useRef(series);
@@ -62,6 +78,7 @@ export function Chart(series: Series) {
         <span>{series.title}</span> <Reading series={series} at={under} />
       </figcaption>
       <div ref={place} role="img" tabIndex={0} aria-label={`${series.title}: ${summary(series)}`} onKeyDown={(event) => move(chart.current!, event)} onBlur={() => point(chart.current!, null)} />
+      {missing !== false && <p class="missing">{missing}</p>}
       {series.layers !== undefined && (
         <ul class="legend">
           {series.layers.map(({ name, colour }) => (
@@ -94,9 +111,9 @@ function Reading({ series, at }: { series: Series; at: number | null }) {
   );
 }
 
-function valueAt({ values, layers, text }: Series, point: number): string {
+function valueAt({ values, layers, text, unknown }: Series, point: number): string {
   const value = values[point];
-  if (value == null) return "";
+  if (value == null) return value === null && unknown !== undefined ? "not known" : "";
   if (layers === undefined) return text(value);
   const parts = layers.filter(({ values }) => (values[point] ?? 0) > 0);
   return parts.map(({ name, values }) => `${name}: ${text(values[point]!)}`).join(", ");

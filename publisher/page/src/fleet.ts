@@ -63,8 +63,9 @@ function strange({ run_id: run }: Host): Trouble {
 /** States of an engine that somebody has to look at; what is said of it, and the remedy. */
 const ENGINE_TROUBLE: Record<string, [string, string]> = {
   failed: ["has failed", "restart it; it is reloaded as soon as it answers"],
-  silent: ["does not answer", "see that it runs, and that the subscriber's --engine names its address"],
-  suspect: ["is paused: what it holds is not known", "it is reloaded next; if this stays, restart it"],
+  silent: ["does not answer", "check that it runs, and that the subscriber's --engine names its address"],
+  suspect: ["is paused: its weights are unknown", "wait until it is reloaded; if this stays, restart it"],
+  paused: ["is paused externally", "resume it; requests block until then"],
 };
 
 function engineTrouble(host: Host): Trouble | null {

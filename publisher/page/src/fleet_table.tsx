@@ -246,6 +246,8 @@ function Pages({ rows, page, turn }: { rows: number; page: number; turn: Turn })
 
 /** What the state adds to the standing. */
 function doing(host: Host): string {
+  const engine = host.engines.find(({ state }) => state !== "serving");
+  if (engine !== undefined && host.presence === "live" && host.lag === 0 && host.standing !== "stopped") return `engine ${engine.state === "silent" ? "not serving" : engine.state}`;
   const unsaid = [host.standing, "idle", host.presence === "live" ? "ready" : ""];
   const words = [host.state, host.phase].filter((word, at, all) => !unsaid.includes(word) && all.indexOf(word) === at);
   const said = words.join(" ").trim();
@@ -255,7 +257,8 @@ function doing(host: Host): string {
 function engines(host: Host): string {
   if (host.engines.length === 0) return "none";
   const serving = host.engines.filter((engine) => engine.state === "serving").length;
-  return `${serving} of ${host.engines.length} serving`;
+  const now = host.presence === "live" && host.standing !== "stopped";
+  return now ? `${serving} of ${host.engines.length} serving` : `not known now, last ${serving} of ${host.engines.length}`;
 }
 
 function lastUpdate(host: Host): string {

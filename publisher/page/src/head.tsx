@@ -33,11 +33,11 @@ export function Head({ shown }: { shown: Shown }) {
           </p>
           <dl class="figures">
             <Latest fleet={fleet} came={came} versions={versions} />
-            <Figure name="Hosts ready" value={count(fleet.counts.ready)} note={`of ${count(running(fleet))}`} id="ready" level={readyLevel(fleet)} />
+            <Figure name="Hosts up to date" value={count(fleet.counts.ready)} note={`of ${count(running(fleet))}${readyText(fleet)}`} id="ready" level={readyLevel(fleet)} />
             <Figure name="Largest lag" value={count(largestLag(fleet))} note={largestLag(fleet) === null ? "" : "versions"} id="largest-lag" level={lagLevel(fleet)} />
             <Figure name="Newest delta" value={bytes(newest?.bytes)} note={newest?.ratio == null ? "" : `1/${round(newest.ratio)} of full`} id="newest" />
           </dl>
-          {fleet.publisher !== null && <PublisherStrip publisher={fleet.publisher} came={came} live={link.state === "live"} />}
+          {fleet.publisher !== null && <PublisherStrip publisher={fleet.publisher} channel={fleet.channel} came={came} live={link.state === "live"} />}
         </>
       )}
     </header>
@@ -72,6 +72,7 @@ function Latest({ fleet, came, versions }: { fleet: Fleet; came: number; version
   const seconds_ago = fleet.latest_age_seconds === null ? null : fleet.latest_age_seconds + silent;
   if (seconds_ago !== null) parts.push(`${age(seconds_ago)} ago`);
   const late = usual !== null && (seconds_ago ?? 0) > LATE * usual;
+  if (newest?.version === fleet.latest && newest?.same_as != null) parts.push(`with the weights of version ${newest.same_as}`);
   if (late) parts.push(`usually every ${seconds(usual)}`);
   return <Figure name="Latest version" value={version(fleet.latest)} note={parts.filter((part) => part !== "").join(", ")} id="latest" level={late ? "warning" : ""} />;
 }
@@ -89,6 +90,12 @@ function usualGap(versions: Version[]): number | null {
 
 function running(fleet: Fleet): number {
   return fleet.hosts.filter((host) => host.standing !== "stopped" && !isGhost(host)).length;
+}
+
+/** Ready hosts serve their local version: more than those that have the newest. */
+function readyText({ hosts, counts }: Fleet): string {
+  const ready = hosts.filter((host) => host.ready && host.presence === "live" && host.standing !== "stopped").length;
+  return ready === counts.ready ? "" : `, ${count(ready)} ready`;
 }
 
 function readyLevel(fleet: Fleet): Level | "" {
@@ -129,7 +136,7 @@ function title(fleet: Fleet | null): string {
   if (fleet === null) return "weightcast";
   if (fleet.hosts.length === 0 && fleet.verdict.level === "good") return `no hosts · v${version(fleet.latest)} · weightcast`;
   const some = standings(fleet, STANDINGS.filter((each) => each !== "ready" && each !== "stopped"));
-  const rest = fleet.verdict.level === "good" ? "all ready" : "see publisher";
+  const rest = fleet.verdict.level === "good" ? "all up to date" : "see publisher";
   return `${some === "" ? rest : some} · v${version(fleet.latest)} · weightcast`;
 }
 

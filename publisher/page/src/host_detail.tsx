@@ -19,7 +19,7 @@ export function HostDetail({ host: known, fleetHasUpdates }: { host: Host; fleet
       </dl>
       {(host.standing === "stopped" || host.standing === "lost") && <Forget host={host} />}
       <Wide name={`Engines of ${host.host}`}>
-        <Engines engines={host.engines} />
+        <Engines engines={host.engines} now={host.presence === "live" && host.standing !== "stopped"} />
       </Wide>
       <Wide name={`Last updates of ${host.host}`}>
         <Updates updates={host.updates} />
@@ -89,7 +89,9 @@ function read(causes: Record<string, number>): string {
 
 /** What most updates are goes without saying. */
 function outcome({ kind, outcome }: Update): string {
-  return kind === undefined || kind === "patch" ? outcome : `${kind} ${outcome}`;
+  if (kind === "undo") return "rolled back";
+  const said = outcome === "refused" ? "not taken by any engine" : outcome;
+  return kind === undefined || kind === "patch" ? said : `${kind} ${said}`;
 }
 
 function offset(value: number | null): string {
@@ -97,11 +99,11 @@ function offset(value: number | null): string {
   return `${seconds(Math.abs(value))} ${value < 0 ? "behind" : "ahead"}`;
 }
 
-function Engines({ engines }: { engines: Engine[] }) {
+function Engines({ engines, now }: { engines: Engine[]; now: boolean }) {
   if (engines.length === 0) return <p class="none">This host has no engines.</p>;
   return (
     <table>
-      <caption>Engines</caption>
+      <caption>{now ? "Engines" : "Engines, as last reported"}</caption>
       <thead>
         <tr>
           <th scope="col">Engine</th>

@@ -4,6 +4,7 @@ import { clock, count } from "./format.ts";
 import type { Part } from "./live.ts";
 import { mark, marksOf, type Mark } from "./marks.ts";
 import { Section, Table } from "./part.tsx";
+import { ServedCharts } from "./versions.tsx";
 
 /** From below: the name, and what of a sample counts. */
 const LAYERS: [name: string, labels: string[]][] = [
@@ -19,7 +20,7 @@ const MOST_SLOTS = 120;
 
 export function LagPart({ part, versions }: { part: Part<LagHistory>; versions: Version[] }) {
   return (
-    <Section id="lag" title="Lag" part={part}>
+    <Section id="lag" title="Lag and delay" part={part}>
       {({ samples }) =>
         samples.some((sample) => hostsOf(sample) > 0) ? <Lags samples={samples} versions={versions} /> : <p class="none">No host has reported yet.</p>
       }
@@ -46,17 +47,20 @@ function Lags({ samples, versions }: { samples: LagSample[]; versions: Version[]
   ).filter((_, layer) => present[layer]);
   return (
     <>
-      <Chart
-        title="Hosts by versions behind, last hour"
-        names={slots.map(({ at }) => clock(at).slice(0, 5))}
-        labels={slots.map(({ at }) => clock(at))}
-        marks={slots.map(({ mark }) => mark)}
-        values={slots.map(({ sample }) => (sample === undefined ? null : hostsOf(sample)))}
-        layers={layers}
-        text={hosts}
-        shape="bars"
-        newestLast
-      />
+      <div class="charts">
+        <Chart
+          title="Hosts by versions behind"
+          names={slots.map(({ at }) => clock(at).slice(0, 5))}
+          labels={slots.map(({ at }) => clock(at))}
+          marks={slots.map(({ mark }) => mark)}
+          values={slots.map(({ sample }) => (sample === undefined ? null : hostsOf(sample)))}
+          layers={layers}
+          text={hosts}
+          shape="bars"
+          newestLast
+        />
+        <ServedCharts versions={versions} lag={samples} />
+      </div>
       <details>
         <summary>As a table</summary>
         <LagTable slots={slots} layers={layers} />

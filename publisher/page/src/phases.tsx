@@ -2,7 +2,7 @@ import { PAUSED, PHASES, type Phase, type Update } from "./api.ts";
 import { seconds } from "./format.ts";
 
 /** Hosts say what they like: a negative time is none. */
-function time(update: Update, phase: Phase | "total"): number {
+function time(update: Update, phase: Phase | "total" | "pause_total"): number {
   return Math.max(0, update.seconds[phase] ?? 0);
 }
 
@@ -11,7 +11,7 @@ export function total(update: Update): number {
 }
 
 export function paused(update: Update): number {
-  return sum(update, [...PAUSED]);
+  return update.seconds.pause_total === undefined ? sum(update, [...PAUSED]) : time(update, "pause_total");
 }
 
 function sum(update: Update, phases: readonly Phase[]): number {

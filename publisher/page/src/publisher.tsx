@@ -4,7 +4,7 @@ import { useNow } from "./live.ts";
 import { Remedy } from "./remedy.tsx";
 
 /** What the publisher itself is doing, and the last checkpoint it refused. */
-export function PublisherStrip({ publisher, came, live }: { publisher: Publisher; came: number; live: boolean }) {
+export function PublisherStrip({ publisher, channel, came, live }: { publisher: Publisher; channel: string; came: number; live: boolean }) {
   const silent = Math.max(0, useNow() - came) / 1000;
   const { last_refused: refused, refused_since_version: since } = publisher;
   return (
@@ -20,11 +20,12 @@ export function PublisherStrip({ publisher, came, live }: { publisher: Publisher
           </div>
         ))}
       </dl>
+      {publisher.held !== "" && <Held publisher={publisher} channel={channel} />}
       {refused !== null && (since || (publisher.inbox.refused ?? 0) > 0) && <Refusal refused={refused} bad={since} silent={silent} />}
       {publisher.notes.length > 0 && (
         <ul class="notes">
           {publisher.notes.map((note) => (
-            <li key={note}>{note}</li>
+            <li key={note}><Remedy text={note} /></li>
           ))}
         </ul>
       )}
@@ -47,7 +48,22 @@ function facts(publisher: Publisher, live: boolean): Fact[] {
 function state({ ready, reasons, held }: Publisher, live: boolean): Fact {
   if (!live) return ["Publisher", "not connected", "bad"];
   if (!ready) return ["Publisher", `not ready: ${reasons.join("; ")}`, "bad"];
-  return held === "" ? ["Publisher", "ready", "good"] : ["Publisher", `held: ${held}`, "warning"];
+  return held === "" ? ["Publisher", "ready", "good"] : ["Publisher", "held", "warning"];
+}
+
+/** A rollback keeps everything else from being published. */
+function Held({ publisher: { held, waiting = [] }, channel }: { publisher: Publisher; channel: string }) {
+  const waits = waiting.length === 0 ? "No checkpoint waits." : `Published after resume: ${waiting.join(", ")}.`;
+  return (
+    <div class="problem warning" data-held>
+      <p>
+        <b>Publishing is held</b>: {held}. {waits}
+      </p>
+      <p>
+        <Remedy text={`remove bad checkpoints and rewind the trainer, then \`weightcast channel resume --channel ${channel}\``} />
+      </p>
+    </div>
+  );
 }
 
 function Refusal({ refused, bad, silent }: { refused: RefusedCheckpoint; bad: boolean; silent: number }) {

@@ -6,7 +6,7 @@ const WORDS: Record<Standing, string> = {
   failed: "Failed",
   stale: "Stale",
   behind: "Behind",
-  ready: "Ready",
+  ready: "Up to date",
   stopped: "Stopped",
 };
 

@@ -1,22 +1,22 @@
-import type { Host, LagSample, Update, Version } from "./api.ts";
+import type { LagSample, Version } from "./api.ts";
 import { Chart } from "./chart.tsx";
 import { bytes, clock, count, date, percent, seconds, times, version } from "./format.ts";
 import type { Part } from "./live.ts";
 import { marksOf, type Mark } from "./marks.ts";
 import { Section, Table } from "./part.tsx";
-import { paused, total } from "./phases.tsx";
 
-export function VersionsPart({ part, hosts, lag }: { part: Part<{ versions: Version[] }>; hosts: Host[]; lag: LagSample[] }) {
+
+export function VersionsPart({ part, lag }: { part: Part<{ versions: Version[] }>; lag: LagSample[] }) {
   return (
     <Section id="versions" title="Versions" part={part}>
-      {({ versions }) => (versions.length === 0 ? <p class="none">Nothing was published yet.</p> : <Versions versions={versions} hosts={hosts} marks={marksOf(versions, lag)} />)}
+      {({ versions }) => (versions.length === 0 ? <p class="none">Nothing was published yet.</p> : <Versions versions={versions} marks={marksOf(versions, lag)} />)}
     </Section>
   );
 }
 
-function Versions({ versions, hosts, marks }: { versions: Version[]; hosts: Host[]; marks: Map<number, Mark> }) {
-  const oldestFirst = [...versions].reverse();
-  const shared = {
+/** What charts of versions share; oldest first. */
+function axis(oldestFirst: Version[], marks: Map<number, Mark>) {
+  return {
     names: oldestFirst.map((each) => `v${each.version}\n${clock(each.created)}`),
     labels: oldestFirst.map((each) => `v${each.version}, ${date(each.created)}`),
     marks: oldestFirst.map((each) => marks.get(each.version)!),
@@ -24,19 +24,31 @@ function Versions({ versions, hosts, marks }: { versions: Version[]; hosts: Host
     shape: "bars" as const,
     newestLast: true,
   };
-  const updates = updatesOf(hosts);
-  const of = (each: Version) => updates.get(each.version) ?? [];
+}
+
+/** How long versions take to engines, and how long these answer nothing. */
+export function ServedCharts({ versions, lag }: { versions: Version[]; lag: LagSample[] }) {
+  if (versions.length === 0) return null;
+  const all = [...versions].reverse();
+  // hosts report their last updates only
+  const oldestFirst = all.slice(Math.max(0, all.findIndex((each) => each.served_seconds != null)));
+  const shared = { ...axis(oldestFirst, marksOf(versions, lag)), group: "served", text: seconds, unknown: "no host reports it" };
+  return (
+    <>
+      <Chart {...shared} title="Published to served, half of the hosts" values={oldestFirst.map((each) => each.served_seconds ?? null)} />
+      <Chart {...shared} title="Longest pause of engines" values={oldestFirst.map((each) => each.pause_seconds ?? null)} />
+    </>
+  );
+}
+
+function Versions({ versions, marks }: { versions: Version[]; marks: Map<number, Mark> }) {
+  const oldestFirst = [...versions].reverse();
+  const shared = axis(oldestFirst, marks);
   return (
     <>
       <div class="charts">
         <Chart {...shared} title="Delta" values={oldestFirst.map((each) => each.bytes)} text={bytes} />
-        <Chart {...shared} title="Time to publish" values={oldestFirst.map((each) => each.publish_seconds)} text={seconds} />
-        {updates.size > 0 && (
-          <>
-            <Chart {...shared} title="Published to served, half of the hosts" values={oldestFirst.map((each) => delay(each, of(each)))} text={seconds} />
-            <Chart {...shared} title="Longest pause of engines" values={oldestFirst.map((each) => longestPause(of(each)))} text={seconds} />
-          </>
-        )}
+        <Chart {...shared} title="Time to publish" values={oldestFirst.map((each) => each.publish_seconds)} text={seconds} unknown="published before this publisher started" />
       </div>
       <details>
         <summary>
@@ -49,40 +61,16 @@ function Versions({ versions, hosts, marks }: { versions: Version[]; hosts: Host
   );
 }
 
-/** An update of a host, with the time at which it ended by the publisher's clock. */
-interface Ended {
-  update: Update;
-  at: number;
-}
-
-/** By version. Empty in large fleets, whose hosts come without updates. */
-function updatesOf(hosts: Host[]): Map<number, Ended[]> {
-  const found = new Map<number, Ended[]>();
-  for (const host of hosts) {
-    for (const update of host.updates) {
-      if (update.outcome !== "done" || update.kind === "seed") continue;
-      const at = update.began + total(update) - (host.clock_offset_seconds ?? 0);
-      found.set(update.version, [...(found.get(update.version) ?? []), { update, at }]);
-    }
-  }
-  return found;
-}
-
-function delay({ created }: Version, ended: Ended[]): number | null {
-  const seconds = ended.map(({ at }) => Math.max(0, at - (created ?? at))).sort((a, b) => a - b);
-  return created === null ? null : (seconds[(seconds.length - 1) >> 1] ?? null);
-}
-
-function longestPause(ended: Ended[]): number | null {
-  return ended.length === 0 ? null : Math.max(...ended.map(({ update }) => paused(update)));
-}
-
 function VersionTable({ versions, marks }: { versions: Version[]; marks: Map<number, Mark> }) {
   const rows = versions.map((each) => [
     ...[version(each.version), count(each.step), date(each.created), bytes(each.bytes), count(each.changed), percent(each.density)],
-    ...[times(each.ratio), seconds(each.publish_seconds), notes(each, marks.get(each.version)!)],
+    ...[times(each.ratio), ...[each.publish_seconds, each.served_seconds, each.pause_seconds].map(known), notes(each, marks.get(each.version)!)],
   ]);
-  return <Table name="Versions as a table" heads={["Version", "Step", "Created", "Delta", "Changed", "Density", "Ratio", "Publish", "Notes"]} rows={rows} />;
+  return <Table name="Versions as a table" heads={["Version", "Step", "Created", "Delta", "Changed", "Density", "Ratio", "Publish", "Served after", "Pause", "Notes"]} rows={rows} />;
+}
+
+function known(value: number | null | undefined): string {
+  return value == null ? "not known" : seconds(value);
 }
 
 function notes({ tags, anchor, kept, skips }: Version, mark: Mark): string {
