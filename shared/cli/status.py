@@ -20,7 +20,7 @@ from weightcast.shared.daemon.fleet import age
 from weightcast.shared.daemon.tls import TrustFor
 from weightcast.shared.files.paths import printable
 
-_TIMES = ("at", "since", "created", "last_full_hash", "full_pass", "last_fault_at", "step_began")
+_TIMES = ("at", "now", "since", "created", "last_full_hash", "full_pass", "last_fault_at", "step_began")
 
 url_argument = click.argument(
     "url", help="Address of a daemon: 127.0.0.1:8341, http[s]://HOST:PORT, or a port of this machine."
@@ -124,13 +124,20 @@ class Summary:
 def summary(answer: Answer) -> Summary:
     is_publisher = answer.get("role") == "publisher"
     lag = f", {answer['lag_versions']} behind" if answer.get("lag_versions") else ""
-    said = _publisher_says(answer) if is_publisher else f"serves {_version(answer, 'served_version')}{lag}"
+    said = _publisher_says(answer) if is_publisher else f"{_serves(answer)}{lag}"
     problem, remedy = _publisher_problem(answer) if is_publisher else _host_problem(answer)
     name = "publisher" if is_publisher else str(answer.get("host") or "host")
     ready = "ready" if answer.get("ready") else "not ready"
     rows = _publisher_rows(answer) if is_publisher else _host_rows(answer)
     sentence = f"{name} is {ready}: {said}{'; ' if problem else ''}{problem}"
     return Summary(not problem, sentence, remedy, [row for row in (*rows, *_troubles(answer)) if row[1]])
+
+
+def _serves(answer: Answer) -> str:
+    """What engines confirmed lasts longer than they do."""
+    engines = _list(answer, "engines")
+    gone = engines and all(engine.get("reachable") is False for engine in engines)
+    return f"{'last served' if gone else 'serves'} {_version(answer, 'served_version')}"
 
 
 def _publisher_says(answer: Answer) -> str:
@@ -206,7 +213,8 @@ def _host_rows(answer: Answer) -> Iterator[Row]:
     yield "engines", f"{len(serving)} of {len(engines)} serving" if len(serving) > _MOST else ""
     for update in _list(answer, "updates")[-1:]:
         total = _of(update, "seconds").get("total", 0.0)
-        yield "last update", f"{update.get('kind')} {update.get('version')} in {total:.2f} s"
+        how = "in" if update.get("taken", True) else "not taken by any engine after"
+        yield "last update", f"{update.get('kind')} {update.get('version')} {how} {total:.2f} s"
     for blocked in _list(answer, "blocked")[-_MOST:]:
         yield "blocked", f"version {blocked.get('version')}: {blocked.get('reason')}"
 

@@ -14,7 +14,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
-from weightcast.shared.base.errors import Refused, RetryLater, counted
+from weightcast.shared.base.errors import Refused, counted
+from weightcast.shared.channel.channel import NoChannel
 from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
 from weightcast.shared.channel.claims import Owner as ClaimOwner
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
@@ -356,7 +357,7 @@ def _version_age(store: Store, version: int | None, now: float | None) -> float 
 
 def _run_of(store: Store) -> RunHead:
     if not store.present():
-        raise RetryLater(f"{store.place()} is not a directory", remedy="mount it, or correct --channel")
+        raise NoChannel.at(store.place())
     data = read_if_there(store, CHANNEL_JSON, CHANNEL_FILE_LIMIT)
     if data is not None:
         pointer = read_pointer(store)

@@ -177,8 +177,7 @@ class SGLang(TakesAdapters, Server):
         mode = PAUSE_MODES[self.spec.policy]
         if mode is not None:
             reply = self._wire.post("/pause_generation", {"mode": mode}, self._timeouts.control)
-            lacks = reply.status in NO_ROUTE
-            reply.require_ok(NO_PAUSE if lacks else LOG)
+            reply.require_route(NO_PAUSE).require_ok(LOG)
 
     def resume(self) -> None:
         reply = self._wire.post("/continue_generation", {}, self._timeouts.control)

@@ -127,7 +127,7 @@ class VLLM(_LoRA, Server):
         mode = PAUSE_MODES[self.spec.policy]
         seconds = self._drain_seconds or self._timeouts.control
         reply = self._wire.post(f"/pause?mode={mode}&clear_cache=true", {}, seconds)
-        reply.require_ok(DEV_MODE if reply.status in NO_ROUTE else LOG)
+        reply.require_route(DEV_MODE).require_ok(LOG)
 
     def resume(self) -> None:
         self._wire.post("/resume", {}, self._timeouts.control).require_ok(
