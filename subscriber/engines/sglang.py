@@ -266,7 +266,7 @@ def _process_of(metrics: Reply) -> str | None:
 
 
 LOADER = "weightcast_engine.sglang.hook.load"
-INSTALL = "install weightcast-engine in SGLang's environment and start it as docs/engines.md says"
+INSTALL = "install weightcast-engine in SGLang's environment and start it as docs/live-patch.md says"
 UNTOUCHED = frozenset({400, 409, 422, 423, 503})
 """the hook refused before anything was written"""
 MOST_RANKS = 1024

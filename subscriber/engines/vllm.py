@@ -243,7 +243,7 @@ def require_vllm(spec: EngineSpec, drafter: str, source: str | None = None) -> s
 
 ROUTES = "/v1/weightcast"
 FORMAT = 1
-INSTALL = "install weightcast-engine in vLLM's environment and name it in VLLM_PLUGINS (docs/engines.md)"
+INSTALL = "install weightcast-engine in vLLM's environment and name it in VLLM_PLUGINS (docs/live-patch.md)"
 _BASE, _PAUSED, _BUSY = 409, 423, 503
 """it holds another base; it is not paused; it carries out another order and has not begun this one"""
 _UNTOUCHED = NEVER_HANDLED | {400, _BASE, 413, 422, _PAUSED}
