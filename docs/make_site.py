@@ -28,8 +28,16 @@ MADE = {
     "reference/python.md": make_python.document,
     "reference/http.md": make_http.document,
 }
-BOOSTS = {"runbook.md": 4, "adr": 0.3, "files": 0.3, "measurements": 0.5, "failpoints.md": 0.5}
-"""of search results: what is wrong comes before why it was made"""
+BOOSTS = {
+    "runbook.md": 5,
+    **dict.fromkeys(("live-patch.md", "metrics.md", "mirror.md", "quantised.md", "settings.md"), 0.5),
+    **dict.fromkeys(("first-gpu-run.md", "sizing.md", "status.md", "index.md"), 0.5),
+    **dict.fromkeys(("reference", "stores-interface.md", "FORMAT.md", "architecture.md", "hazards.md"), 0.2),
+    **dict.fromkeys(("reliability.md", "failpoints.md", "glossary.md", "comparison.md", "pages.md"), 0.2),
+    **dict.fromkeys(("adr", "measurements", "files"), 0.05),
+}
+"""of search results: guides come before reference, and that before why it was made; matches in titles count a
+thousandfold"""
 LINK = re.compile(r"\]\(([^)#\s:]*)(#[\w-]+)?\)")
 FENCE = re.compile(r"\s*(```|~~~)")
 ITEM = re.compile(r"( *)([-*]|\d+\.) ")

@@ -26,7 +26,7 @@ from weightcast.shared.cli.options import (
     trusted_key_option,
 )
 from weightcast.shared.cli.output import Output, facts_table, or_dash
-from weightcast.shared.daemon.logs import setup_logs
+from weightcast.shared.daemon.logs import setup_logs, size_text
 from weightcast.shared.files.paths import printable, require_places
 
 if TYPE_CHECKING:
@@ -222,7 +222,8 @@ def _show(console: Console, status: HostStatus) -> None:
     for update in status.updates:
         untaken = "" if update.taken else ", no engine took it"
         seconds = update.seconds["total"]
-        rows.append((update.kind, f"to {update.version}, {update.bytes} bytes, {seconds:.2f} s{untaken}"))
+        size = size_text(update.bytes)
+        rows.append((update.kind, f"to {update.version}, {size}, {seconds:.2f} s{untaken}"))
     for engine in status.engines:
         version = or_dash(engine.version)
         rows.append((engine.name, f"{engine.mark} {version} {engine.reason}"))

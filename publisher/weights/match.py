@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from weightcast.publisher.weights.precision import rounds
 from weightcast.shared.base.elements import MAIN, TensorSpec, TensorTable
-from weightcast.shared.base.errors import Refused
+from weightcast.shared.base.errors import Refused, counted
 from weightcast.shared.channel.run_files import DRAFT, ChannelFile
 from weightcast.shared.checkpoint.verify.seed import listing
 from weightcast.shared.files.hf_checkpoint import MERGE_ADAPTER, is_adapter_tensor
@@ -124,17 +124,27 @@ class _Misfit:
 
     def check(self) -> None:
         """Raises Refused where something does not fit."""
-        problems = [
-            *self.twice,
-            *self._forms(),
-            *(f"{name} is missing" for name in self.missing),
-            *(f"{name} is not part of the run" for name in self.surplus),
-        ]
+        problems = [*self.twice, *self._forms(), *self._names()]
         if problems:
             message = f"the weights do not fit the run: {listing(problems)}"
             if self.component != MAIN:
                 message = message.replace("the run", self.component, 1)
             raise Refused(message, remedy=self._remedy())
+
+    def _names(self) -> Iterator[str]:
+        """Those that one rule makes fit are reported as one."""
+        rule = self._rename()
+        if rule is not None and len(self.missing) > _FEW:
+            old, new = rule[0].removesuffix("*"), rule[1].removesuffix("*")
+            if {new + name.removeprefix(old) for name in self.surplus} == set(self.missing):
+                whole = "all " if len(self.missing) >= self.tensors else ""
+                yield (
+                    f"{whole}{counted(len(self.missing), 'name')} differ: {self.surplus[0]} is given, "
+                    f"{self.missing[0]} expected"
+                )
+                return
+        yield from (f"{name} is missing" for name in self.missing)
+        yield from (f"{name} is not part of the run" for name in self.surplus)
 
     def _forms(self) -> Iterator[str]:
         """Many tensors that differ in the dtype alone are reported as one."""
@@ -166,7 +176,9 @@ class _Misfit:
         rename = self._rename()
         if rename is not None:
             old, new = rename
-            said.append(f"--rename {old}={new}" if self.by_flags else f"rename {old} to {new}")
+            dropped = f"drop the prefix {old} from all names" if not new else f"rename {old} to {new}"
+            added = f"put {new.removesuffix('*')} in front of all names" if old == "*" else dropped
+            said.append(f"--rename {old}={new}" if self.by_flags else added)
         elif self.surplus and self.missing:
             flags = "map names with --rename A=B, or leave out with --drop GLOB"
             said.append(flags if self.by_flags else "map names")

@@ -27,7 +27,7 @@ MEND_CHANNEL = (
 )
 """the remedy for a damaged file of a channel"""
 FIX_ENGINE = (
-    "see the engine's log, fix or restart it; `weightcast wake URL` of the subscriber retries it at once"
+    "fix what the message or the engine's log names; `weightcast wake URL` of the subscriber retries at once"
 )
 """the remedy for an engine that failed"""
 

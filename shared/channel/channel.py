@@ -147,6 +147,13 @@ class NoChannel(RetryLater):
     """The channel does not exist yet, or is not mounted."""
 
     @classmethod
+    def at(cls, place: str | Path) -> NoChannel:
+        return cls(
+            f"{place} is not a directory",
+            remedy="mount it, or make it: start the publisher, or run `weightcast channel init`",
+        )
+
+    @classmethod
     def within(cls, place: str | Path) -> NoChannel:
         return cls(
             f"{place} has neither channel.json nor a pointer",
@@ -170,10 +177,7 @@ class Channel:
         Untrusted when `trust` is given and its base is not signed. `known`: as it was opened before with this
         `trust`; the base of a run never changes, and is not read again."""
         if not store.present():
-            raise NoChannel(
-                f"{store.place()} is not a directory",
-                remedy="mount it, or make it: start the publisher, or run `weightcast channel init`",
-            )
+            raise NoChannel.at(store.place())
         file = read_if_there(store, CHANNEL_JSON, CHANNEL_FILE_LIMIT)
         if file is None:
             foreign = cls(store, None, None)

@@ -13,7 +13,7 @@ from weightcast.shared.channel.chain import ChainEntry, Problem, entries, read_e
 from weightcast.shared.channel.channel import Channel, FullVersion, require_named
 from weightcast.shared.channel.components import all_faults, read_components
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.index import ForeignIndex, Index
+from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
 from weightcast.shared.cli.options import (
     channel_option,
@@ -84,7 +84,8 @@ def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> dic
         "same_as": None,
     }
     if isinstance(index, Index):
-        totals = index.totals
+        totals, stat = index.totals, entry.files.stat(INDEX_NAME)
+        nbytes = totals.delta_bytes + (0 if stat is None else stat.size)
         row |= {
             "kind": index.kind,
             "base_version": None if index.kind == "anchor" else index.base_version,
@@ -92,8 +93,8 @@ def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> dic
             "epoch": index.epoch,
             "changed": totals.changed,
             "density": totals.changed / totals.elements if totals.elements else 0.0,
-            "bytes": totals.delta_bytes,
-            "ratio": totals.nbytes / totals.delta_bytes if totals.delta_bytes else None,
+            "bytes": nbytes,
+            "ratio": totals.nbytes / nbytes if totals.delta_bytes else None,
             "created": index.created,
             "anchor": anchored or index.kind == "anchor",
             "signed_by": None if trust is None else trust.signer(index.digest),

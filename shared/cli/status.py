@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from weightcast.shared.daemon.tls import TrustFor
 
-_TIMES = ("at", "since", "created", "last_full_hash", "full_pass", "last_fault_at", "step_began")
+_TIMES = ("at", "now", "since", "created", "last_full_hash", "full_pass", "last_fault_at", "step_began")
 
 url_argument = click.argument(
     "url", help="Address of a daemon: 127.0.0.1:8341, http[s]://HOST:PORT, or a port of this machine."
@@ -163,10 +163,11 @@ def _publisher_problem(answer: Answer) -> tuple[str, str]:
 
 
 def _host_says(answer: Answer) -> str:
-    served = _version(answer, "served_version")
+    """What engines confirmed lasts longer than they do."""
+    engines = _list(answer, "engines")
+    gone = engines and all(engine.get("reachable") is False for engine in engines)
     lag = f", {answer['lag_versions']} behind" if answer.get("lag_versions") else ""
-    is_past = answer.get("served_version") is not None and not answer.get("ready")
-    return f"{'last served' if is_past else 'serves'} {served}{lag}"
+    return f"{'last served' if gone else 'serves'} {_version(answer, 'served_version')}{lag}"
 
 
 def _gateway_says(answer: Answer) -> str:
@@ -240,7 +241,8 @@ def _host_rows(answer: Answer) -> Iterator[Row]:
     yield "engines", f"{len(serving)} of {len(engines)} serving" if len(serving) > _MOST else ""
     for update in _list(answer, "updates")[-1:]:
         total = _of(update, "seconds").get("total", 0.0)
-        yield "last update", f"{update.get('kind')} {update.get('version')} in {total:.2f} s"
+        how = "in" if update.get("taken", True) else "not taken by any engine after"
+        yield "last update", f"{update.get('kind')} {update.get('version')} {how} {total:.2f} s"
     for blocked in _list(answer, "blocked")[-_MOST:]:
         yield "blocked", f"version {blocked.get('version')}: {blocked.get('reason')}"
 

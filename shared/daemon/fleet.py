@@ -16,7 +16,8 @@ from typing import Literal
 from pydantic import BaseModel, ValidationError
 
 from weightcast.shared.base.choices import LOST_SECONDS, STALE_SECONDS
-from weightcast.shared.base.errors import Refused, RetryLater, age, counted
+from weightcast.shared.base.errors import Refused, age, counted
+from weightcast.shared.channel.channel import NoChannel
 from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
 from weightcast.shared.channel.claims import Owner as ClaimOwner
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
@@ -360,7 +361,7 @@ def _version_age(store: Store, version: int | None, now: float | None) -> float 
 
 def _run_of(store: Store) -> RunHead:
     if not store.present():
-        raise RetryLater(f"{store.place()} is not a directory", remedy="mount it, or correct --channel")
+        raise NoChannel.at(store.place())
     data = read_if_there(store, CHANNEL_JSON, CHANNEL_FILE_LIMIT)
     if data is not None:
         pointer = read_pointer(store)

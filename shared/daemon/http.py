@@ -165,7 +165,7 @@ def _add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     def by_framework(request: Request, error: HTTPException) -> Response:
         code = error.status_code
-        remedy = getattr(error, "remedy", "") or _NO_ROUTE
+        remedy = getattr(error, "remedy", "") or f"this is a {app.title}; {_NO_ROUTE}"
         return _failure(code, _phrase(code), str(error.detail), remedy, error.headers)
 
     @app.exception_handler(RequestValidationError)

@@ -111,6 +111,8 @@ def wait_for_version(
                 f"{where} cannot be read: {error.strerror or error}", remedy="check the channel's mount"
             )
         if clock() >= deadline:
+            if not isinstance(trouble, NotInTime):
+                trouble.message += f", after {timeout:.3g} s"
             raise trouble
         pause(poll_seconds)
 

@@ -33,13 +33,7 @@ Drafter = Literal["refuse", "keep"]
 """What becomes of an engine with a draft model that a reload would leave old."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-SYNTAX = (
-    "--engine kind=URL[,path=LOCAL as the engine sees it][,via=reload|live|ipc][,policy=recompute|wait|abort]"
-    "[,name=NAME][,copies=true|false][,api_key_env=VARIABLE][,admin_api_key_env=VARIABLE][,deadline=SECONDS]"
-    "[,ca=FILE][,verify=true|false][,drafter=refuse|keep][,draft=DRAFT as the engine sees it]"
-    "[,devices=UUID,UUID][,buffer=SIZE]; "
-    "kinds: sglang, vllm, webhook"
-)
+SYNTAX = "give KIND=URL[,KEY=VALUE...]; kinds: sglang, vllm, webhook; keys and values: docs/engines.md"
 NO_ROUTE = frozenset({404, 405})
 """what an HTTP server answers where it has no such route"""
 QUOTED = 300
@@ -255,8 +249,12 @@ class Unfit(Misconfigured):
     """As of EngineFacts: two processes at one address, a draft model that a reload would leave old."""
 
 
-class KeyRefused(Misconfigured):
-    """The request was not handled: its key is missing or wrong."""
+class Unhandled(Misconfigured):
+    """The request was not handled: the engine has no such route as it was started."""
+
+
+class KeyRefused(Unhandled):
+    """Its key is missing or wrong."""
 
 
 def unreachable(failure: EngineFailed) -> EngineFacts:
@@ -273,21 +271,26 @@ def parse_engine(text: str, local: Path, draft: Path | None = None) -> EngineSpe
     model. Raises BadEngineOption."""
     head, *rest = re.split(r",(?=[A-Za-z_]+=)", text)
     kind_text, equals, url = head.partition("=")
+    faults: dict[str, str] = {}
+    """with their remedies"""
     if not equals or kind_text not in KINDS:
-        raise BadEngineOption(
-            f"--engine {text!r}: unknown engine kind {kind_text!r}", remedy=_meant(kind_text, KINDS)
-        )
+        faults[f"unknown engine kind {kind_text!r}"] = _meant(kind_text, KINDS)
+    else:
+        url = _checked_url(text, url)
     kind = cast("Kind", kind_text)
-    url = _checked_url(text, url)
     given: dict[str, str] = {}
     for pair in rest:
         key, _, value = pair.partition("=")
         if key not in OPTIONS:
-            raise BadEngineOption(f"--engine {text!r}: unknown option {key!r}", remedy=_meant(key, OPTIONS))
-        if key in given:
-            raise BadEngineOption(f"--engine {text!r}: {key} is given twice")
-        _check(text, key, value)
+            faults[f"unknown option {key!r}"] = _meant(key, OPTIONS)
+        elif key in given:
+            faults[f"{key} is given twice"] = SYNTAX
         given[key] = value
+    if faults:
+        remedy = "; ".join(dict.fromkeys(faults.values()))
+        raise BadEngineOption(f"--engine {text!r}: {'; '.join(faults)}", remedy=remedy)
+    for key, value in given.items():
+        _check(text, key, value)
     values: dict[str, Any] = {
         "path": str(local.absolute()),
         "name": f"{kind}@{urlsplit(url).netloc}",

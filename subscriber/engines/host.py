@@ -283,7 +283,7 @@ class HostEngine:
         if self._reason and self.facts.reachable and self.failures >= self.pace.rounds:
             unseen = self.last is None or self.last.process is None
             every = "15 to 30 s" if unseen else "5 to 10 min"
-            return f"{self._reason}; retried every {every}, and at once by `weightcast wake URL`"
+            return f"{self._reason}; retried every {every}"
         return self._reason or (PAUSED if self.facts.paused else "")
 
     def silence(self, facts: EngineFacts) -> str:

@@ -146,7 +146,8 @@ def judge_engine(spec: EngineSpec, facts: EngineFacts) -> Iterator[Finding]:
     if not facts.reachable:
         silent = "does not answer as it should"
         says = f"nothing listens at {spec.shown_url}" if facts.absent else f"{spec.shown_url} {silent}"
-        remedy = facts.remedy or "start the engine, or correct its URL; the subscriber waits for it"
+        start = "start the engine, or correct its URL; the subscriber waits for it"
+        remedy = facts.remedy or ("" if facts.hindrance else start)
         yield found("answers", "failure", facts.hindrance or says, remedy)
         return
     release = f"{spec.kind} {facts.software}" if facts.software else f"{spec.kind}, which tells no version"
@@ -176,7 +177,7 @@ def judge_engine(spec: EngineSpec, facts: EngineFacts) -> Iterator[Finding]:
     if spec.via == "live" and spec.kind == "vllm":
         if facts.unpatchable:
             says = f"versions are loaded from disk: {facts.unpatchable}"
-            yield found("memory", "warning", says, "docs/engines.md, Live patch, says what can be")
+            yield found("memory", "warning", says, "docs/live-patch.md says what can be")
         else:
             yield found("memory", "ok", "versions can be patched into its memory")
     if facts.label is None:

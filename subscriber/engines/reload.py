@@ -17,7 +17,7 @@ from weightcast.shared.base.errors import EngineFailed, NeedsReseed
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import EngineState, Mark, Phase
-from weightcast.subscriber.engines.base import Confirmation, Done, Intact, KeyRefused, NotSent, Suspect
+from weightcast.subscriber.engines.base import Confirmation, Done, Intact, NotSent, Suspect, Unhandled
 from weightcast.subscriber.engines.host import Engines, HostEngine, Traffic
 from weightcast.subscriber.engines.live import Offer, side_by_side
 from weightcast.subscriber.engines.rules import (
@@ -300,9 +300,9 @@ class EngineReload:
 
     def _not_paused(self, failure: EngineFailed) -> None:
         """No reload was tried; unless the engine has not seen the pause, it may come late. An engine that
-        refused the key was not paused, and would refuse to be resumed."""
-        self._so_far = replace(self._so_far, unanswered=not isinstance(failure, NotSent | KeyRefused))
-        self._keeps_pause |= isinstance(failure, KeyRefused)
+        did not handle it was not paused, and would not handle a resume."""
+        self._so_far = replace(self._so_far, unanswered=not isinstance(failure, NotSent | Unhandled))
+        self._keeps_pause |= isinstance(failure, Unhandled)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -177,8 +177,7 @@ class SGLang(TakesAdapters, Server):
         mode = PAUSE_MODES[self.spec.policy]
         if mode is not None:
             reply = self._wire.post("/pause_generation", {"mode": mode}, self._timeouts.control)
-            lacks = reply.status in NO_ROUTE
-            reply.require_ok(NO_PAUSE if lacks else LOG)
+            reply.require_route(NO_PAUSE).require_ok(LOG)
 
     def resume(self) -> None:
         reply = self._wire.post("/continue_generation", {}, self._timeouts.control)
@@ -266,7 +265,7 @@ def _process_of(metrics: Reply) -> str | None:
 
 
 LOADER = "weightcast_engine.sglang.hook.load"
-INSTALL = "install weightcast-engine in SGLang's environment and start it as docs/engines.md says"
+INSTALL = "install weightcast-engine in SGLang's environment and start it as docs/live-patch.md says"
 UNTOUCHED = frozenset({400, 409, 422, 423, 503})
 """the hook refused before anything was written"""
 MOST_RANKS = 1024

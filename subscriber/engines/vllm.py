@@ -127,7 +127,7 @@ class VLLM(_LoRA, Server):
         mode = PAUSE_MODES[self.spec.policy]
         seconds = self._drain_seconds or self._timeouts.control
         reply = self._wire.post(f"/pause?mode={mode}&clear_cache=true", {}, seconds)
-        reply.require_ok(DEV_MODE if reply.status in NO_ROUTE else LOG)
+        reply.require_route(DEV_MODE).require_ok(LOG)
 
     def resume(self) -> None:
         self._wire.post("/resume", {}, self._timeouts.control).require_ok(
@@ -246,7 +246,7 @@ def require_vllm(spec: EngineSpec, drafter: str, source: str | None = None) -> s
 
 ROUTES = "/v1/weightcast"
 FORMAT = 1
-INSTALL = "install weightcast-engine in vLLM's environment and name it in VLLM_PLUGINS (docs/engines.md)"
+INSTALL = "install weightcast-engine in vLLM's environment and name it in VLLM_PLUGINS (docs/live-patch.md)"
 _BASE, _PAUSED, _BUSY = 409, 423, 503
 """it holds another base; it is not paused; it carries out another order and has not begun this one"""
 _UNTOUCHED = NEVER_HANDLED | {400, _BASE, 413, 422, _PAUSED}

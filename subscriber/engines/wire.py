@@ -42,6 +42,7 @@ from weightcast.subscriber.engines.base import (
     NotSent,
     Suspect,
     Timeouts,
+    Unhandled,
     unreachable,
     without_query,
 )
@@ -170,6 +171,11 @@ class Reply:
     def require_key(self) -> Reply:
         if self.refusal is not None:
             raise self.refusal
+        return self
+
+    def require_route(self, remedy: str) -> Reply:
+        if self.status in NO_ROUTE:
+            raise Unhandled(self.describe(), remedy=remedy)
         return self
 
     def require_ok(self, remedy: str) -> Reply:

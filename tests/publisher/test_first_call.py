@@ -108,3 +108,23 @@ def test_errors_are_importable_from_where_the_publisher_is() -> None:
         assert name in dir(weightcast.publisher) and issubclass(
             getattr(weightcast.publisher, name), Exception
         )
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "remedy"),
+    [
+        ("actor.{}", "{}", "drop the prefix actor. from all names"),
+        ("{}", "actor.{}", "put actor. in front of all names"),
+    ],
+)
+def test_names_that_differ_by_a_prefix_are_one_problem(
+    tmp_path: Path, given: str, wanted: str, remedy: str
+) -> None:
+    names, word = [f"layers.{number}.weight" for number in range(12)], np.zeros(4, np.float32)
+    tensors = {wanted.format(name): tensor(np.random.default_rng(0), "F32", 4) for name in names}
+    write_checkpoint(tmp_path / "base", tensors)
+    init_channel(tmp_path / "channel", tmp_path / "base")
+    with Publisher.open(tmp_path / "channel", local=tmp_path / "local", base=tmp_path / "base") as publisher:
+        with pytest.raises(Refused, match="all 12 names differ: ") as refused:
+            publisher.publish({given.format(name): word for name in names})
+        assert given.format(names[0]) in refused.value.message and refused.value.remedy.startswith(remedy)

@@ -62,6 +62,8 @@ def test_log_lists_versions(channel: Path, weightcast: Command) -> None:
         (3, 12, 10, 0.01),
     ]
     assert [row["anchor"] for row in rows] == [False, True, False]
+    files = (channel / "weight_v000001").iterdir()
+    assert rows[0]["bytes"] == sum(file.stat().st_size for file in files)
     assert rows[0]["ratio"] == pytest.approx(4000 / rows[0]["bytes"]) and rows[1]["ratio"] is None
     newest = weightcast("channel", "log", "--channel", channel, "--last", "1", "--json").json["versions"]
     assert [row["version"] for row in newest] == [3]

@@ -13,7 +13,7 @@ from weightcast.shared.cli.status import Summary, summary
 from weightcast.shared.daemon.status import LoopStatus
 from weightcast.subscriber.gateway.daemon import GatewayStatus
 from weightcast.subscriber.gateway.hosts import HostLine
-from weightcast.subscriber.status import EngineStatus, HostStatus, LastError
+from weightcast.subscriber.status import EngineStatus, HostStatus, LastError, UpdateStatus
 
 NOW = 1_790_000_000.0
 PUBLISHED = Publication(version=6, step=60, at=NOW - 200)
@@ -59,11 +59,24 @@ def test_a_publisher_that_is_held_or_not_ready_says_why() -> None:
     assert found.sentence == "publisher is not ready: version 6; no space; b (and 1 more)" and not found.well
 
 
+def test_what_an_engine_served_lasts_longer_than_the_engine() -> None:
+    gone = ENGINE.but(reachable=False, state="silent")
+    assert host(served_version=5, engines=(gone,)).sentence.startswith(
+        "h is not ready: last served version 5"
+    )
+    assert ": serves version 5" in host(served_version=5, engines=(gone, ENGINE)).sentence
+    update = UpdateStatus(
+        kind="reload", from_version=4, version=4, folded=0, bytes=0, changes=0, seconds={"total": 0.05},
+        pause_seconds=None, at=NOW, taken=False,
+    )  # fmt: skip
+    assert ("last update", "reload 4 not taken by any engine after 0.05 s") in host(updates=(update,)).rows
+
+
 def test_a_host_that_waits_for_an_engine_is_not_idle() -> None:
     found = host(state="idle", local_version=6, engines=(ENGINE,), not_ready_reasons=("engine a: failed",))
     rows = dict(found.rows)
     assert found.sentence == "h is not ready: serves no version; engine a: failed"
-    assert found.remedy.startswith("see the engine's log") and "`weightcast wake URL`" in found.remedy
+    assert "the engine's log" in found.remedy and "`weightcast wake URL`" in found.remedy
     assert "idle" not in rows["doing"] and rows["local copy"] == "version 6"
     assert rows["engine"] == "a (vllm) failed, version 5: reload failed 3 times"
 

@@ -132,6 +132,16 @@ def test_an_engine_that_no_reload_can_bring_to_a_version_is_not_paused(site: Sit
     assert [one.state for one in host.status.engines] == ["failed"]
 
 
+def test_a_vllm_outside_dev_mode_is_named_alone(site: Site) -> None:
+    """It was not paused, and is not resumed."""
+    run, engine = site.run(), VLLM()
+    engine.missing |= {"/pause", "/resume", "/collective_rpc", "/is_paused"}
+    host = site.host(run, engine)
+    assert not host.step().ready
+    [reason] = host.status.not_ready_reasons
+    assert "DEV_MODE" in reason and reason.count("answered 404") == 1 and "/resume" not in engine.paths()
+
+
 def test_the_plugin_tells_its_draft_model(site: Site) -> None:
     run, engine = site.run(), PluginDouble(site.root / "host")
     engine.drafter = "eagle3"

@@ -220,3 +220,9 @@ def test_the_times_in_the_documents_are_those_that_are_kept() -> None:
     assert told["a group member's answer"].startswith(f"{MOST_SECONDS:g},")
     assert told["reload"].startswith(f"`--engine-deadline`, {deadline:g};")
     assert told["reload"].endswith(f" {kept.drain:g} more") and kept.reload == deadline
+
+
+def test_all_faults_of_an_option_are_named_at_once() -> None:
+    with pytest.raises(BadEngineOption, match=r"kind '127.0.0.1:8811'; unknown option 'vi'") as refused:
+        parse_engine("127.0.0.1:8811,vi=live", LOCAL)
+    assert "did you mean via?" in refused.value.remedy and len(refused.value.remedy) < 200

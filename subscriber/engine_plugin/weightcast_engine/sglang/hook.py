@@ -222,7 +222,7 @@ class _Part:
 
 
 def _not_an_order(error: ValueError) -> routes.Reply:
-    return 400, {"error": f"not an order: {error}", "remedy": "see docs/engines.md, The plugin"}
+    return 400, {"error": f"not an order: {error}", "remedy": "see docs/live-patch.md"}
 
 
 class SglangControls(Controls):

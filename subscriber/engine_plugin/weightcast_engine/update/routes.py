@@ -64,7 +64,7 @@ async def order(front: Front, route: str, data: bytes) -> Reply:
         body = strict_json.members(strict_json.json_object(data), set(fields), "body")
         arguments = [parse(body[name], name) for name, parse in fields.items()]
     except ValueError as error:
-        return 400, {"error": f"{route}: {error}", "remedy": "see docs/engines.md, The plugin"}
+        return 400, {"error": f"{route}: {error}", "remedy": "see docs/live-patch.md"}
     if front.busy:
         return 503, {"error": "another order is being carried out", "remedy": "send one at a time"}
     return await _answered(front, act(front, *arguments))
