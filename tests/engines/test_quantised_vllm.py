@@ -44,7 +44,8 @@ def test_versions_arrive_or_are_refused(tmp_path: Path, models: Path, judge: Fre
                 publisher.publish(quantiser(load_file(given / "model.safetensors")))
             if scheme == "int8-channel":
                 wait_until(lambda: "refused" in json.dumps(host.status["degraded"]), "the refusal")
-                assert "int8 layers" in json.dumps(host.status) and host.status["local_version"] == 0
+                wait_until(lambda: host.status["local_version"] == 0, "the old version")
+                assert "int8 layers" in json.dumps(host.status)
                 require(server, source, given)
             else:
                 host.wait_served(1)
