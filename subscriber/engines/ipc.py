@@ -198,10 +198,10 @@ def _batches(directory: Path, most: int) -> list[_Batch]:
     one message: some loaders of SGLang join two tensors and drop either if it is alone. Raises Refused."""
     checkpoint = open_checkpoint(directory, follow_links=False)
     modules: dict[str, list[tuple[TensorSpec, Place]]] = {}
-    for spec, place in zip(checkpoint.table, checkpoint.places, strict=True):
+    for tensor, spec in enumerate(checkpoint.table):
         if spec.dtype not in DTYPES:
             raise Refused(f"{spec.name} has dtype {spec.dtype}", remedy="give via=reload")
-        modules.setdefault(spec.name.rsplit(".", 2)[0], []).append((spec, place))
+        modules.setdefault(spec.name.rsplit(".", 2)[0], []).append((spec, checkpoint.places[tensor]))
     batches = [_Batch()]
     for module, tensors in modules.items():
         nbytes = sum(_padded(spec.nbytes) for spec, _ in tensors)
