@@ -1,8 +1,8 @@
 """A real vLLM and a real subscriber follow versions of tensors on this GPU; a part of benchmarks.gpu_proof.
 
-The engine computes with CUDA graphs, and a stream of requests is in flight. For `via=live`, then for
-`via=reload`: versions with 1% of all elements changed, and greedy tokens compared with those after the
-engine's next start. Its memory is read back after the live patches.
+The engine computes with CUDA graphs, and a stream of requests is in flight. For `via=live`, for `via=reload`,
+and where checkpoint-engine is installed for `via=ipc`: versions with 1% of all elements changed, and greedy
+tokens compared with those after the engine's next start. Its memory is read back after the live patches.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from weightcast.publisher import Publisher, init_channel
 
 from .live_patch import EAGER, Engine, make_model, shape_for
 
-HEAD = ("seconds of", "via=live, p50", "max", "via=reload, p50", "max")
+HEAD = ("seconds of", "via=live, p50", "max", "via=reload, p50", "max", "via=ipc, p50", "max")
 _COMMAND = (sys.executable, "-c", "from weightcast.shared.cli.main import main; main()")
+_IPC = ("--worker-extension-cls", "checkpoint_engine.worker.VllmColocateWorkerExtension")
 _SECONDS = 300.0
 _SHARE = 0.01
 _PROMPTS = ([5, 6, 7], [900, 3, 77, 12], list(range(40, 72)))
@@ -178,9 +180,9 @@ def measure(plan: Plan, room: Path) -> Found:
         run = _Run(plan, room)
         stack.callback(run.publisher.close)
         said, before = list[list[int]](), ""
-        for via in ("live", "reload", ""):
+        for via in ("live", "reload", *(("ipc",) if _has_ipc(plan) else ()), ""):
             began = time.monotonic()
-            with _engine(plan, run) as engine:
+            with _engine(plan, run, _IPC if via == "ipc" else ()) as engine:
                 started = time.monotonic() - began
                 if before:
                     same = said == _said(engine)
@@ -193,7 +195,7 @@ def measure(plan: Plan, room: Path) -> Found:
             so_far = {"started": started, "checks": found.checks, "seconds": figures.get(via)}
             print(json.dumps({"via": via, **so_far}), file=sys.stderr, flush=True)
     for name in figures["live"]:
-        cells = [_cells(figures[via].get(name, ())) for via in ("live", "reload")]
+        cells = [_cells(figures.get(via, {}).get(name, ())) for via in ("live", "reload", "ipc")]
         found.rows.append((name, *itertools.chain(*cells)))
     found.notes.append(
         f"vLLM {release} with {' '.join(plan.options)}; a Llama of {run.nbytes / 1e9:.2f} GB of bf16, "
@@ -203,9 +205,17 @@ def measure(plan: Plan, room: Path) -> Found:
     return found
 
 
+def _has_ipc(plan: Plan) -> bool:
+    asked = [str(plan.python), "-c", "import checkpoint_engine.worker"]
+    return (
+        find_spec("zmq") is not None
+        and subprocess.run(asked, capture_output=True, check=False).returncode == 0
+    )
+
+
 @contextlib.contextmanager
-def _engine(plan: Plan, run: _Run) -> Iterator[Engine]:
-    engine = Engine(plan.python, plan.plugin, run.room, run.local, plan.options)
+def _engine(plan: Plan, run: _Run, more: Sequence[str]) -> Iterator[Engine]:
+    engine = Engine(plan.python, plan.plugin, run.room, run.local, (*plan.options, *more))
     try:
         yield engine
     finally:
@@ -214,7 +224,7 @@ def _engine(plan: Plan, run: _Run) -> Iterator[Engine]:
 
 def _followed(plan: Plan, run: _Run, engine: Engine, via: str, found: Found) -> Mapping[str, Sequence[float]]:
     """Per version: what it took, by what was measured."""
-    host = _Host(run, f"vllm={engine.url}" + (",via=live" if via == "live" else ""))
+    host = _Host(run, f"vllm={engine.url},via={via}")
     times: dict[str, list[float]] = {}
     said = [_said(engine)]
     try:
