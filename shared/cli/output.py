@@ -175,10 +175,8 @@ class Output:
             yield lambda nbytes: bar.advance(task, nbytes)
 
 
-class _Trimmed(io.TextIOBase):
+class _Trimmed(io.StringIO):
     """stdout without the spaces with which tables are filled up."""
-
-    encoding = property(lambda self: sys.stdout.encoding)  # type: ignore[assignment]
 
     def write(self, text: str) -> int:
         sys.stdout.write(_PADDING.sub("", text))
