@@ -23,7 +23,7 @@ from weightcast.publisher.daemon.sources.queue import Queue
 from weightcast.publisher.daemon.sources.source import LastContent, Source, SourceJob, read_back
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.daemon.status import ComponentStatus, PublisherStatus, UpkeepStatus
-from weightcast.publisher.maintenance.orders import RESUME, Held
+from weightcast.publisher.maintenance.orders import Held
 from weightcast.publisher.maintenance.repair import ChannelCheck
 from weightcast.publisher.maintenance.upkeep import Upkeep
 from weightcast.publisher.publish.commit import PostWrite
@@ -43,7 +43,7 @@ from weightcast.shared.channel.components import (
 )
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
-from weightcast.shared.channel.pins import Rollback
+from weightcast.shared.channel.pins import RESUME, Rollback
 from weightcast.shared.channel.rate import Rate
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room

@@ -19,6 +19,7 @@ from rich.text import Text
 from weightcast.shared.base.errors import Refused, WeightcastError, age, counted
 from weightcast.shared.channel.channel import require_named
 from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.pins import RESUME
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.reports import forget as forget_report
 from weightcast.shared.cli import balancers
@@ -36,6 +37,7 @@ from weightcast.shared.daemon.fleet import (
     require_gone,
     short,
     short_names_of,
+    shown_standing,
     trouble_of,
     verdict,
 )
@@ -288,6 +290,8 @@ def _publisher(fleet: Fleet) -> Iterator[str]:
     waits = f"waiting for resume: {', '.join(line.waiting[:_NAMES_SHOWN])}" if line.waiting else ""
     said = (state, line.held, waits, doing, f"queue {line.queue}", *inbox)
     yield f"publisher {'; '.join(text for text in said if text)}"
+    if line.held:
+        yield f"remedy: {RESUME}"
     yield from line.notes[:_NOTES_SHOWN]
     if line.last_refused is not None and line.refused_since_version:
         if short(line.last_refused.message) != line.last_refused.message:
@@ -334,7 +338,7 @@ def _cut(text: str, most: int | None) -> str:
 def _cells(host: Host) -> Sequence[str]:
     """After its name."""
     return (
-        _SHOWN.get(host.standing, host.standing),
+        _SHOWN.get(host.standing, shown_standing(host)),
         _doing(host),
         or_dash(host.served_version),
         or_dash(host.local_version),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
-from typing import IO, TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.base.progress import Advance
@@ -175,10 +175,8 @@ class Output:
             yield lambda nbytes: bar.advance(task, nbytes)
 
 
-class _Trimmed(io.TextIOBase):
+class _Trimmed(io.StringIO):
     """stdout without the spaces with which tables are filled up."""
-
-    encoding = property(lambda self: sys.stdout.encoding)
 
     def write(self, text: str) -> int:
         sys.stdout.write(_PADDING.sub("", text))
@@ -193,7 +191,7 @@ def console(is_terminal: bool) -> Console:
     from rich.console import Console
 
     width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS
-    file = None if is_terminal else cast(IO[str], _Trimmed())
+    file = None if is_terminal else _Trimmed()
     return Console(file=file, width=width, markup=False, highlight=False, emoji=False)
 
 

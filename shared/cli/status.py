@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weightcast.shared.base.errors import FIX_ENGINE, age, counted
+from weightcast.shared.channel.pins import RESUME
 from weightcast.shared.cli.options import Number, daemon_options, json_option, option
 from weightcast.shared.cli.output import Output, facts_table, time_text
 from weightcast.shared.files.paths import printable
@@ -117,7 +118,6 @@ Row = tuple[str, str]
 Finds = Callable[[Answer], tuple[str, str]]
 _MOST = 2
 """reasons in the sentence, rows of a kind"""
-_RESUME = "remove bad checkpoints and rewind the trainer, then `weightcast channel resume`"
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _publisher_problem(answer: Answer) -> tuple[str, str]:
         return f"{refused.get('source')} was refused {ago} ago: {refused.get('message')}", refused.get(
             "remedy", ""
         )
-    return (f"held: {answer['held']}", _RESUME) if answer.get("held") else ("", "")
+    return (f"held: {answer['held']}", RESUME) if answer.get("held") else ("", "")
 
 
 def _host_says(answer: Answer) -> str:
