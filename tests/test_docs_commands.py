@@ -1,6 +1,6 @@
 """Shell blocks of the documents are valid shell, and every `weightcast` command line in them is one that
-weightcast takes: commands, options and values are parsed as in a call, and nothing is run. What the tutorial
-says is run by tests/e2e/test_tutorial.py."""
+weightcast takes: commands, options and values are parsed as in a call, and nothing is run. They
+are run by tests/e2e: test_tutorial.py and test_shell_blocks.py."""
 
 from __future__ import annotations
 

@@ -67,6 +67,7 @@ from weightcast.shared.channel.signing import (
 )
 from weightcast.shared.channel.skyrl import foreign_pointer, newest, parse_manifest
 from weightcast.shared.channel.store import NotFound, Stat, Store, read_if_there
+from weightcast.shared.files.paths import exists
 from weightcast.shared.files.strict_json import Members
 
 
@@ -149,14 +150,14 @@ class NoChannel(RetryLater):
     @classmethod
     def at(cls, place: str | Path) -> NoChannel:
         return cls(
-            f"{place} is not a directory",
+            f"{_absolute(place)} is not a directory{_missing(str(place))}",
             remedy="mount it, or make it: start the publisher, or run `weightcast channel init`",
         )
 
     @classmethod
     def within(cls, place: str | Path) -> NoChannel:
         return cls(
-            f"{place} has neither channel.json nor a pointer",
+            f"{_absolute(place)} has neither channel.json nor a pointer",
             remedy="has the publisher started? is the channel mounted?",
         )
 
@@ -426,6 +427,20 @@ def _stated(trust: Trust | None, files: Store, key: str, data: bytes) -> Stateme
 def may_lie_before(name: str) -> bool:
     """Whether a channel's directory may hold an entry before the channel is made."""
     return name.startswith(".") or name in _BEFORE
+
+
+def _absolute(place: str | Path) -> str:
+    """A relative path is more often mistyped."""
+    return str(place) if "://" in str(place) else str(Path(place).absolute())
+
+
+def _missing(place: str) -> str:
+    """Which part of a path is not there."""
+    path = Path(place).absolute()
+    if "://" in place or exists(path):
+        return ""
+    there = next(each for each in path.parents if exists(each))
+    return f": {there} has no {path.relative_to(there).parts[0]}"
 
 
 def require_named(store: Store) -> None:

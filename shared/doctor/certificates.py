@@ -58,25 +58,22 @@ def _judge_names(
         address = address_of(host)
         if address is not None and address.is_unspecified:
             host = socket.gethostname()
-        if not is_host(host):
-            yield Finding(TLS, "names", "failure", f"{caller} is not a host", "give --tls-name HOST or a URL")
-        elif _refusal(server, client, host):
-            level: Level = "failure" if callers else "warning"
-            remedy = f"issue it for {host}, or give the name that callers use with --tls-name"
-            yield Finding(
-                TLS, "names", level, f"callers that ask for {host} refuse it; its names: {known}", remedy
-            )
-        else:
-            yield Finding(TLS, "names", "ok", f"covers {host}; its names: {known}")
+        refused = _refusal(server, client, host)
+        level: Level = "ok" if not refused else "failure" if callers else "warning"
+        verb = "refuse" if refused else "accept"
+        said = f"callers that ask for {host or caller} {verb} it; its names: {known}"
+        remedy = "issue it for that host, or give --tls-name as callers use it" if refused else ""
+        yield Finding(TLS, "names", level, said, remedy)
 
 
 def _refusal(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> str:
     """Why a handshake in memory fails; empty when it does not."""
-    if not name:
+    name = name.replace("*", "any")
+    if not is_host(name):
         return "it names no host"
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
-        client.wrap_bio(to_client, to_server, server_hostname=name.replace("*", "any")),
+        client.wrap_bio(to_client, to_server, server_hostname=name),
         server.wrap_bio(to_server, to_client, server_side=True),
     )
     # flights of TLS 1.2 and 1.3

@@ -375,7 +375,7 @@ def test_sync_as_a_verb(site: Site, run: Run, weightcast: Command) -> None:
 @pytest.mark.parametrize(
     ("mounted", "options", "told"),
     [
-        (False, (), b"is not a directory"),
+        (False, (), b"has no channel"),
         (True, (), b"neither channel.json nor a pointer"),
         (True, ("--trusted-key", str(PrivateKey.generate().public)), b"neither channel.json nor a pointer"),
     ],

@@ -162,8 +162,12 @@ def test_a_start_before_the_channel_is_no_warning(site: Site) -> None:
     aside = run.channel.rename(site.root / "aside")
     daemon = Daemon(site, run, SGLang())
     log = site.root / "log"
-    wait_until(lambda: log.exists() and "waiting for the channel" in log.read_text())
+    missing = f"is not a directory: {run.channel.parent} has no {run.channel.name}"
+    wait_until(
+        lambda: log.exists() and f"waiting for the channel: {run.channel} {missing}" in log.read_text()
+    )
     wait_until(lambda: daemon.status()["loop"]["steps"] > 2)
+    assert missing in daemon.status()["last_error"]["message"]
     aside.rename(run.channel)
     wait_until(lambda: daemon.serves(0))
     run.publish()
