@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -161,7 +162,7 @@ def init(
     from weightcast.shared.checkpoint.update.sources import open_base
 
     aliases = dict(map(_alias, alias))
-    output = Output(json=as_json)
+    output, began = Output(json=as_json), time.time()
     with output.progress("reading the base", None) as advance:
         init_channel(
             channel,
@@ -174,19 +175,21 @@ def init(
             sign_key=sign_key,
         )
     made, opened = base_facts(Channel.open(open_store(channel))), open_base(base)
+    existed = made["created"] < began
+    notes = ["the channel exists already, made from this base", *opened.notes] if existed else opened.notes
     left = side_files(opened).left
     facts = {
         "channel": str(channel),
         **{name: made[name] for name in _MADE},
         "signed_by": None if sign_key is None else load_private_key(sign_key).public.id,
-        "notes": list(opened.notes),
+        "notes": list(notes),
     }
     shown = facts | {
         "created": time_text(made["created"]),
         "frozen": ", ".join(made["frozen"]) or "-",
         "signed_by": facts["signed_by"] or "-",
         "aliases": ", ".join(f"{name}={target}" for name, target in made["aliases"].items()) or "-",
-        "notes": "; ".join(opened.notes) or "-",
+        "notes": "; ".join(notes) or "-",
         **({"left behind": left_text(left, most=20)} if left else {}),
     }
     output.result(

@@ -33,8 +33,9 @@ def test_init_is_idempotent_and_describes_the_channel(places: Places, weightcast
         map(len, bytes_of(base_tensors()).values())
     )
     before = snapshot(places.channel)
+    assert facts["notes"] == []
     code, out, _ = weightcast(*init(places))
-    assert code == 0 and facts["run_id"] in out and facts["root"] in out
+    assert code == 0 and facts["run_id"] in out and facts["root"] in out and "exists already" in out
     assert snapshot(places.channel) == before
 
 
