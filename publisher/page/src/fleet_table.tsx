@@ -246,8 +246,8 @@ function Pages({ rows, page, turn }: { rows: number; page: number; turn: Turn })
 
 /** What the state adds to the standing. */
 function doing(host: Host): string {
-  const engine = host.engines.find(({ state }) => state !== "serving");
-  if (engine !== undefined && host.presence === "live" && host.lag === 0 && host.standing !== "stopped") return `engine ${engine.state === "silent" ? "not serving" : engine.state}`;
+  const engine = host.engines.find(({ state }) => state === "silent" || (state !== "serving" && host.lag === 0));
+  if (engine !== undefined && host.presence === "live" && host.standing !== "stopped") return `engine ${engine.state === "silent" ? "not serving" : engine.state}`;
   const unsaid = [host.standing, "idle", host.presence === "live" ? "ready" : ""];
   const words = [host.state, host.phase].filter((word, at, all) => !unsaid.includes(word) && all.indexOf(word) === at);
   const said = words.join(" ").trim();
