@@ -106,6 +106,9 @@ class PublisherOptions(CommonOptions):
     upkeep_thread: bool = True
     """False: what is due is made when a `RunPublisher` is asked to"""
 
+    advance: Advance | None = None
+    """called with the bytes done while the local checkpoint is seeded and catches up at `open`"""
+
 
 _DEFAULTS = PublisherOptions()
 
@@ -250,7 +253,7 @@ class Publisher:
             publisher = cls(updater, Rank(0, world_size), setup, options, claimed, upkeep)
             undo.callback(publisher.close)
             publisher._with_components(Path(local), signer)
-            publisher._recover()
+            publisher._recover(options.advance)
             keep_channel_file(store, Path(local))
             if options.upkeep is not None and options.upkeep_thread:
                 publisher._work_in_background()
@@ -688,6 +691,7 @@ class Publisher:
         self._obey_repair()
         if self._claim is not None:
             put_pointer_right(self._claim)
+        self._obey_anchor()
         channel = Channel.open(self.store)
         order = standing(channel)
         if order is None or self._lone is None:
@@ -723,15 +727,22 @@ class Publisher:
     def _obey_repair(self) -> Repairs | None:
         """Repairs the channel if an operator ordered it (`weightcast channel repair`, `POST /v1/repair`)."""
         self._drained()
-        if self._lone is None or not pins.repair_ordered(self.store):
+        if self._lone is None or not pins.is_ordered(self.store, "repair"):
             return None
         try:
             done = self.repair()
         except Refused:
-            pins.end_repair(self.store)
+            pins.end_order(self.store, "repair")
             raise
-        pins.end_repair(self.store)
+        pins.end_order(self.store, "repair")
         return done
+
+    def _obey_anchor(self) -> None:
+        """Writes an anchor of the newest version if an operator ordered it (`weightcast channel anchor`)."""
+        if self._lone is not None and pins.is_ordered(self.store, "anchor"):
+            self._lone.recover()
+            self._lone.write_anchor()
+            pins.end_order(self.store, "anchor")
 
     def _work_in_background(self) -> Upkeep | None:
         """From now on what is due is made in a thread. None on ranks other than 0."""

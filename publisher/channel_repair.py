@@ -11,12 +11,12 @@ from weightcast.publisher.api import PublisherOptions
 from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.elements import MAIN
-from weightcast.shared.base.errors import DamagedFile, NotInTime
+from weightcast.shared.base.errors import DamagedFile, NotInTime, Refused
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import entries, faults, verify
 from weightcast.shared.channel.channel import Channel, look
-from weightcast.shared.channel.claims import claim, require_fences, this_process
+from weightcast.shared.channel.claims import claim, owner_of, require_fences, this_process
 from weightcast.shared.channel.components import sign_registry
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import BASE_JSON
@@ -81,19 +81,39 @@ def ask_for_repair(
     minutes; the order stays."""
     trust = Trust.load(trusted_keys)
     before = faults(store, advance, trust)
-    pins.order_repair(store)
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while pins.repair_ordered(store):
-        if time.monotonic() > deadline:
-            raise NotInTime(
-                f"the publisher of {store.place()} has not finished the repair within {_WAIT_SECONDS:g} s",
-                remedy="see its log and status; or stop it and repeat this command with --local",
-            )
-        time.sleep(_POLL_SECONDS)
+    _have_done(store, "repair", "see its log and status; or stop it and repeat this command with --local")
     left = faults(store, advance, trust)
     still = {problem.message for problem in left}
-    done = [f"repaired by the publisher: {p.message}" for p in before if p.message not in still]
+    done = [f"repaired by the publisher: {p.where}{p.message}" for p in before if p.message not in still]
     return Repairs(done=done, left=left)
+
+
+def _have_done(store: Store, work: pins.Work, remedy: str) -> None:
+    pins.order(store, work)
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while pins.is_ordered(store, work):
+        if time.monotonic() > deadline:
+            raise NotInTime(
+                f"the publisher of {store.place()} has not finished the {work} within {_WAIT_SECONDS:g} s",
+                remedy=remedy,
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def ask_for_anchor(store: Store) -> int | None:
+    """Orders the running publisher to write full weights of the newest version, and waits until it has.
+    Returns the version; None: no publisher runs, and the next one obeys. Raises NotInTime as
+    `ask_for_repair`."""
+    channel, owner = Channel.open(store), owner_of(store)
+    channel.require_ours()
+    pointer = channel.pointer()
+    if pointer is None:
+        raise Refused(f"{store.place()} has no version yet", remedy="hosts need --base until it has one")
+    if owner is None or owner.released or owner.dead:
+        pins.order(store, "anchor")
+        return None
+    _have_done(store, "anchor", "see its log and status; the order stays")
+    return channel.pointed()
 
 
 def sign_channel(store: Store, key: PrivateKey, advance: Advance | None = None) -> int:

@@ -111,6 +111,19 @@ def _show_repairs(console: Console, done: Repairs) -> None:
 
 
 @click.command
+@channel_option
+@component_option
+@json_option
+def anchor(channel: ChannelAddress, as_json: bool) -> None:
+    """Have the running publisher write full weights of the newest version: hosts can join without a base."""
+    from weightcast.publisher.channel_repair import ask_for_anchor
+
+    version = ask_for_anchor(open_store(channel))
+    done = "ordered: the next publisher writes it" if version is None else f"version {version} has an anchor"
+    _say(done, {"version": version}, as_json)
+
+
+@click.command
 @click.argument("source", type=path, help="HF checkpoint directory in bf16 or fp32.")
 @click.argument("target", type=path, help="New directory, the base of a quantised run.")
 @option("--scheme", type=click.Choice(get_args(SchemeName)), required=True, help="Format of the weights.")
@@ -337,24 +350,27 @@ def unkeep(version: int, channel: ChannelAddress, as_json: bool) -> None:
 
 
 @click.command
-@click.argument("name", help="Name that hosts can follow with --target NAME.")
+@click.argument("name", required=False, help="Name that hosts can follow with --target NAME; none: list all.")
 @click.argument("version", type=click.IntRange(min=0), required=False, help="Version that the tag points to.")
 @channel_option
 @component_option
 @option("--delete", is_flag=True, help="Delete the tag.")
 @json_option
-def tag(name: str, version: int | None, channel: ChannelAddress, delete: bool, as_json: bool) -> None:
-    """Point a tag at a version; hosts that follow the tag move there. Tagged versions are kept."""
-    if delete == (version is not None):
-        raise click.BadParameter("give a version, or --delete")
+def tag(name: str | None, version: int | None, channel: ChannelAddress, delete: bool, as_json: bool) -> None:
+    """List tags, or point one at a version: hosts that follow it move there. Tagged versions are kept."""
     store = open_store(channel)
+    if name is None and not delete:
+        known = pins.tags(store)
+        rows = [f"{each} is {known[each]}" for each in known] or ["no tags"]
+        _say("\n".join(map(printable, rows)), {"tags": known}, as_json)
+        return
+    if name is None or delete == (version is not None):
+        raise click.BadParameter("give a name and a version, or a name and --delete")
     if version is not None:
         _require_published(channel, version)
         pins.set_tag(store, name, version)
     elif not pins.delete_tag(store, name):
-        raise Refused(
-            f"there is no tag {name[:80]!r}", remedy="list the files in the channel's tags/ directory"
-        )
+        raise Refused(f"there is no tag {name[:80]!r}", remedy="list tags with `weightcast channel tag`")
     _say(f"{name} is {'gone' if delete else version}", {"tags": pins.tags(store)}, as_json)
 
 

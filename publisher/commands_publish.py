@@ -222,7 +222,7 @@ def _show(console: Console, done: Publication) -> None:
     facts = {
         "version": done.version,
         "step": or_dash(done.step),
-        "resumed from step": "" if done.resumed_from_step is None else done.resumed_from_step,
+        "previous step": "" if done.resumed_from_step is None else done.resumed_from_step,
         "changed elements": f"{done.changed_elements:,} ({done.density_elements:.4%})",
         "changed bytes": f"{done.density_bytes:.4%}",
         "delta": f"{done.delta_bytes:,} bytes",

@@ -102,7 +102,7 @@ def repair_routes(channel: ChannelAddress, wake: Callable[[], None]) -> APIRoute
     def repair() -> RepairOrder:
         """Orders the publisher to repair its channel; `repair` in the status has the result."""
         try:
-            pins.order_repair(open_store(channel))
+            pins.order(open_store(channel), "repair")
         except OSError as error:
             raise RetryLater(disk_text(error, channel), remedy="check the channel's mount") from error
         wake()

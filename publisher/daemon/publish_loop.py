@@ -23,7 +23,7 @@ from weightcast.publisher.daemon.sources.queue import Queue
 from weightcast.publisher.daemon.sources.source import LastContent, Source, SourceJob, read_back
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.daemon.status import ComponentStatus, PublisherStatus, UpkeepStatus
-from weightcast.publisher.maintenance.orders import RESUME, Held
+from weightcast.publisher.maintenance.orders import Held
 from weightcast.publisher.maintenance.repair import ChannelCheck
 from weightcast.publisher.maintenance.upkeep import Upkeep
 from weightcast.publisher.publish.commit import PostWrite
@@ -43,7 +43,7 @@ from weightcast.shared.channel.components import (
 )
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
-from weightcast.shared.channel.pins import Rollback
+from weightcast.shared.channel.pins import RESUME, Rollback
 from weightcast.shared.channel.rate import Rate
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room
@@ -142,7 +142,7 @@ def _check_base(directory: Path, base: Base) -> None:
     check_other_files(directory, side_files(checkpoint).files, base.all_files)
 
 
-def open_publisher(settings: PublisherSettings, stop: Stop) -> RunPublisher:
+def open_publisher(settings: PublisherSettings, stop: Stop, meter: Meter) -> RunPublisher:
     def wait(seconds: float) -> None:
         if stop.wait(seconds):
             raise Stopped("the process ends", remedy="the next start continues")
@@ -167,6 +167,7 @@ def open_publisher(settings: PublisherSettings, stop: Stop) -> RunPublisher:
             until="out",
             carry_config=settings.carry_config,
             layout=settings.layout,
+            advance=meter.advance,
         ),
     )
 
@@ -259,8 +260,9 @@ class PublishLoop:
         self._meter.begin("base", 0)
         try:
             self._full_bytes = ready_channel(settings, self._meter)
+            self._meter.begin("base", self._full_bytes)
             self._meter.phase("seed")
-            self._publisher = open_publisher(settings, self._stop)
+            self._publisher = open_publisher(settings, self._stop, self._meter)
         finally:
             self._meter.end()
         try:

@@ -229,7 +229,7 @@ def _log_published(done: Publication) -> None:
         about.info("config carried", files=list(done.carried))
     if (before := done.resumed_from_step) is not None:
         reason = "step went back: the trainer resumed from an earlier step"
-        about.warning(reason, step=done.step, resumed_from_step=before)
+        about.warning(reason, step=done.step, previous_step=before)
 
 
 def _published(done: Publication) -> str:

@@ -25,8 +25,6 @@ from weightcast.shared.channel.run_files import is_adapter
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
-RESUME = "remove bad checkpoints and rewind the trainer, then `weightcast channel resume`"
-
 
 class Held(Refused):
     @classmethod

@@ -23,6 +23,7 @@ from weightcast.shared.base.elements import Part, grid
 from weightcast.shared.base.errors import DamagedFile, Refused, Untrusted, WeightcastError
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import (
+    NO_WAY_ROUND,
     Problem,
     check_files,
     faults,
@@ -250,7 +251,7 @@ class _OwnState:
     def write_anchor(self, write: WriteAnchor) -> None:
         """Full weights of the newest version lead hosts past lost deltas."""
         lost = [problem for problem in faults(self._store) if problem.part in ("version", "link")]
-        if not any("until an anchor" in problem.meaning for problem in lost):
+        if not any(NO_WAY_ROUND in problem.meaning for problem in lost):
             return
         try:
             version = write()

@@ -7,9 +7,9 @@ import click
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.cli.options import json_option, option, trusted_key_option
+from weightcast.shared.cli.options import channel_place, json_option, option, trusted_key_option
 from weightcast.shared.cli.output import Output, facts_table
-from weightcast.shared.files.paths import ChannelAddress, channel_address
+from weightcast.shared.files.paths import ChannelAddress
 
 _SHOWN = ("run_id", "channel", "local", "local_version", "versions", "bytes", "mended")
 
@@ -18,12 +18,12 @@ _SHOWN = ("run_id", "channel", "local", "local_version", "versions", "bytes", "m
 @option(
     "--from",
     "source",
-    type=channel_address,
+    type=channel_place,
     required=True,
     envvar="WEIGHTCAST_FROM",
     help="The channel to copy.",
 )
-@option("--to", type=channel_address, required=True, envvar="WEIGHTCAST_TO", help="The copy.")
+@option("--to", type=channel_place, required=True, envvar="WEIGHTCAST_TO", help="The copy.")
 @option("--keep-versions", type=click.IntRange(min=1), help="Versions that --to keeps; unset: all.")
 @option("--verify", is_flag=True, help="Read all files of --to, and repair damaged ones from --from.")
 @option("--take-over", is_flag=True, help="Take --to from a mirror that seems alive.")

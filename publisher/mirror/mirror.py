@@ -161,13 +161,13 @@ class Mirror:
         try:
             channel, failures = self._opened(), list[DamagedFile | NotFound]()
             pointer, due = self._followed(channel), self._look_due.take()
-            deep = verify or (due and pins.repair_ordered(self._store))
+            deep = verify or (due and pins.is_ordered(self._store, "repair"))
             if self._check or deep:
                 # what is there has to be the source's before anything is added
                 self._look(channel, failures, deep=deep)
                 self._check = False
             if deep:
-                pins.end_repair(self._store)
+                pins.end_order(self._store, "repair")
             reached = {self._pointed}
             for version, held in self._candidates(channel, pointer).items():
                 if not (held.full or reached & {version - 1, *held.skips}):

@@ -76,6 +76,10 @@ class Problem:
     meaning: str = ""
     unread: bool = False
 
+    @property
+    def where(self) -> str:
+        return "" if self.version is None else f"version {self.version}: "
+
 
 def entries(channel: Channel, pointer: Pointer | None) -> Iterator[ChainEntry]:
     """The versions up to the pointer that are there, in order. Beyond it nothing was announced."""
@@ -386,13 +390,17 @@ def _meaning(problem: Problem, anchors: Sequence[int]) -> str:
     return {"pointer": _POINTER, "anchor": _ANCHOR, "skip": _SKIP}.get(problem.part, "")
 
 
+NO_WAY_ROUND = "cannot take this step until it is repaired"
+"""in the meaning of what no anchor leads over"""
+
+
 def _lost(version: int, anchors: Sequence[int]) -> str:
     over = [anchor for anchor in anchors if anchor >= version]
     if over:
         return f"hosts below version {version} cannot take this step; the anchor of {over[0]} leads over it"
     return (
-        f"hosts below version {version} cannot take this step until an anchor is written: run `weightcast "
-        f"channel repair` (with the publisher's --local if it is stopped)"
+        f"hosts below version {version} {NO_WAY_ROUND}: run `weightcast channel "
+        f"repair` (with the publisher's --local if it is stopped)"
     )
 
 

@@ -206,6 +206,7 @@ def claim(
                     f"{place} belongs to {_owner(store, epoch)}, which is alive",
                     remedy="stop that publisher, or take the channel from it with --take-over",
                 )
+        _log.warning("no sign of life from %s: taking %s", owner, place)
     record = ClaimRecord(claimant, time.time())
     following = max(epoch, above) + 1
     try:

@@ -78,6 +78,8 @@ _ENDPOINTS = {
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 """by scheme of a URL: variables that name another server than the provider's"""
+_CREDENTIALS = {"SecretAccessKey": "AWS_SECRET_ACCESS_KEY", "AccessKeyId": "AWS_ACCESS_KEY_ID"}
+"""as the client of S3 names what it lacks: the variable"""
 _CLOCK, _PROBE = ".weightcast-tmp-clock", ".weightcast-tmp-probe"
 _PROBE_BYTES = 100
 _SHA256 = "stitch-sha256"
@@ -112,8 +114,10 @@ def open_object_store(url: str, rates: Rates = NO_RATES, *, stitch: bool = False
             retry_config=_RETRY,
         )
     except (exceptions.BaseError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        missing = next((name for text, name in _CREDENTIALS.items() if text in reason), "")
         raise Refused(
-            f"{url}: {str(error).splitlines()[0]}", remedy="correct the URL or the environment"
+            f"{url}: {reason}", remedy=f"set {missing}" if missing else "correct the URL or the environment"
         ) from error
     return ObjectStore(client, bucket, parts.path.strip("/"), rates, stitch=stitch)
 

@@ -1,6 +1,6 @@
 """What operators write into a channel: versions that are never pruned (`keep/<version>`), tags
-(`tags/<name>`), orders to its owner (`orders/rollback.json`, `orders/repair`) and what waits for their end
-(`orders/waiting`). docs/FORMAT.md."""
+(`tags/<name>`), orders to its owner (`orders/rollback.json`, `orders/repair`, `orders/anchor`). The owner
+writes what waits for their end (`orders/waiting`). docs/FORMAT.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import MaxLen
 
@@ -27,7 +27,10 @@ _ORDER_LIMIT = 64 << 10
 _MOST_WAITING = 8
 """names; a path has up to 4096 bytes"""
 _KEEP, _TAGS = "keep", "tags"
-_ROLLBACK, _REPAIR, _WAITING = "orders/rollback.json", "orders/repair", "orders/waiting"
+RESUME = "remove bad checkpoints and rewind the trainer, then `weightcast channel resume`"
+"""the remedy while a rollback holds publishing"""
+_ROLLBACK, _REPAIR, _ANCHOR = "orders/rollback.json", "orders/repair", "orders/anchor"
+_WAITING = "orders/waiting"
 
 
 def keep(store: Store, version: int) -> None:
@@ -137,16 +140,20 @@ def waiting(store: Store) -> list[str]:
     return data.decode(errors="replace").split("\n") if data else []
 
 
-def order_repair(store: Store) -> None:
-    """Orders the owner to repair the channel. An earlier order stays."""
+Work = Literal["repair", "anchor"]
+"""that an operator orders of the owner"""
+_WORK: dict[Work, str] = {"repair": _REPAIR, "anchor": _ANCHOR}
+
+
+def order(store: Store, work: Work) -> None:
+    """An earlier order stays."""
     with contextlib.suppress(AlreadyExists):
-        store.create(_REPAIR, b"")
+        store.create(_WORK[work], b"")
 
 
-def repair_ordered(store: Store) -> bool:
-    return store.stat(_REPAIR) is not None
+def is_ordered(store: Store, work: Work) -> bool:
+    return store.stat(_WORK[work]) is not None
 
 
-def end_repair(store: Store) -> bool:
-    """Removes the order. False when there was none."""
-    return store.delete(_REPAIR)
+def end_order(store: Store, work: Work) -> None:
+    store.delete(_WORK[work])

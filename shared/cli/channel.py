@@ -102,8 +102,8 @@ def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> dic
 
 def _log_table(console: Console, facts: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False)
-    for title in ("version", "kind", "step", "density", "bytes", "ratio", "created", ""):
-        table.add_column(title, justify="left" if title in ("kind", "") else "right")
+    for title in ("version", "kind", "step", "density", "bytes", "ratio", "created (UTC)", ""):
+        table.add_column(title, justify="left" if title in ("kind", "") else "right", no_wrap=bool(title))
     for row in facts["versions"]:
         signed = f"signed by {row['signed_by']}" if row["signed_by"] is not None else ""
         same = f"weights of version {row['same_as']} " if row["same_as"] is not None else ""
@@ -114,7 +114,7 @@ def _log_table(console: Console, facts: dict[str, Any]) -> None:
             or_dash(row["density"], "{:.3%}"),
             or_dash(row["bytes"], "{:,}"),
             or_dash(row["ratio"], "{:.1f}x"),
-            "-" if row["created"] is None else time_text(row["created"]),
+            "-" if row["created"] is None else time_text(row["created"]).removesuffix("+00:00"),
             printable(row["problem"] or f"{same}{signed}"),
         )
     console.print(f"run {printable(facts['run_id'] or 'foreign')}, latest {or_dash(facts['latest'])}")
@@ -235,6 +235,7 @@ def verify(channel: ChannelAddress, trusted_key: Sequence[str], as_json: bool) -
         problems = all_faults(store, advance, Trust.load(trusted_key))
     if problems and not as_json:
         show_problems(problems)
+        print(f"remedy: weightcast channel repair --channel {printable(str(channel))}")
     facts = {"channel": str(channel), "problems": [vars(problem) for problem in problems]}
     if as_json or not problems:
         output.result(facts, lambda console: console.print(f"{channel}: no problem found"))
@@ -250,8 +251,7 @@ def exit_code_of(problems: Sequence[Problem]) -> int:
 
 def show_problems(problems: Sequence[Problem]) -> None:
     for problem in problems:
-        where = "" if problem.version is None else f"version {problem.version}: "
-        print(printable(where + problem.message))
+        print(printable(problem.where + problem.message))
         if problem.meaning:
             print(f"  {problem.meaning}")
 

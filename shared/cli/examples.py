@@ -58,6 +58,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "channel show": (f"channel show 8 {_CHANNEL}",),
     "channel verify": (f"channel verify {_CHANNEL}",),
     "channel repair": (f"channel repair {_CHANNEL}",),
+    "channel anchor": (f"channel anchor {_CHANNEL}",),
     "channel sign": (f"channel sign {_CHANNEL} --sign-key weightcast.key",),
     "channel prune": (f"channel prune {_CHANNEL} --keep-versions 9 --dry-run",),
     "channel component add": (f"channel component add adapter/math {_CHANNEL}{_ON}--like /scratch/step_12",),
@@ -65,7 +66,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "channel component log": (f"channel component log {_CHANNEL}",),
     "channel keep": (f"channel keep 8 {_CHANNEL}",),
     "channel unkeep": (f"channel unkeep 8 {_CHANNEL}",),
-    "channel tag": (f"channel tag stable 8 {_CHANNEL}", f"channel tag stable --delete {_CHANNEL}"),
+    "channel tag": (
+        f"channel tag stable 8 {_CHANNEL}",
+        f"channel tag stable --delete {_CHANNEL}",
+        f"channel tag {_CHANNEL}",
+    ),
     "channel rollback": (f"channel rollback --to 8 {_CHANNEL}",),
     "channel resume": (f"channel resume {_CHANNEL}",),
     "local verify": (

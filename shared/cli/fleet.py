@@ -20,6 +20,7 @@ from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import Refused, WeightcastError, counted
 from weightcast.shared.channel.channel import require_named
 from weightcast.shared.channel.directory_store import open_store
+from weightcast.shared.channel.pins import RESUME
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.reports import forget as forget_report
 from weightcast.shared.cli import balancers
@@ -38,6 +39,7 @@ from weightcast.shared.daemon.fleet import (
     require_gone,
     short,
     short_names_of,
+    shown_standing,
     trouble_of,
     verdict,
 )
@@ -58,8 +60,6 @@ _STYLES = {
     "ready": "green",
     "stopped": "dim",
 }
-_SHOWN = {"ready": "up to date"}
-"""a daemon is ready once its engines have the local version"""
 _MOST_ERROR = 400
 _NAMES_SHOWN, _NOTES_SHOWN = 10, 4
 _UPDATES_SHOWN = 1
@@ -309,7 +309,9 @@ def _head(fleet: Fleet, cut: int | None) -> list[Text]:
 
 def _counts(fleet: Fleet) -> str:
     counts = fleet.counts.model_dump()
-    said = ", ".join(f"{counts[each]} {_SHOWN.get(each, each)}" for each in WORST_FIRST[::-1] if counts[each])
+    counts["up to date"] = counts.pop("ready")
+    words = ("up to date" if each == "ready" else each for each in WORST_FIRST[::-1])
+    said = ", ".join(f"{counts[each]} {each}" for each in words if counts[each])
     latest = or_dash(fleet.latest)
     if fleet.latest_age_seconds is not None:
         latest += f" ({age(fleet.latest_age_seconds)} old)"
@@ -329,6 +331,8 @@ def _publisher(fleet: Fleet) -> Iterator[str]:
     waits = f"waiting for resume: {', '.join(line.waiting[:_NAMES_SHOWN])}" if line.waiting else ""
     said = (state, line.held, waits, doing, f"queue {line.queue}", *inbox)
     yield f"publisher {'; '.join(text for text in said if text)}"
+    if line.held:
+        yield f"remedy: {RESUME}"
     yield from line.notes[:_NOTES_SHOWN]
     if line.last_refused is not None and line.refused_since_version:
         if short(line.last_refused.message) != line.last_refused.message:
@@ -375,7 +379,7 @@ def _cut(text: str, most: int | None) -> str:
 def _cells(host: Host) -> Sequence[str]:
     """After its name."""
     return (
-        _SHOWN.get(host.standing, host.standing),
+        shown_standing(host),
         _doing(host),
         or_dash(host.served_version),
         or_dash(host.local_version),

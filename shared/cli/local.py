@@ -26,6 +26,7 @@ from weightcast.shared.checkpoint.update.sources import repair_sources
 from weightcast.shared.checkpoint.verify.inspect import Inspection, inspect, restore_base
 from weightcast.shared.checkpoint.verify.repair import Repaired
 from weightcast.shared.cli.options import (
+    channel_place,
     json_option,
     local_option,
     option,
@@ -36,7 +37,7 @@ from weightcast.shared.cli.options import (
 from weightcast.shared.cli.output import Output
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.daemon.settings import BadSettings
-from weightcast.shared.files.paths import ChannelAddress, channel_address, is_directory, printable
+from weightcast.shared.files.paths import ChannelAddress, is_directory, printable
 
 LOCK_SECONDS = 60.0
 _WRONG_MEMORY = "it answers with wrong weights; restart it, or let the daemon's own verify reload it"
@@ -57,7 +58,7 @@ class EngineFound:
 @click.command
 @local_option
 @option("--repair", is_flag=True, help="Repair differing bytes; needs --channel.")
-@option("--channel", type=channel_address, envvar="WEIGHTCAST_CHANNEL", help="Channel to repair from.")
+@option("--channel", type=channel_place, envvar="WEIGHTCAST_CHANNEL", help="Channel to repair from.")
 @option("--base", type=path, envvar="WEIGHTCAST_BASE", help="HF checkpoint to repair from.")
 @threads_option
 @option(

@@ -61,6 +61,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "channel show": (f"{_CLI}.channel:show", "Show the index of a version."),
     "channel verify": (f"{_CLI}.channel:verify", "Check every file of every version."),
     "channel repair": (f"{_PUBLISHER}:repair", "Repair a channel and move unreadable versions aside."),
+    "channel anchor": (f"{_PUBLISHER}:anchor", "Have full weights of the newest version written."),
     "channel sign": (f"{_PUBLISHER}:sign", "Sign every version of a channel."),
     "channel prune": (f"{_PUBLISHER}:prune", "Move unneeded versions to the trash, and empty it."),
     "channel component": ("", "Adapters and draft model of a run."),

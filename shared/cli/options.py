@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from weightcast.shared.files.paths import at_home, channel_address
+from weightcast.shared.files.paths import ChannelAddress, NotAnAddress, at_home, channel_address
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -18,6 +18,14 @@ F = TypeVar("F", bound=Callable[..., object])
 def path(text: str) -> Path:
     """A type of options: it may begin with ~/, which shells leave alone after `--flag=`."""
     return at_home(Path(text))
+
+
+def channel_place(text: str) -> ChannelAddress:
+    """A type of options."""
+    try:
+        return channel_address(text)
+    except NotAnAddress as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def size(text: str) -> int:
@@ -37,7 +45,7 @@ class Number(click.FloatRange):
         return number
 
 
-_METAVARS = {"CHANNEL_ADDRESS": "CHANNEL", "INTEGER RANGE": "INTEGER", "FLOAT RANGE": "NUMBER"}
+_METAVARS = {"CHANNEL_PLACE": "CHANNEL", "INTEGER RANGE": "INTEGER", "FLOAT RANGE": "NUMBER"}
 
 
 class Option(click.Option):
@@ -63,7 +71,7 @@ def option(*names: str, **attributes: Any) -> Callable[[F], F]:
 
 
 _CHANNEL: dict[str, Any] = {
-    "type": channel_address,
+    "type": channel_place,
     "envvar": "WEIGHTCAST_CHANNEL",
     "help": "The channel: a directory, or a URL (s3://, gs://, az://; to read it also http[s]://).",
 }

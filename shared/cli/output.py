@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -118,6 +119,9 @@ _PIPE_COLUMNS = 200
 """rich cuts tables at 80 columns where there is no terminal: digests would be lost in pipes and logs"""
 
 
+_PADDING = re.compile(r" +$", re.MULTILINE)
+
+
 @dataclass(frozen=True)
 class Output:
     json: bool = False
@@ -171,12 +175,24 @@ class Output:
             yield lambda nbytes: bar.advance(task, nbytes)
 
 
+class _Trimmed(io.StringIO):
+    """stdout without the spaces with which tables are filled up."""
+
+    def write(self, text: str) -> int:
+        sys.stdout.write(_PADDING.sub("", text))
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+
 def console(is_terminal: bool) -> Console:
     """A console on stdout that prints text as it is: names from channels and engines are not markup."""
     from rich.console import Console
 
     width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS
-    return Console(width=width, markup=False, highlight=False, emoji=False)
+    file = None if is_terminal else _Trimmed()
+    return Console(file=file, width=width, markup=False, highlight=False, emoji=False)
 
 
 def facts_table(rows: Iterable[tuple[str, object]]) -> Table:

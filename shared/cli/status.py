@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from weightcast.shared.base.errors import FIX_ENGINE
+from weightcast.shared.base.errors import FIX_ENGINE, counted
+from weightcast.shared.channel.pins import RESUME
 from weightcast.shared.cli.options import Number, daemon_options, json_option, option
 from weightcast.shared.cli.output import Output, facts_table, time_text
 from weightcast.shared.daemon.client import Daemon, parsed
@@ -39,7 +40,7 @@ timeout_option = option(
 def status(
     url: str, token: str | None, trust_for: TrustFor, verbose: bool, timeout: float, as_json: bool
 ) -> None:
-    """Show whether a publisher or subscriber is ready, its version, and what is wrong."""
+    """Show whether a publisher, subscriber or gateway is ready, its versions, and what is wrong."""
     with Daemon(url, token, timeout, trust_for=trust_for) as daemon:
         answer = parsed(daemon.get("/v1/status"), daemon.url)
     show = _show_all if verbose else _show
@@ -108,9 +109,9 @@ def _cell(value: Any) -> str:
 
 Answer = Mapping[str, Any]
 Row = tuple[str, str]
+Finds = Callable[[Answer], tuple[str, str]]
 _MOST = 2
 """reasons in the sentence, rows of a kind"""
-_RESUME = "remove bad checkpoints and rewind the trainer, then `weightcast channel resume`"
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,11 @@ class Summary:
 
 
 def summary(answer: Answer) -> Summary:
-    is_publisher = answer.get("role") == "publisher"
-    lag = f", {answer['lag_versions']} behind" if answer.get("lag_versions") else ""
-    said = _publisher_says(answer) if is_publisher else f"serves {_version(answer, 'served_version')}{lag}"
-    problem, remedy = _publisher_problem(answer) if is_publisher else _host_problem(answer)
-    name = "publisher" if is_publisher else str(answer.get("host") or "host")
+    role = str(answer.get("role", "host"))
+    says, finds, lists = _ROLES.get(role, _ROLES["host"])
+    name = role if role in ("publisher", "gateway") else str(answer.get("host") or "host")
+    said, (problem, remedy), rows = says(answer), finds(answer), lists(answer)
     ready = "ready" if answer.get("ready") else "not ready"
-    rows = _publisher_rows(answer) if is_publisher else _host_rows(answer)
     sentence = f"{name} is {ready}: {said}{'; ' if problem else ''}{problem}"
     return Summary(not problem, sentence, remedy, [row for row in (*rows, *_troubles(answer)) if row[1]])
 
@@ -136,7 +135,7 @@ def summary(answer: Answer) -> Summary:
 def _publisher_says(answer: Answer) -> str:
     """The version and, where this process published it, since when by the daemon's own clock."""
     version, newest = _version(answer, "version"), _newest(answer)
-    if newest.get("version") != answer.get("version"):
+    if not newest or newest.get("version") != answer.get("version"):
         return version
     step = "" if newest.get("step") is None else f"step {newest['step']}, "
     if newest.get("resumed_from_step") is not None:
@@ -154,7 +153,36 @@ def _publisher_problem(answer: Answer) -> tuple[str, str]:
         return f"{refused.get('source')} was refused {ago} ago: {refused.get('message')}", refused.get(
             "remedy", ""
         )
-    return (f"held: {answer['held']}", _RESUME) if answer.get("held") else ("", "")
+    return (f"held: {answer['held']}", RESUME) if answer.get("held") else ("", "")
+
+
+def _host_says(answer: Answer) -> str:
+    served = _version(answer, "served_version")
+    lag = f", {answer['lag_versions']} behind" if answer.get("lag_versions") else ""
+    is_past = answer.get("served_version") is not None and not answer.get("ready")
+    return f"{'last served' if is_past else 'serves'} {served}{lag}"
+
+
+def _gateway_says(answer: Answer) -> str:
+    hosts = _list(answer, "hosts")
+    taking = [host for host in hosts if host.get("version") is not None]
+    newest = f", newest {_version(answer, 'served_version')}" if taking else ""
+    return f"{len(taking)} of {counted(len(hosts), 'host')} take requests{newest}"
+
+
+def _gateway_problem(answer: Answer) -> tuple[str, str]:
+    out = [host for host in _list(answer, "hosts") if host.get("version") is None]
+    reasons = [f"{host.get('name')}: {host.get('reason')}" for host in out]
+    return _some(reasons) if answer.get("ready") else _reasons(answer), ""
+
+
+def _gateway_rows(answer: Answer) -> Iterator[Row]:
+    yield "target", _version(answer, "target_version")
+    yield "waiting", f"{counted(answer.get('waiting') or 0, 'request')} for a host"
+    for host in sorted(_list(answer, "hosts"), key=lambda host: host.get("version") is not None):
+        has = counted(host.get("requests") or 0, "request")
+        state = host.get("reason") or f"{_version(host, 'version')}, {has}"
+        yield f"host {host.get('name')}", f"{host.get('url')}: {state}"
 
 
 def _host_problem(answer: Answer) -> tuple[str, str]:
@@ -194,7 +222,7 @@ def _host_rows(answer: Answer) -> Iterator[Row]:
     yield "local copy", _version(answer, "local_version")
     # a step that ended says nothing of engines that are still to follow
     idle = answer.get("state") == "idle" and not answer.get("ready")
-    yield "doing", "waiting for what is named above" if idle else str(answer.get("state"))
+    yield "doing", f"waits: {_reasons(answer)}" if idle else str(answer.get("state"))
     waiting = _of(answer, "waiting_for")
     yield "waiting for", f"version {waiting.get('version')}: {waiting.get('reason')}" if waiting else ""
     engines = _list(answer, "engines")
@@ -222,6 +250,13 @@ def _troubles(answer: Answer) -> Iterator[Row]:
     yield "reports", str(answer.get("report_error") or "")
     yield "verify", f"{verify['faults']} faults: {verify.get('last_fault')}" if verify.get("faults") else ""
     yield "kernels", str(_of(answer, "kernels").get("problem") or "")
+
+
+_ROLES: Mapping[str, tuple[Callable[[Answer], str], Finds, Callable[[Answer], Iterator[Row]]]] = {
+    "publisher": (_publisher_says, _publisher_problem, _publisher_rows),
+    "gateway": (_gateway_says, _gateway_problem, _gateway_rows),
+    "host": (_host_says, _host_problem, _host_rows),
+}
 
 
 def _newest(answer: Answer) -> Answer:

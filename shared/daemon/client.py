@@ -114,8 +114,10 @@ class Daemon:
                 remedy="use the daemon's own address, or exempt this host from the proxy",
             )
         if code in (401, 403):
+            gave = "Authorization" in self._client.headers
             raise Refused(
-                f"{address} refused the token ({code})", remedy=f"give its token with {self._token_from}"
+                f"{address} {'refused the' if gave else 'needs a'} token ({code})",
+                remedy=f"give its token with {self._token_from}",
             )
         if code in (429, 503):
             raise RetryLater(f"{address} is busy", remedy="try again")

@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
-from weightcast.shared.base.errors import Refused, RetryLater, counted
+from weightcast.shared.base.errors import FIX_ENGINE, Refused, RetryLater, counted
 from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
 from weightcast.shared.channel.claims import Owner as ClaimOwner
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
@@ -49,6 +49,7 @@ PAGE_BYTES = 8 << 20
 ENGINES_SHOWN, TEXT_SHOWN = 16, 512
 """of a host in a larger fleet; characters"""
 _BARE_TEXT = 64
+_ENGINES_OUT = ("failed", "silent", "suspect", "paused")
 _LATEST = "latest"
 _MOST_PARTS = 64
 """of a path in a host's short name"""
@@ -447,7 +448,17 @@ def trouble_of(host: Host, run_id: str | None) -> tuple[str, str]:
     if not host.last_error and _is_other(host, RunHead(run_id, None)):
         remedy = "give it this run's channel, or a local directory of its own"
         return f"follows another run, {host.run_id}", remedy
+    out = [f"engine {each.name} is {each.state}" for each in host.engines if each.state in _ENGINES_OUT]
+    if not host.last_error and not host.ready and out:
+        return ", ".join(out), FIX_ENGINE
     return host.last_error, host.remedy
+
+
+def shown_standing(host: Host) -> str:
+    """For people: a ready host at its target is up to date; one at it that is not ready is not behind."""
+    if host.standing == "behind" and host.lag == 0:
+        return "not ready"
+    return "up to date" if host.standing == "ready" else host.standing
 
 
 def names_of(hosts: Iterable[Host]) -> dict[str, str]:
@@ -510,8 +521,8 @@ def _host_findings(fleet: Fleet) -> list[tuple[Level, str]]:
     found: list[tuple[Level, str]] = []
     for hosts in worst[:_MOST_KINDS]:
         first, same = hosts[0], len(hosts) - 1
-        more = f" (and {same} more {first.standing})" if same else ""
-        why = short(trouble_of(first, fleet.run_id)[0]) or first.standing
+        more = f" (and {same} more {shown_standing(first)})" if same else ""
+        why = short(trouble_of(first, fleet.run_id)[0]) or shown_standing(first)
         level: Level = "bad" if first.standing in ("failed", "lost") else "warning"
         found.append((level, f"{names[first.key]}: {why}{more}"))
     rest = Counter(host.standing for hosts in worst[_MOST_KINDS:] for host in hosts)

@@ -129,10 +129,22 @@ def warm_up_in_background() -> None:
 
 def _warm_up() -> None:
     if kernel_status().kind == "numba":
+        is_first = not are_kept()
+        if is_first:
+            log.info("compiling kernels: takes about a minute of one core, once")
         warm_up()
+        if is_first:
+            log.info("kernels compiled")
     STATUS.set(kernel_status())
     if STATUS.get().problem:
         log.warning("kernels", **STATUS.get().by_name())
+
+
+def are_kept() -> bool:
+    """Whether no kernel is to be compiled any more."""
+    from weightcast.shared.kernels.compiler import STORE
+
+    return STORE.complete
 
 
 def kernel_status() -> KernelStatus:

@@ -31,7 +31,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, is_foreign
 from weightcast.shared.checkpoint.state.state import Boot
 from weightcast.shared.checkpoint.update.buffer_reuse import spare_bytes
 from weightcast.shared.daemon.environment import usable_cores
-from weightcast.shared.daemon.status import kernel_status
+from weightcast.shared.daemon.status import are_kept, kernel_status
 from weightcast.shared.files import probes
 from weightcast.shared.files.disk_errors import (
     DiskError,
@@ -401,6 +401,8 @@ class MachineFacts:
     kernels: str
     """numba or numpy"""
     kernel_problem: str
+    kernels_kept: bool = True
+    """all are compiled"""
 
 
 def observe_machine() -> MachineFacts:
@@ -425,6 +427,7 @@ def observe_machine() -> MachineFacts:
         machine_id=_text("/etc/machine-id") != "",
         kernels=kernels.kind,
         kernel_problem=kernels.problem,
+        kernels_kept=kernels.kind == "numba" and are_kept(),
     )
 
 

@@ -409,7 +409,8 @@ def _kernels(facts: MachineFacts) -> Finding:
     if facts.kernel_problem:
         remedy = "set WEIGHTCAST_CACHE to a private directory with room, or free space in the named one"
         return Finding(MACHINE, "kernels", "warning", facts.kernel_problem, remedy)
-    return Finding(MACHINE, "kernels", "ok", f"compiled; {facts.cores} cores")
+    compiled = "compiled" if facts.kernels_kept else "can be compiled; the first start takes about a minute"
+    return Finding(MACHINE, "kernels", "ok", f"{compiled}; {facts.cores} cores")
 
 
 def _memory(facts: MachineFacts) -> Finding:

@@ -45,14 +45,26 @@ def is_plain(text: str) -> bool:
     return all(ord(c) >= 0x20 and not 0x7F <= ord(c) < 0xA0 and not 0xD800 <= ord(c) < 0xE000 for c in text)
 
 
+class NotAnAddress(Refused, ValueError):
+    """Of a channel."""
+
+
 ChannelAddress: TypeAlias = Path | str
 """where a channel is: a directory, or the URL of a bucket and a prefix"""
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://.+", re.DOTALL)
+_ALMOST_URL = re.compile(r"(s3|gs|az|hf|https?|file):/?([^/].*)", re.DOTALL | re.IGNORECASE)
 
 
 def channel_address(given: Path | str) -> ChannelAddress:
-    """As a user names a channel: a URL stays text, everything else is a path, also with `file://`."""
+    """As a user names a channel: a URL stays text, everything else is a path, also with `file://`. Raises
+    NotAnAddress for a URL that lacks a slash: a directory of that name would be made."""
     text = os.fspath(given).removeprefix("file://")
+    if (almost := _ALMOST_URL.fullmatch(text)) is not None:
+        scheme, rest = almost.groups()
+        raise NotAnAddress(
+            f"{text} is not a directory or URL",
+            remedy=f"give {scheme.lower()}://{rest}, or ./{text} for a directory",
+        )
     return text if _URL.fullmatch(text) else at_home(Path(text))
 
 

@@ -14,6 +14,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import httpx
@@ -23,13 +24,17 @@ from weightcast.subscriber.gate.conditions import batch_of
 Body = Mapping[str, Any]
 _RETRIED = (409, 429, 503)
 _LEAST_PAUSE = 0.05
+_PROMPTS = ("input_ids", "text", "messages", "prompt")
 
 
 class RequestRefused(Exception):
     """`status`: of HTTP; `facts`: the body, of a 409 with the versions `served` and `target`."""
 
     def __init__(self, status: int, facts: Body, retry_after: float = 1.0) -> None:
-        super().__init__(f"refused with {status}: {facts.get('error') or facts}")
+        remedy = f" ({facts['remedy']})" if facts.get("remedy") else ""
+        super().__init__(
+            f"refused with {status}: {facts.get('message') or facts.get('error') or facts}{remedy}"
+        )
         self.status, self.facts, self.retry_after = status, facts, retry_after
 
     @property
@@ -90,6 +95,8 @@ class Client:
     ) -> None:
         trust: ssl.SSLContext | bool = url.lower().startswith("https:")
         if trust:
+            for file in filter(None, (ca, cert)):
+                Path(file).open().close()  # ssl's own error does not name it
             trust = ssl.create_default_context(cafile=ca)
             if cert is not None:
                 trust.load_cert_chain(cert)
@@ -122,7 +129,8 @@ class Client:
     ) -> Answer:
         """`body`: as SGLang's /generate takes it (`text`, `input_ids`), /v1/completions (`prompt`) or
         /v1/chat/completions (`messages`). An answer that an update ended is continued on the new weights,
-        unless one version is asked for, or several answers. Raises RequestRefused."""
+        unless one version is asked for, or several answers. Raises RequestRefused, and ValueError for a
+        body without a prompt."""
         asked = {"min-version": min_version, "exact-version": exact_version, "max-lag": max_lag}
         asked |= {"session": session, "wait": wait}  # type: ignore[dict-item]
         headers = {f"Weightcast-{name}": str(value) for name, value in asked.items() if value is not None}
@@ -148,9 +156,10 @@ class Client:
                 pause = max(error.retry_after, _LEAST_PAUSE) * random.uniform(0.5, 1.5)
                 if not error.may_pass or time.monotonic() + pause > deadline:
                     raise
-            except httpx.TransportError:
+            except httpx.TransportError as error:
                 pause = random.uniform(0.5, 1.5)
                 if time.monotonic() + pause > deadline:
+                    error.args = (f"{self._http.base_url}: {error}",)
                     raise
             await asyncio.sleep(pause)
 
@@ -203,7 +212,10 @@ def _sampling(body: Body) -> Body:
 
 
 def _prompt_of(body: Body) -> str:
-    return next(name for name in ("input_ids", "text", "messages", "prompt") if name in body)
+    found = next((name for name in _PROMPTS if name in body), None)
+    if found is None:
+        raise ValueError(f"the body has no prompt: give one of {', '.join(_PROMPTS)}")
+    return found
 
 
 def _path(body: Body) -> str:

@@ -85,7 +85,11 @@ class Announcer:
         troubles = (*status.not_ready_reasons, *status.degraded)
         if self._is_news("troubles", troubles):
             if troubles:
-                log.warning("not where it should be", version=status.local_version, reasons=list(troubles))
+                log.warning(
+                    "not ready" if status.not_ready_reasons else "degraded",
+                    version=status.local_version,
+                    reasons=list(troubles),
+                )
             else:
                 sentence = f"all engines serve version {status.local_version}"
                 log.info("all engines serve", sentence=sentence, version=status.local_version)

@@ -97,8 +97,8 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     readable_by: Readers | None = None
     """Who may read the local checkpoint; unset: as the umask says."""
     gate: int | None = Field(None, ge=0, le=65535)
-    """Port of the gate: requests to the engines, each answered by a version that it allows; 0 takes a free
-    one, unset: none."""
+    """Port of the gate: requests to the engines (sglang, vllm; a webhook takes none), each answered by a
+    version that it allows; 0 takes a free one, unset: none."""
     gate_url: str | None = Field(None, max_length=256)
     """URL at which a gateway reaches the gate; unset: its port at this machine's name, or at --host."""
     gate_token: Token | None = None

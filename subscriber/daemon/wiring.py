@@ -135,7 +135,8 @@ def open_gate(
         if spec.kind == "webhook":
             raise Refused(
                 f"engine {spec.name}: a webhook answers no requests",
-                remedy="leave out --gate, or give engines of the kinds sglang and vllm",
+                remedy="leave out --gate, or let the engine answer as SGLang does: docs/engines.md, Your own "
+                "engine behind a gate",
             )
         trust = trusted(spec.url, spec.ca, verify=spec.verify)
         keys = keys_of(spec, os.environ)

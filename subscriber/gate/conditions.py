@@ -55,7 +55,12 @@ class Conditions:
         given = {key: value for key, value in given.items() if value is not None}
         for key, value in given.items():
             _check(key, value)
-        return cls(**given)
+        found = cls(**given)
+        if found.exact_version is not None and found.exact_version < (found.min_version or 0):
+            raise BadCondition(
+                f"exact_version {found.exact_version} is below min_version {found.min_version}"
+            )
+        return found
 
     def allow(self, version: int, target: int) -> bool:
         """`target`: the version that the host is to reach."""
@@ -69,9 +74,10 @@ class Conditions:
     def for_gate(self, target: int) -> dict[str, str]:
         """Headers for a gate, whose target may be older: all but the session, which is text, and the time to
         wait, which is the gateway's."""
+        exact, least = self.exact_version, self._least(target)
         asked = {
-            "min-version": self._least(target) or None,
-            "exact-version": self.exact_version,
+            "min-version": None if exact is not None and exact < least else least or None,
+            "exact-version": exact,
             "max-lag": self.max_lag,
         }
         return {_HEADER + name: str(value) for name, value in asked.items() if value is not None}

@@ -84,6 +84,17 @@ async def read_request(scope: Scope, receive: Receive, send: Send, *, names: boo
     return None
 
 
+def not_json(request: Request) -> str:
+    """What is wrong with a body that calls itself JSON; empty where nothing is."""
+    if not request.headers.get("content-type", "").startswith("application/json"):
+        return ""
+    try:
+        json.loads(request.body)
+    except (ValueError, RecursionError) as error:
+        return f"the body is not JSON: {error}"
+    return ""
+
+
 def is_abort(scope: Scope) -> bool:
     """The second path is SGLang's."""
     return scope["method"] == "POST" and scope["path"] in ("/abort", "/abort_request")

@@ -41,6 +41,7 @@ from weightcast.subscriber.gate.exchange import (
     bearer,
     is_abort,
     length_of,
+    not_json,
     open_session,
     passed_back,
     put_requests_first,
@@ -115,6 +116,8 @@ class Gate(Collector):
         self._mislabeled = 0
         self._reported: dict[str, str] = {}
         """by engine, the last wrong label that was logged: every answer may have it"""
+        self._failing = set[str]()
+        """engines that did not answer the last request; logged"""
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self.port, self.url = 0, ""
@@ -249,6 +252,7 @@ class Gate(Collector):
                         raise
                     task.uncancel()
                     await answer.end_cut(of_sglang=scope["path"] == "/generate")
+            self._failing.discard(call.engine)
             outcome = "partial" if answer.ended_by else "answered"
             self._count(call.low, answer.tokens or 0)
         except NotAdmitted as error:
@@ -256,7 +260,11 @@ class Gate(Collector):
             await self._refuse(error, call, asked.is_stitch, send)
         except (aiohttp.ClientError, OSError) as error:
             outcome = "engine_failed"
-            await answer.fail(f"engine {call.engine} does not answer: {error or type(error).__name__}")
+            reason = f"engine {call.engine} does not answer: {error or type(error).__name__}"
+            if call.engine not in self._failing:
+                self._failing.add(call.engine)
+                log.warning("engine did not answer a request", engine=call.engine, reason=reason)
+            await answer.fail(reason)
         finally:
             self.outcomes[outcome] += 1
             self.traffic.leave(call)
@@ -453,11 +461,15 @@ class _Answer:
             await say(self._send, 503, {**facts, "retryable": True}, {"retry-after": "0"})
 
     async def fail(self, error: str) -> None:
-        """An error of ours; an answer that has begun is cut, so that it cannot pass for a whole one."""
-        if not self._begun:
+        """An error of ours; an answer that has begun is cut, so that it cannot pass for a whole one. A body
+        that is not JSON is looked at here alone: parsing each would cost more than all else, and engines that
+        break off over it are the only ones that do not refuse it themselves."""
+        if not self._begun and (wrong := not_json(self._request)):
+            await say(self._send, 400, {"error": wrong})
+        elif not self._begun:
             await say(self._send, 503, {"error": error, "retryable": True}, {"retry-after": "1"})
-            return
-        raise ConnectionError(error)
+        else:
+            raise ConnectionError(error)
 
     def _label(self) -> dict[str, object]:
         partial = {"partial": True, "ended_by": self.ended_by} if self.ended_by else {}

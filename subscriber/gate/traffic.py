@@ -26,9 +26,10 @@ _OUTCOMES = {409: "unmet", 429: "too_many", 503: "not_ready"}
 class NotAdmitted(Exception):
     """`status`: of HTTP."""
 
-    def __init__(self, status: int, error: str) -> None:
+    def __init__(self, status: int, error: str, *, failed: bool = False) -> None:
+        """`failed`: an engine that had taken it did not answer."""
         super().__init__(error)
-        self.status, self.error = status, error
+        self.status, self.error, self.failed = status, error, failed
         self.outcome = _OUTCOMES[status]
 
     def patience(self, conditions: Conditions, hold_seconds: float) -> float:

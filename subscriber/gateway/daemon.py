@@ -24,6 +24,7 @@ from weightcast.subscriber.gateway.settings import GatewaySettings
 
 class GatewayStatus(Facts):
     software: str = SOFTWARE
+    role: str = "gateway"
     ready: bool = False
     not_ready_reasons: tuple[str, ...] = ()
     served_version: int | None = None

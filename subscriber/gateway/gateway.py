@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 from starlette.types import Receive, Scope, Send
 
+from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.metrics import Metrics
 from weightcast.shared.daemon.timing import jittered
 from weightcast.subscriber.gate.conditions import MEMBER
@@ -44,6 +45,8 @@ _QUICK_SECONDS = 0.2
 _AGAIN_SECONDS = 0.5
 """until hosts that refused a request are asked again"""
 _LOOKS_PER_SECOND = 500
+_MOST_FAILURES = 16
+"""of engines that took one request, after which it is the request's fault"""
 _FACTS_LIMIT = 1 << 20
 _REFUSALS = (401, 409, 429, 503)
 """answers of a gate after which another one may take the request"""
@@ -51,6 +54,9 @@ _OUTCOMES = ("answered", "unmet", "too_many", "not_ready", "cut", "left")
 _OF_THE_OLDEST = ("/model_info", "/get_model_info", "/weight_info", "/weight_version", "/get_weight_version")
 """routes that name a version of weights: all other hosts serve it or a later one"""
 _LAGS = ("0", "1", "2", "more")
+
+
+log = get_log("gateway")
 
 
 class GatewayMetrics:
@@ -151,9 +157,19 @@ class Gateway:
                 self.hosts.refused(host, 401, facts)
             else:
                 self.hosts.looked(host, facts)
+        self._note(host)
         self._metrics.ready.set(len(self.hosts.ready))
         if self.hosts.changes != before:
             self._tell()
+
+    def _note(self, host: Host) -> None:
+        """Logs why a gate cannot be asked, once for each reason, and that it can be again."""
+        problem = host.reason if host.failures else ""
+        if problem and problem != host.logged:
+            log.warning("gate not usable", host=host.name, url=host.url, reason=problem)
+        elif host.logged and not problem:
+            log.info("gate usable again", host=host.name, url=host.url)
+        host.logged = problem
 
     def _tell(self) -> None:
         self._changed.set()
@@ -208,7 +224,7 @@ class Gateway:
     async def _answer(self, request: Request, send: Send) -> None:
         """Raises NotAdmitted where no gate took it, ConnectionError where one took it and broke off."""
         tried: set[Host] = set()
-        has_guessed = False
+        has_guessed, failures, last = False, 0, ""
         while True:
             found = self._choose(request, tried)
             if isinstance(found, NotAdmitted) and found.status == 409 and not has_guessed:
@@ -219,7 +235,12 @@ class Gateway:
                 if refusal is None:
                     return
                 self._metrics.retries.labels(str(refusal.status)).inc()
+                failures, last = failures + refusal.failed, refusal.error
+                if failures >= _MOST_FAILURES:
+                    raise NotAdmitted(503, f"{failures} engines in a row did not answer it; the last: {last}")
             else:
+                if last and last not in found.error:
+                    found.error = f"{found.error}; the last answer: {last}"
                 await self._wait(request, found)
                 tried.clear()
             if request.aborted:

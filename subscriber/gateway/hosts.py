@@ -62,6 +62,8 @@ class Host:
     failures: int = 0
     failing_since: float = 0.0
     reason: str = "not asked yet"
+    logged: str = ""
+    """why it cannot be asked, as the log has it"""
 
     @property
     def load(self) -> int:
@@ -181,7 +183,7 @@ class Hosts:
         elif not facts.get("retryable"):
             # null where no engine is open: one that is may only lack an adapter
             self._serves(host, _version(facts, "served"))
-        return NotAdmitted(status, error)
+        return NotAdmitted(status, error, failed=bool(facts.get("retryable")) and "ended_by" not in facts)
 
     def failed(self, host: Host, reason: str) -> NotAdmitted:
         """It does not answer: left out for a time, and after long its requests are given up."""

@@ -253,7 +253,7 @@ def test_as_verbs(runs: Runs, run: Run, capsys: pytest.CaptureFixture[str]) -> N
     assert weightcast(["channel", "verify", "--channel", str(run.channel)]) == 0
     plant(runs, run, "shard", "removed")
     assert weightcast(["channel", "repair", "--channel", str(run.channel)]) == 3
-    assert "until an anchor is written" in capsys.readouterr().out
+    assert "until it is repaired" in capsys.readouterr().out
 
 
 def test_what_is_lost_is_told_until_it_is_pruned(

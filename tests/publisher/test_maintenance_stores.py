@@ -519,7 +519,7 @@ def test_a_running_publisher_finds_damage_and_obeys_orders(world: World) -> None
         assert found is not None and found.done and objects(world.store) == before
         assert publisher.check_channel(check) is None
         world.damage(world.shard(3), None)
-        pins.order_repair(world.store)
+        pins.order(world.store, "repair")
         repairs = publisher.obey_repair()
         assert repairs is not None and repairs.left == []
     assert objects(world.store) == before

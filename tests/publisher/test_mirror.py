@@ -280,10 +280,10 @@ def test_what_is_damaged_in_the_destination_is_repaired(run: Run, to: Store, ord
     run.copy(to)
     assert verify(Channel.open(to)) != []
     if ordered:
-        pins.order_repair(to)
+        pins.order(to, "repair")
     run.copy(to, verify=not ordered)
     require_equal(run.store, to)
-    assert not pins.repair_ordered(to)
+    assert not pins.is_ordered(to, "repair")
 
 
 def test_signatures_are_copied_and_checked(tmp_path: Path, to: Store) -> None:

@@ -35,12 +35,13 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def host(places: Places, name: str, *flags: str) -> Iterator[Path]:
+def host(places: Places, name: str, *flags: str, base: bool = True) -> Iterator[Path]:
     """A subscriber's daemon; its local checkpoint."""
     local = places.root / name
     with (places.root / f"{name}.log").open("ab") as log:
         process = forked.weightcast(
-            *("subscriber", "run", "--channel", places.channel, "--base", places.base, "--local", local),
+            *("subscriber", "run", "--channel", places.channel, "--local", local),
+            *(("--base", places.base) if base else ()),
             *("--port", "0", "--poll-seconds", "0.1", "--threads", "1", *flags),
             stderr=log,
             env={**os.environ, "WEIGHTCAST_TOKEN": ""},
@@ -110,7 +111,26 @@ def test_a_fleet_is_rolled_back_held_and_let_go(places: Places, capsys: pytest.C
         daemon.kill()
 
 
-def test_what_is_kept_or_tagged_outlives_the_rest(places: Places) -> None:
+def test_a_running_publisher_writes_an_anchor_for_hosts_without_a_base(
+    places: Places, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, daemon = Trainer(places), Daemon.start(places).ready()
+    try:
+        assert verb(places, "anchor") == 3 and "has no version yet" in capsys.readouterr().err
+        trainer.leave()
+        arrives(daemon, 1)
+        assert verb(places, "anchor") == 0 and "version 1 has an anchor" in capsys.readouterr().out
+        # moved away: no record of it helps this host
+        places.base.rename(places.root / "elsewhere")
+        with host(places, "host", base=False) as local:
+            holds(local, 1, trainer.models[1])
+        assert daemon.stop() == 0
+        assert verb(places, "anchor") == 0 and "the next publisher writes it" in capsys.readouterr().out
+    finally:
+        daemon.kill()
+
+
+def test_what_is_kept_or_tagged_outlives_the_rest(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, daemon = Trainer(places), Daemon.start(places, "--every", "--keep-versions", "2").ready()
 
     def gone(version: int) -> bool:
@@ -129,6 +149,8 @@ def test_what_is_kept_or_tagged_outlives_the_rest(places: Places) -> None:
         assert verb(places, "keep", 1) == 0 and verb(places, "tag", "best", 2) == 0
         newest = publish_until(lambda: len(trainer.models) > 3 and gone(3))
         assert not gone(1) and not gone(2)
+        capsys.readouterr()
+        assert verb(places, "tag") == 0 and "best is 2" in capsys.readouterr().out
         with host(places, "best", "--target", "best") as local:
             holds(local, 2, trainer.models[2])
             assert verb(places, "tag", "best", newest) == 0

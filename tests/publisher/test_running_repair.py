@@ -50,7 +50,7 @@ def test_an_order_over_http_repairs_the_newest_version(published: tuple[Places, 
     assert (answer.status_code, answer.json()) == (202, {"ordered": True})
     result = wait_until(lambda: daemon.status()["repair"])
     assert any("weight_v000003" in line for line in result["done"]) and result["left"] == []
-    assert committed(places.channel) == before and not pins.repair_ordered(open_store(places.channel))
+    assert committed(places.channel) == before and not pins.is_ordered(open_store(places.channel), "repair")
     # logged after it is shown
     wait_until(lambda: "channel repaired" in daemon.log.read_text())
 
@@ -186,8 +186,8 @@ def test_a_publisher_in_process_obeys_at_its_next_publication(tmp_path: Path) ->
     before = committed(place.channel)
     DAMAGES[1](place.channel / "weight_v000003")
     with place.publisher(upkeep=KEEPS) as publisher:
-        pins.order_repair(open_store(place.channel))
+        pins.order(open_store(place.channel), "repair")
         model = some_changed(models_of(place)[-1], np.random.default_rng(9))
         assert publisher.publish_checkpoint(place.new(model)).version == 4
-    assert not pins.repair_ordered(open_store(place.channel))
+    assert not pins.is_ordered(open_store(place.channel), "repair")
     assert committed(place.channel).items() >= before.items()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from weightcast.shared.cli.main import run
 from weightcast.shared.daemon.environment import http_parts, is_host
 
 WRONG = ["", " ", "a..b", ".a", "-a", "a" * 64, "a." * 127 + "b", "xn--a", "ä.example", "a b", "*", "[::1]"]
@@ -39,3 +42,14 @@ def test_a_url_that_is_taken_is_one_for_the_client_too(url: str) -> None:
 
 def test_a_url_has_a_longest_form() -> None:
     assert http_parts("http://h/" + "x" * 70_000) is None
+
+
+@pytest.mark.parametrize("command", ["channel log", "publisher run", "subscriber run"])
+def test_a_channel_that_is_almost_a_url_is_refused(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    local = [] if command == "channel log" else ["--local", "local", "--base", "base"]
+    assert run([*command.split(), "--channel", "s3:/weights/run7", *local]) == 2
+    assert "s3://weights/run7" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -391,6 +391,11 @@ def test_a_tmpfs_counts_as_memory() -> None:
     assert levels(judge_local(free(500 * GB, "tmpfs"), NEW, RUN, small)) == {"memory": "warning"}
 
 
+def test_kernels_that_are_not_compiled_yet_are_not_called_compiled() -> None:
+    found = judge_machine(replace(MACHINE, kernels_kept=False), RUN, NEW)
+    assert ["can be compiled" in one.says for one in found if one.check == "kernels"] == [True]
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [

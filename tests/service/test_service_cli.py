@@ -309,8 +309,8 @@ def test_a_port_alone_is_one_of_this_machine(
 @pytest.mark.parametrize(
     ("status", "challenge", "says"),
     [
-        (401, {}, "refused the token (401)"),
-        (403, {"WWW-Authenticate": "Bearer"}, "refused the token (403)"),
+        (401, {}, "needs a token (401)"),
+        (403, {"WWW-Authenticate": "Bearer"}, "needs a token (403)"),
         (401, {"WWW-Authenticate": "Basic realm=x"}, "a proxy at"),
         (407, {"Proxy-Authenticate": "Basic"}, "a proxy at"),
     ],
@@ -323,8 +323,11 @@ def test_refusals_are_about_the_token_or_a_proxy(
         def answer() -> Response:
             return Response(status_code=status, headers=challenge)
 
-    assert run("wake", serve(prepare=refuse).url + "/other") == 3
+    url = serve(prepare=refuse).url + "/other"
+    assert run("wake", url) == 3
     assert says in capsys.readouterr().err
+    assert run("wake", url, "--token", "wrong") == 3
+    assert says.replace("needs a", "refused the") in capsys.readouterr().err
 
 
 def test_status_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:

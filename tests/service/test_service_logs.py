@@ -59,11 +59,11 @@ def test_the_console_shows_what_is_wrong_first_and_the_remedy_on_its_own_line() 
     setup_logs("console", "info", stream)
     log = get_log("daemon")
     log.warning("step failed", error="DamagedFile", message="x: 3 bytes", remedy="fetch x again", tries=2)
-    log.warning("not where it should be", version=4, reasons=["engine a failed", "engine\nb failed"])
+    log.warning("not ready", version=4, reasons=["engine a failed", "engine\nb failed"])
     first, remedy, second = stream.getvalue().splitlines()
     assert "step failed: x: 3 bytes" in first and first.endswith("tries=2") and "DamagedFile" not in first
     assert remedy == "    remedy: fetch x again"
-    assert "not where it should be: engine a failed; engine\\nb failed" in second
+    assert "not ready: engine a failed; engine\\nb failed" in second
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from weightcast.publisher.publish.publish_job import Publication
 from weightcast.shared.cli.output import to_json
 from weightcast.shared.cli.status import Summary, summary
 from weightcast.shared.daemon.status import LoopStatus
+from weightcast.subscriber.gateway.daemon import GatewayStatus
+from weightcast.subscriber.gateway.hosts import HostLine
 from weightcast.subscriber.status import EngineStatus, HostStatus, LastError
 
 NOW = 1_790_000_000.0
@@ -75,6 +77,33 @@ def test_a_host_that_is_ready_or_degraded_says_at_what() -> None:
     assert found.sentence == "h is ready: serves version 6; degraded: disk full"
     assert not found.well and found.remedy == "free it" and ("target", "latest: version 7") in found.rows
     assert len(found.rows) <= 14
+
+
+def test_a_host_that_is_not_ready_does_not_serve() -> None:
+    facts = {"local_version": 17, "served_version": 17, "not_ready_reasons": ("engine a does not answer",)}
+    found = host(state="idle", **facts)
+    assert found.sentence == "h is not ready: last served version 17; engine a does not answer"
+    assert ("doing", "waits: engine a does not answer") in found.rows
+
+
+def test_a_publisher_without_a_version_says_nothing_of_its_age() -> None:
+    found = publisher(ready=False, version=None, not_ready_reasons=("starting",))
+    assert found.sentence == "publisher is not ready: no version; starting"
+
+
+def test_a_gateway_says_which_hosts_take_requests() -> None:
+    line = {"target": 3, "adapters": {}, "requests": 2}
+    good = HostLine(name="a", url="http://a:1", version=3, reason="", **line)
+    out = HostLine(name="b", url="http://b:1", version=None, reason="its gate refuses the token", **line)
+    facts = {"ready": True, "served_version": 3, "target_version": 3, "waiting": 1}
+    found = summary(json.loads(to_json(GatewayStatus(hosts=(good, out), **facts))))
+    said = "gateway is ready: 1 of 2 hosts take requests, newest version 3; b: its gate refuses the token"
+    assert found.sentence == said and not found.well
+    rows = dict(found.rows)
+    assert rows["host a"] == "http://a:1: version 3, 2 requests" and rows["waiting"] == "1 request for a host"
+    assert rows["host b"] == "http://b:1: its gate refuses the token"
+    none = summary(json.loads(to_json(GatewayStatus(not_ready_reasons=("no gate is known",)))))
+    assert none.sentence == "gateway is not ready: 0 of 0 hosts take requests; no gate is known"
 
 
 def test_an_answer_of_another_release_is_read_as_far_as_it_goes() -> None:

@@ -170,6 +170,9 @@ class Gateway:
         self.kill()
         self.start()
 
+    def log(self) -> str:
+        return Path(self._log.name).read_text()
+
     def hosts(self) -> dict[str, Any]:
         return {host["url"]: host for host in self.client.get("/v1/status").json()["hosts"]}
 

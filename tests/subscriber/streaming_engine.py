@@ -186,6 +186,8 @@ class Engine:
 
     async def note(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         self.headers.append(dict(request.headers))
+        if b'"crash"' in await request.body():
+            return StreamingResponse(_broken_off(), media_type="application/json")
         answer = await call_next(request)
         # of this hop
         answer.headers.update({"connection": "x-hop", "x-hop": "1"})
@@ -300,6 +302,11 @@ class SGLang(Engine):
             _say("/server_info", lambda: {**started, "weight_version": self.label}),
             _text("/metrics", lambda: f"{named} {self.started}\n"),
         ]
+
+
+async def _broken_off() -> AsyncIterator[str]:
+    yield "{"
+    raise ConnectionError
 
 
 def _say(path: str, answer: Callable[[], Any]) -> Route:

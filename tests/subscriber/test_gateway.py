@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -224,6 +225,26 @@ def test_what_was_not_streamed_yet_is_sent_to_another_host(site: Site, run: Run)
     gateway.wait_for(1, 1)
 
 
+def test_a_body_that_breaks_the_engine_is_refused_at_once(site: Site, host: Host) -> None:
+    gateway = Gateway(site, *gates_of(host))
+    gateway.wait_for(1)
+    json_type = {"content-type": "application/json"}
+    broken = gateway.client.post("/v1/completions", content=b'{"crash": true, "prompt":', headers=json_type)
+    assert broken.status_code == 400 and "the body is not JSON" in broken.json()["error"]
+    given_up = gateway.complete(crash=True)
+    assert given_up.status_code == 503
+    assert "16 engines in a row" in given_up.json()["error"] and "e0" in given_up.json()["error"]
+    assert "engine did not answer a request" in host.log()
+    assert gateway.complete().status_code == 200
+
+
+def test_why_a_gate_cannot_be_asked_is_logged_once(site: Site, host: Host) -> None:
+    gateway = Gateway(site, "--gates", f"http://127.0.0.1:{free_port()}", *gates_of(host))
+    gateway.wait_for(0, 1)
+    wait_until(lambda: "gate not usable" in gateway.log())
+    assert gateway.log().count("gate not usable") == 1
+
+
 def test_what_was_streamed_is_cut_and_cannot_pass_for_a_whole_answer(site: Site, host: Host) -> None:
     gateway = Gateway(site, *gates_of(host))
     gateway.wait_for(1)
@@ -424,6 +445,22 @@ class TestClient:
         asked = self.host.engines[0].get("/requests")[-1]
         assert asked["prompt"] == "p " + answer.pieces[0].text
         assert asked["max_tokens"] == versions.count(2)
+
+    def test_what_cannot_be_answered_says_why(self, gateway: Gateway, tmp_path: Path) -> None:
+        async def ask(url: str, body: dict[str, Any], **asked: Any) -> None:
+            async with Client(url, seconds=0.0) as client:
+                await client.generate(body, **asked)
+
+        with pytest.raises(ValueError, match="one of input_ids, text, messages, prompt"):
+            asyncio.run(ask(gateway.url, {"foo": 1}))
+        with pytest.raises(RequestRefused, match="exact_version 3 is below min_version 5") as refused:
+            asyncio.run(ask(gateway.url, {"prompt": "p"}, min_version=5, exact_version=3))
+        assert refused.value.status == 400
+        nobody = f"http://127.0.0.1:{free_port()}"
+        with pytest.raises(httpx.ConnectError, match=nobody):
+            asyncio.run(ask(nobody, {"prompt": "p"}))
+        with pytest.raises(FileNotFoundError, match=r"ca\.pem"):
+            Client("https://127.0.0.1:1", ca=str(tmp_path / "ca.pem"))
 
     def test_refusals_are_tried_again_until_the_version_is_there(self, gateway: Gateway) -> None:
         async def generate() -> Any:

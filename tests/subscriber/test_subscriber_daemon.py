@@ -303,7 +303,7 @@ def test_the_verb_wake_retries_a_failed_engine(site: Site, run: Run, weightcast:
     wait_until(lambda: daemon.port_file.exists() and daemon.engine_state() == "failed")
     port = daemon.port_file.read_text().strip()
     refused = weightcast("wake", port)
-    assert refused.code == 3 and "refused the token (401)" in refused.err
+    assert refused.code == 3 and "needs a token (401)" in refused.err
     assert daemon.engine_state() == "failed"
     woken = weightcast("wake", port, "--token", TOKEN, "--json")
     assert (woken.code, woken.json["url"]) == (0, f"http://127.0.0.1:{port}")

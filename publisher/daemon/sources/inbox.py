@@ -249,9 +249,8 @@ class Inbox:
         if not any(entry.outcome in _PUBLISHED for entry in entries.values()):
             self.entries = entries
 
-    def left_alone(self, present: Collection[str]) -> list[Unpublished]:
+    def left_alone(self, present: Collection[str], remedy: str) -> list[Unpublished]:
         """`present`: names of what is there."""
-        remedy = "publish it with `POST /v1/publish`; before the first version, restart with --existing"
         existing = [
             Unpublished(name, "complete when this publisher first looked", remedy)
             for name, each in self.entries.items()

@@ -47,7 +47,8 @@ from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.hf_checkpoint import ADAPTER_MODEL
 from weightcast.shared.files.paths import exists, is_directory, is_link, is_own_directory, matching
 
-_EXISTING = "before the first version, restart with --existing to publish them; later, `POST /v1/publish`"
+_EXISTING = "restart with --existing to publish them, in order; or publish one with `POST /v1/publish`"
+_POST = "publish one with `POST /v1/publish` and its absolute path: docs/publishing.md#on-request"
 _REMEDY = "remove the file: present checkpoints then count as published"
 _HELD = "publishing is held; it is published after `weightcast channel resume`"
 _HELD_REMEDY = "move it away before you resume if it must not be published"
@@ -262,6 +263,8 @@ class WatchedDirectory:
         self.directory, self.component = directory, component
         self._waiting: tuple[Unpublished, ...] = ()
         self._ready: tuple[Candidate, ...] = ()
+        self._remedy = _POST
+        """for what is left alone"""
         self._skipped: list[SkippedStatus] = []
         self._skips = 0
         # A trainer may save over the base, as over any checkpoint.
@@ -292,6 +295,7 @@ class WatchedDirectory:
         """Before anything else, if this directory was never watched from here: what is complete now was
         there before, also if this start comes to nothing, unless the channel has no `version` yet and it was
         completed after this process `began` (unix time)."""
+        self._remedy = _POST if version else _EXISTING
         if self.settings.existing:
             self.inbox.forget_existing()
         if self.settings.existing or not self.is_first or not is_directory(self.directory):
@@ -301,7 +305,9 @@ class WatchedDirectory:
         self.store()
         self.sample_unread()
         if names:
-            log.info("checkpoints left alone", checkpoints=names[:_NAMED], count=len(names), remedy=_EXISTING)
+            log.info(
+                "checkpoints left alone", checkpoints=names[:_NAMED], count=len(names), remedy=self._remedy
+            )
 
     def resume(self, publisher: RunPublisher) -> None:
         # names of an export that is renamed are not the base's
@@ -433,7 +439,7 @@ class WatchedDirectory:
             for entry in entries
             if entry.failure is not None
         ]
-        left = self.inbox.left_alone(self._there)
+        left = self.inbox.left_alone(self._there, self._remedy)
         return InboxStatus(
             watch=str(self.directory),
             waiting=waiting[:WAITING_SHOWN],

@@ -187,7 +187,7 @@ function Row({ host, all, silent, open, turn }: RowOf) {
           {all.shared.has(host.host) && <small class="path">{host.local}</small>}
         </th>
         <td class="standing">
-          <Badge standing={host.standing} />
+          <Badge standing={host.standing} atTarget={host.lag === 0} />
           <small>{doing(host)}</small>
         </td>
         <td class="served">{version(host.served_version)}</td>

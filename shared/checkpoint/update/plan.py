@@ -282,7 +282,7 @@ def _seed(facts: PlanFacts, reason: str) -> Plan:
             ": ".join([f"version {facts.target} cannot be reached", *why]),
             MEND_CHANNEL
             if facts.damaged
-            else "give --base (of a resumed run with --base-version), or have the publisher write an anchor",
+            else "give --base (of a resumed run with --base-version), or run `weightcast channel anchor`",
         )
     return Seed(way.version, _legs(facts, way), reason or "no local checkpoint yet")
 
