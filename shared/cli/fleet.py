@@ -56,8 +56,6 @@ _STYLES = {
     "ready": "green",
     "stopped": "dim",
 }
-_SHOWN = {"ready": "up to date"}
-"""a daemon is ready once its engines have the local version"""
 _MOST_ERROR = 400
 _NAMES_SHOWN, _NOTES_SHOWN = 10, 4
 _UPDATES_SHOWN = 1
@@ -270,7 +268,9 @@ def _head(fleet: Fleet, cut: int | None) -> list[Text]:
 
 def _counts(fleet: Fleet) -> str:
     counts = fleet.counts.model_dump()
-    said = ", ".join(f"{counts[each]} {_SHOWN.get(each, each)}" for each in WORST_FIRST[::-1] if counts[each])
+    counts["up to date"] = counts.pop("ready")
+    words = ("up to date" if each == "ready" else each for each in WORST_FIRST[::-1])
+    said = ", ".join(f"{counts[each]} {each}" for each in words if counts[each])
     latest = or_dash(fleet.latest)
     if fleet.latest_age_seconds is not None:
         latest += f" ({age(fleet.latest_age_seconds)} old)"
@@ -338,7 +338,7 @@ def _cut(text: str, most: int | None) -> str:
 def _cells(host: Host) -> Sequence[str]:
     """After its name."""
     return (
-        _SHOWN.get(host.standing, shown_standing(host)),
+        shown_standing(host),
         _doing(host),
         or_dash(host.served_version),
         or_dash(host.local_version),

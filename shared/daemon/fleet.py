@@ -455,8 +455,10 @@ def trouble_of(host: Host, run_id: str | None) -> tuple[str, str]:
 
 
 def shown_standing(host: Host) -> str:
-    """A host that is not ready at the newest version is not behind."""
-    return "not ready" if host.standing == "behind" and host.lag == 0 else host.standing
+    """For people: a ready host at its target is up to date; one at it that is not ready is not behind."""
+    if host.standing == "behind" and host.lag == 0:
+        return "not ready"
+    return "up to date" if host.standing == "ready" else host.standing
 
 
 def names_of(hosts: Iterable[Host]) -> dict[str, str]:

@@ -352,6 +352,7 @@ def test_an_engine_in_trouble_is_named(
     page.get_by_text("0 of 1 serving").wait_for()
     assert page.locator("tr.trouble").count() == (0 if says is None else 1)
     assert says is None or f"Engine e7 {says}" in page.locator("tr.trouble").inner_text()
+    assert ("engine not serving" in cells(page, "rollout-001")["standing"]) == (state == "silent")
 
 
 def test_sorted_by_any_column_and_back(double: Double, open_tab: OpenTab) -> None:

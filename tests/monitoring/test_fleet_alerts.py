@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ class OnCall:
     def shows_standing(self, name: str, word: str) -> None:
         self.row(name).locator(".badge", has_text=word).wait_for(timeout=SHOWN_MS)
 
-    def shows_trouble(self, name: str, text: str) -> None:
+    def shows_trouble(self, name: str, text: str | re.Pattern[str]) -> None:
         key = self.in_api(name)["key"]
         self.page.locator(f"tr.host[data-key='{key}'] + tr.trouble", has_text=text).wait_for(timeout=SHOWN_MS)
 
@@ -182,10 +183,12 @@ def tells_of_a_silent_engine(host: dict[str, Any]) -> bool:
 def a_disk_fills_up(host: Host, on_call: OnCall) -> Path:
     filler = fill(host.local.parent)
     on_call.alarmed("WeightcastDiskNearlyFull", instance=host.address, place="local")
-    until(lambda: "MiB free" in on_call.in_api("full")["last_error"], "the disk", FOUND_SECONDS)
-    on_call.shows_trouble("full", "MiB free")
-    until(lambda: "MiB free" in on_call.in_terminal("full")["last_error"], "the terminal", FOUND_SECONDS)
-    assert "free space on the local disk" in on_call.in_terminal("full")["remedy"]
+    # before an update, or in the middle of one
+    said = re.compile("MiB free|No space left on device")
+    until(lambda: said.search(on_call.in_api("full")["last_error"]), "the disk", FOUND_SECONDS)
+    on_call.shows_trouble("full", said)
+    until(lambda: said.search(on_call.in_terminal("full")["last_error"]), "the terminal", FOUND_SECONDS)
+    assert "free space on" in on_call.in_terminal("full")["remedy"]
     return filler
 
 

@@ -187,7 +187,7 @@ function Row({ host, all, silent, open, turn }: RowOf) {
           {all.shared.has(host.host) && <small class="path">{host.local}</small>}
         </th>
         <td class="standing">
-          <Badge standing={host.standing} />
+          <Badge standing={host.standing} atTarget={host.lag === 0} />
           <small>{doing(host)}</small>
         </td>
         <td class="served">{version(host.served_version)}</td>
@@ -246,8 +246,8 @@ function Pages({ rows, page, turn }: { rows: number; page: number; turn: Turn })
 
 /** What the state adds to the standing. */
 function doing(host: Host): string {
-  const engine = host.engines.find(({ state }) => state !== "serving");
-  if (engine !== undefined && host.presence === "live" && host.lag === 0 && host.standing !== "stopped") return `engine ${engine.state === "silent" ? "not serving" : engine.state}`;
+  const engine = host.engines.find(({ state }) => state === "silent" || (state !== "serving" && host.lag === 0));
+  if (engine !== undefined && host.presence === "live" && host.standing !== "stopped") return `engine ${engine.state === "silent" ? "not serving" : engine.state}`;
   const unsaid = [host.standing, "idle", host.presence === "live" ? "ready" : ""];
   const words = [host.state, host.phase].filter((word, at, all) => !unsaid.includes(word) && all.indexOf(word) === at);
   const said = words.join(" ").trim();

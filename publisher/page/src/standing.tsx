@@ -20,13 +20,14 @@ const SHAPES: Record<Standing, ComponentChildren> = {
   lost: <path d="M2 2l8 8M10 2l-8 8" fill="none" stroke="currentColor" stroke-width="2.2" stroke-linecap="round" />,
 };
 
-export function Badge({ standing }: { standing: Standing }) {
+/** `atTarget`: a host at its target is not behind, whatever keeps it from being ready. */
+export function Badge({ standing, atTarget = false }: { standing: Standing; atTarget?: boolean }) {
   return (
     <span class={`badge ${standing}`}>
       <svg viewBox="0 0 12 12" width="12" height="12" fill="currentColor" aria-hidden="true">
         {SHAPES[standing]}
       </svg>
-      {WORDS[standing]}
+      {standing === "behind" && atTarget ? "Not ready" : WORDS[standing]}
     </span>
   );
 }
