@@ -291,7 +291,7 @@ def describe(data: bytes, top: Members | None = None) -> Literal["ours", "foreig
 
 
 _MARK = secrets.token_hex(16)
-"""name of a member that stands for rows of tensors while the rest is read or written: in no file"""
+"""name of a member in place of rows of tensors while the rest is read or written: in no file"""
 _WEIGHT_MAP, _AFTER = b',"weight_map":{', b'},"weightcast":{'
 _TENSORS, _CHUNKS = b',"tensors":{', b'},"chunks":['
 _MANY_ROWS = 1 << 20
