@@ -72,9 +72,8 @@ def full(cores: int) -> Plan:
             Scenario(
                 _GB, most, (Block(5), *(Block(3, density) for density in (0.003, 0.04, 0.08, 0.18, 0.5, 1.0)))
             ),
-            # of 1.5 million words each, as many models have them, and of few
+            # of 1.5 million words each, as many models have them; of few: benchmarks/many_tensors.py
             Scenario(_GB, most, (Block(3),), ("fast", "field"), experts=320),
-            Scenario(400 * _MB, most, (Block(3),), ("fast", "field"), experts=50_000),
             # every turn writes back a model: a third contender would take a third more of disk and time
             Scenario(
                 4 * _GB,

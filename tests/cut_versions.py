@@ -69,7 +69,7 @@ def _index(
         created=time.time(),
         weight_map=shards,
         files=tuple(files),
-        tensors=TensorRecords.numbered(table, sums.changed, lanes, sums.words),
+        tensors=TensorRecords.numbered(table, sums.changed, lanes[sums.changed], sums.words[sums.changed]),
         parts=tuple(parts),
         chunks=tuple(chunks),
         totals=VersionTotals(0, table.elements, table.nbytes, sum(file.size for file in files)),

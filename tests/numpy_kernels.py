@@ -28,7 +28,6 @@ from weightcast.shared.kernels.constants import (
     MIX_A,
     MIX_B,
     NOTHING,
-    OUT_OF_ORDER,
     RICE,
     RUNS,
     SLACK,
@@ -177,15 +176,6 @@ def exchange_at(
     return None if expected.all() else int(np.argmin(expected))
 
 
-def unpack_gaps(first: int, gaps: ByteArray, escapes: Array32) -> NDArray[np.int64] | None:
-    """The words of a record; None where they do not ascend, or escapes are missing, too many or too small."""
-    distances, escaped = gaps.astype(np.int64), gaps == ESCAPED_GAP
-    if escaped.sum() != len(escapes) or (escapes < ESCAPED_GAP).any():
-        return None
-    distances[escaped] = escapes
-    return np.cumsum(distances) + first if not distances[0] and distances[1:].all() else None
-
-
 def pack_lists(heads: Counts, index: Array32, bounds: Counts, old: Words, new: Words) -> ByteArray:
     data = b""
     for (tensor, first), start, stop in zip(heads.tolist(), bounds, bounds[1:], strict=False):
@@ -206,25 +196,6 @@ def pack_gaps(index: Array32, starts: Counts, gaps: ByteArray) -> tuple[Array32,
     return distances[escaped], np.add.reduceat(escaped, starts[:-1], dtype=np.int64)
 
 
-def exchange_packed(
-    words: Words,
-    first: int,
-    gaps: ByteArray,
-    escapes: Array32,
-    before: Words,
-    after: Words,
-    *,
-    again: bool,
-    begin: Begin = at_once,
-) -> int | None:
-    index = unpack_gaps(first, gaps, escapes)
-    if index is None or index[-1] >= len(words):
-        raise ValueError(OUT_OF_ORDER)
-    begin(words[first : index[-1] + 1], len(gaps))
-    wrong = exchange_at(words, index, before, after, again=again)
-    return None if wrong is None else int(index[wrong])
-
-
 def exchange_masked(
     words: Words,
     first: int,
@@ -241,15 +212,6 @@ def exchange_masked(
     index = places_under(masks) + first
     wrong = exchange_at(words, index, before, after, again=again)
     return None if wrong is None else int(index[wrong])
-
-
-def exchange_all(words: Words, before: Words, after: Words) -> int | None:
-    for these in (before, after):
-        wrong = words != these
-        if wrong.any():
-            return int(np.argmax(wrong))
-        words[:] = after
-    return None
 
 
 def split(

@@ -147,7 +147,8 @@ class _MultiStep:
         totals = _Accumulator(table)
         files = write_steps(writer, self._chunks(), totals.add)
         lanes = totals.check(self.base, self.main.root)
-        tensors = TensorRecords.numbered(table, totals.step.changed, lanes, totals.elements)
+        moved = totals.step.changed
+        tensors = TensorRecords.numbered(table, moved, lanes[moved], totals.elements[moved])
         index = Index(
             run_id=self.main.run_id,
             version=self.main.version,

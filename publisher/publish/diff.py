@@ -99,7 +99,8 @@ class PartWriter:
             check_finite(table, totals.non_finite)
         split = {tensor: totals.segment_sums(tensor) for tensor in _split(table, part)}
         _check_baseline(local, totals, split)
-        tensors = TensorRecords.numbered(table, totals.step.changed, totals.full, totals.elements)
+        moved = totals.step.changed
+        tensors = TensorRecords.numbered(table, moved, totals.full[moved], totals.elements[moved])
         odd = {table[tensor].name: count for tensor, count in sorted(totals.non_finite.items())}
         return RankPart(self._draft(part, writer.close(), tensors), split, non_finite=odd)
 
@@ -162,7 +163,7 @@ class _Comparison:
         return _Compared(chunk, new, found.full, changed, step, prepared, odd)
 
     def _new(self, chunk: Chunk) -> Words:
-        run = self.given.weights.run_in(chunk, self.given.matched.numbers)
+        run = self.given.weights.run_in(chunk, self.given.matched.numbers[chunk.tensors])
         return gather(chunk, self._new_words) if run is None else run
 
     def _new_words(self, tensor: int, start: int, stop: int) -> Words:

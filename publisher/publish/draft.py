@@ -137,7 +137,7 @@ def assemble(
     for number, proven in _proven(table, recorded, [one.sums for one in parts]).items():
         if listed[number]:
             lanes[number] = proven
-    tensors = TensorRecords.numbered(table, np.flatnonzero(listed), lanes, changed)
+    tensors = TensorRecords.numbered(table, np.flatnonzero(listed), lanes[listed], changed[listed])
     index = replace(
         drafts[0],
         root=root(table, lanes),

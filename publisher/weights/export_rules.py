@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -167,7 +167,6 @@ class AdaptedWeights(NewWeights):
 
     def __init__(self, weights: NewWeights, plan: _Plan) -> None:
         self._weights, self._sources = weights, plan.sources
-        self._asked: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         notes = (*weights.facts.notes, *plan.notes)
         self.table, self.facts = plan.table, replace(weights.facts, adapted=plan.adapted, notes=notes)
 
@@ -183,14 +182,14 @@ class AdaptedWeights(NewWeights):
         made: Words = np.ascontiguousarray(values).view(spec.kind.numpy)
         return made[start - low * per : stop - low * per]
 
-    def run_in(self, chunk: Chunk, numbers: NDArray[np.int64]) -> Words | None:
-        if self.facts.adapted.cast:
-            return None
-        if self._asked is None or self._asked[0] is not numbers:
-            theirs = self._weights.table.numbers
-            own = np.array([theirs[self._sources[spec.name]] for spec in self.table], np.int64)
-            self._asked = numbers, np.where(numbers < 0, -1, own[numbers])
-        return self._weights.run_in(chunk, self._asked[1])
+    def run_in(self, chunk: Chunk, tensors: NDArray[np.int64]) -> Words | None:
+        return None if self.facts.adapted.cast else self._weights.run_in(chunk, self._numbers[tensors])
+
+    @cached_property
+    def _numbers(self) -> NDArray[np.int64]:
+        """Of each tensor its source's; the last, -1, is that of none."""
+        theirs = self._weights.table.numbers
+        return np.array([*(theirs[self._sources[name]] for name in self.table.names), -1], np.int64)
 
     def finish(self) -> None:
         self._weights.finish()

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +33,9 @@ from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import DTYPES, MAIN, Chunk, TensorSpec, TensorTable, Words, kind_of
 from weightcast.shared.base.errors import Refused, RetryLater
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
-from weightcast.shared.files.hf_checkpoint import Checkpoint, Places, changed_since, open_checkpoint, run_of
+from weightcast.shared.files.hf_checkpoint import Checkpoint, changed_since, open_checkpoint, run_of
 from weightcast.shared.files.paths import is_same
+from weightcast.shared.kernels.parallel import scratch
 
 _PIECE = 1 << 22
 """words compared at a time"""
@@ -90,9 +91,9 @@ class NewWeights(ABC):
         """Names of the tensors that are given in part."""
         return ()
 
-    def run_in(self, chunk: Chunk, numbers: NDArray[np.int64]) -> Words | None:
-        """The chunk's words, where they lie in one run; None: they are to be gathered. `numbers`: of each
-        tensor of the run's table its number in this one, -1 for none."""
+    def run_in(self, chunk: Chunk, tensors: NDArray[np.int64]) -> Words | None:
+        """The chunk's words, where they lie in one run; None: they are to be gathered. `tensors`: of each
+        span the tensor's number in this table, -1 for none."""
         return None
 
     def equal(self, name: str, other: str) -> bool:
@@ -126,7 +127,6 @@ class CheckpointWeights(NewWeights):
                 f"{error.filename or directory} does not exist", remedy="give a checkpoint directory"
             ) from error
         self.table, self.facts = self.checkpoint.table, InputFacts(notes=self.checkpoint.notes)
-        self._placed: tuple[NDArray[np.int64], Places] | None = None
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         try:
@@ -134,10 +134,8 @@ class CheckpointWeights(NewWeights):
         except RetryLater as error:
             raise self._changed() from error
 
-    def run_in(self, chunk: Chunk, numbers: NDArray[np.int64]) -> Words | None:
-        if self._placed is None or self._placed[0] is not numbers:
-            self._placed = numbers, self.checkpoint.places.at(numbers)
-        place = run_of(chunk, self._placed[1])
+    def run_in(self, chunk: Chunk, tensors: NDArray[np.int64]) -> Words | None:
+        place = run_of(chunk, self.checkpoint.places, tensors)
         if place is None:
             return None
         try:
@@ -256,11 +254,33 @@ class GivenWeights(NewWeights):
     def words_in(self, name: str, start: int, stop: int) -> Words:
         return _host_words(self._flat(name), self._given[name].spec, start, stop)
 
+    def run_in(self, chunk: Chunk, tensors: NDArray[np.int64]) -> Words | None:
+        """Joined at once: there may be several 100,000."""
+        given = [self._in_memory[tensor] for tensor in tensors.tolist()] if chunk.is_full else [None]
+        pieces = [
+            words[span.start : span.stop]
+            for words, span in zip(given, chunk.spans, strict=False)
+            if words is not None
+        ]
+        if len(pieces) != len(chunk.spans):
+            return None
+        return np.concatenate(pieces, out=scratch().lend("joined", chunk.kind.numpy, chunk.words))
+
+    @cached_property
+    def _in_memory(self) -> Sequence[Words | None]:
+        """Words of each tensor of the table that is given whole, as bytes; then None, for no tensor."""
+        given = (self._given[name] for name in self.table.names)
+        raw = (one.tensor if one.spec is one.whole else None for one in given)
+        kinds = (spec.kind.numpy for spec in self.table)
+        pairs = zip(raw, kinds, strict=True)
+        return [*(one.flat.view(kind) if isinstance(one, RawTensor) else None for one, kind in pairs), None]
+
     def equal(self, name: str, other: str) -> bool:
         return _equal(self._given[name], self._given[other])
 
     def close(self) -> None:
         self._flat.cache_clear()
+        vars(self).pop("_in_memory", None)
 
 
 def _copy(one: _Given) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Literal, NamedTuple, cast
 
 import numpy as np
 from annotated_types import Ge, MaxLen
@@ -291,32 +291,20 @@ def describe(data: bytes, top: Members | None = None) -> Literal["ours", "foreig
 
 
 _MARK = secrets.token_hex(16)
-"""name of a member in place of the rows of tensors while the rest is read or written: in no file"""
+"""name of a member in place of rows of tensors while the rest is read or written: in no file"""
 _WEIGHT_MAP, _AFTER = b',"weight_map":{', b'},"weightcast":{'
 _TENSORS, _CHUNKS = b',"tensors":{', b'},"chunks":['
 _MANY_ROWS = 1 << 20
 """bytes of an index from which its rows are worth a kernel"""
 
 
-class _Rows(NamedTuple):
-    """Where the rows of `weight_map` and of `tensors` begin and end in an index as `write_index` makes it."""
-
-    files: tuple[int, int]
-    tensors: tuple[int, int]
-
-    @classmethod
-    def of(cls, data: bytes) -> _Rows | None:
-        """None where they are to be read as the rest is."""
-        files, end = data.find(_WEIGHT_MAP) + len(_WEIGHT_MAP), data.find(_AFTER)
-        tensors, stop = data.find(_TENSORS, end) + len(_TENSORS), data.rfind(_CHUNKS)
-        if len(data) < _MANY_ROWS or not len(_WEIGHT_MAP) <= files < end < tensors < stop:
-            return None
-        return cls((files, end), (tensors, stop))
-
-    def without(self, data: bytes) -> bytes:
-        (files, end), (tensors, stop) = self
-        one, other = (f'"{_MARK}":{n}'.encode() for n in range(2))
-        return b"".join((data[:files], one, data[end:tensors], other, data[stop:]))
+def _rows_of(data: bytes) -> tuple[slice, slice] | None:
+    """Where those of `weight_map` and of `tensors` are in an index as `write_index` makes it; None where they
+    are read as the rest is."""
+    files, end = data.find(_WEIGHT_MAP) + len(_WEIGHT_MAP), data.find(_AFTER)
+    tensors, stop = data.find(_TENSORS, end) + len(_TENSORS), data.rfind(_CHUNKS)
+    fits = len(_WEIGHT_MAP) <= files < end < tensors < stop and len(data) >= _MANY_ROWS
+    return (slice(files, end), slice(tensors, stop)) if fits else None
 
 
 def read_top(data: bytes, what: str = INDEX_NAME, *, rows: bool = False) -> Members:
@@ -324,8 +312,16 @@ def read_top(data: bytes, what: str = INDEX_NAME, *, rows: bool = False) -> Memb
     where `parse_index` reads them by a kernel. Raises DamagedFile."""
     if len(data) > INDEX_LIMIT:
         raise DamagedFile(f"{what}: {len(data)} bytes, at most {INDEX_LIMIT} are read")
-    found = None if rows else _Rows.of(data)
-    return Members(parse_object(data if found is None else found.without(data), what), what)
+    found = None if rows else _rows_of(data)
+    if found is not None:
+        one, other = found
+        pieces = data[: one.start], _marked(0), data[one.stop : other.start], _marked(1), data[other.stop :]
+        data = b"".join(pieces)
+    return Members(parse_object(data, what), what)
+
+
+def _marked(number: int) -> bytes:
+    return f'"{_MARK}":{number}'.encode()
 
 
 @lru_cache(maxsize=2)
@@ -343,24 +339,19 @@ def _read_rows(
 ) -> tuple[TensorRecords, dict[str, str]] | None:
     """Records and weight map of an index whose `top` was read without. None where the kernel cannot read
     them, or where they are not the members that they seem to be."""
-    found = _Rows.of(data)
-    facts = Members(top.object(_OURS), _OURS)
-    if found is None or [top.object("weight_map"), facts.object("tensors")] != [{_MARK: 0}, {_MARK: 1}]:
+    found, rows, keys = _rows_of(data), Members(top.object(_OURS), _OURS).object("tensors"), _keys(table)
+    if found is None or [top.object("weight_map"), rows] != [{_MARK: 0}, {_MARK: 1}]:
         return None
-    keys = _texts(table)
-    names = kernels().Texts([_text(file.name) for file in files])
-    mapped = kernels().read_files(data, *found.files, keys, names)
-    rows = kernels().read_tensors(data, *found.tensors, keys)
-    if mapped is None or rows is None or not np.array_equal(mapped[0], rows[0]):
+    files_at, at = found
+    read = kernels().read_tensors(data, at.start, at.stop, keys)
+    texts, known = data[files_at].split(b',"'), {_text(file.name): file.name for file in files}
+    texts[0] = texts[0][1:]
+    if read is None or len(texts) != len(read[0]):
         return None
-    records = TensorRecords.rows(table, *rows)
-    held = map([file.name for file in files].__getitem__, mapped[1].tolist())
-    return records, dict(zip(records.names, held, strict=True))
-
-
-@lru_cache(maxsize=2)
-def _texts(table: TensorTable) -> Any:
-    return kernels().Texts(list(_keys(table)))
+    records, pairs = TensorRecords.numbered(table, *read), zip(texts, read[0].tolist(), strict=True)
+    held = [known.get(text.removeprefix(keys[number][1:])) for text, number in pairs]
+    weight_map = {name: file for name, file in zip(records.names, held, strict=True) if file is not None}
+    return (records, weight_map) if len(weight_map) == len(held) else None
 
 
 def write_index(index: Index, table: TensorTable) -> bytes:
@@ -370,7 +361,7 @@ def write_index(index: Index, table: TensorTable) -> bytes:
     facts = _facts(index, table, {_MARK: 1})
     data = write_object({"metadata": _metadata(index), "weight_map": {_MARK: 0}, _OURS: facts})
     for number, rows in enumerate(_written_rows(index, table)):
-        before, _, after = data.partition(f'"{_MARK}":{number}'.encode())
+        before, _, after = data.partition(_marked(number))
         data = b"".join((before, b",".join(rows), after))
     return data
 
@@ -379,7 +370,9 @@ def _written_rows(index: Index, table: TensorTable) -> Iterator[Iterable[bytes]]
     """Those of `weight_map` and of `tensors`, in the order of the table."""
     found, every = index.tensors, _keys(table)
     order = np.argsort(found.numbers(table))
-    records = TensorRecords.rows(table, found.numbers(table)[order], found.lanes[order], found.changed[order])
+    records = TensorRecords.numbered(
+        table, found.numbers(table)[order], found.lanes[order], found.changed[order]
+    )
     keys = [every[number] for number in records.numbers(table).tolist()]
     files = {file.name: _text(file.name) for file in index.files}
     yield (key + files[index.weight_map[name]] for key, name in zip(keys, records.names, strict=True))

@@ -183,14 +183,7 @@ class TensorRecords(Mapping[str, TensorRecord]):
     def numbered(
         cls, table: TensorTable, numbers: NDArray[np.int64], lanes: LanesArray, changed: NDArray[np.int64]
     ) -> TensorRecords:
-        """Of some tensors of a table. `lanes`, `changed`: of all of its tensors."""
-        return cls.rows(table, numbers, lanes[numbers], changed[numbers])
-
-    @classmethod
-    def rows(
-        cls, table: TensorTable, numbers: NDArray[np.int64], lanes: LanesArray, changed: NDArray[np.int64]
-    ) -> TensorRecords:
-        """As `numbered`, with `lanes` and `changed` of these alone."""
+        """Of tensors of a table by their numbers."""
         every = len(numbers) == len(table)
         names = table.names if every else tuple(map(table.names.__getitem__, numbers.tolist()))
         made = cls(names, lanes, changed)

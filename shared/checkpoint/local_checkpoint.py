@@ -321,7 +321,7 @@ class LocalCheckpoint(TensorFiles):
 
     def chunk_words(self, chunk: Chunk) -> Words:
         """The chunk's words with zero padding; not to be written. A view where the chunk is one run."""
-        place = run_of(chunk, self.checkpoint.places)
+        place = run_of(chunk, self.checkpoint.places, chunk.tensors)
         if place is None or place.offset % chunk.kind.width:
             return gather(chunk, self.words_in)
         return self.bytes_at(place).view(chunk.kind.numpy)

@@ -56,7 +56,7 @@ class Place(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Places:
     """Of each tensor of a table its place, in an array: there may be several 100,000. `rows`: int64[n, 3],
-    number of its file or -1 for none, offset, bytes."""
+    number of its file, offset, bytes."""
 
     files: tuple[Path, ...]
     rows: NDArray[np.int64]
@@ -68,23 +68,17 @@ class Places:
         file, offset, nbytes = self.rows[tensor].tolist()
         return Place(self.files[file], offset, nbytes)
 
-    def at(self, tensors: NDArray[np.int64]) -> Places:
-        """Those of listed tensors; of none where -1 is listed."""
-        rows = self.rows[tensors]
-        rows[tensors < 0, 0] = -1
-        return Places(self.files, rows)
 
-
-def run_of(chunk: Chunk, places: Places) -> Place | None:
+def run_of(chunk: Chunk, places: Places, tensors: NDArray[np.int64]) -> Place | None:
     """Where the words of a chunk lie in one run of a file, none of them padding; None where they do not.
-    `places`: of all tensors of the run's table. The safetensors library writes tensors of a dtype in the
-    order of their names, which is a chunk's."""
-    if not chunk.is_full:
+    `tensors`: of each span the tensor's number among the places, -1 for none. The safetensors library writes
+    tensors of a dtype in the order of their names, which is a chunk's."""
+    if not chunk.is_full or tensors.min() < 0:
         return None
-    rows, width = places.rows[chunk.tensors], chunk.kind.width
+    rows, width = places.rows[tensors], chunk.kind.width
     begins = rows[:, 1] + width * chunk.shifts
     file, begin = int(rows[0, 0]), int(begins[0])
-    if file < 0 or (rows[:, 0] != file).any() or (begins != begin).any():
+    if (rows[:, 0] != file).any() or (begins != begin).any():
         return None
     return Place(places.files[file], begin, width * chunk.words)
 

@@ -20,12 +20,10 @@ from weightcast.shared.kernels.constants import (
     check_masks,
 )
 from weightcast.shared.kernels.vectors import (
-    differing64,
     differing_under64,
     exchange64,
     load64,
     moves_lanes,
-    on_stack,
     prefetch,
     set_bits,
     set_word,
@@ -39,8 +37,6 @@ _HEAD, _FACTS = 32, 24
 """bytes of a record's head, and of it without its checksum"""
 _AHEAD = 48
 """changes between the prefetch of a cache line and its use"""
-_BLOCK = 1 << 9
-"""changes written before they are read back; also the prefetch distance"""
 
 
 @kernel
@@ -175,103 +171,11 @@ def _exchange_at(words, index, before, other, after, like):
 def exchange_at(
     words: Words, index: NDArray[np.int64], before: Words, after: Words, *, again: bool
 ) -> int | None:
-    """As `exchange_packed`, of listed words, all within `words`. Returns which of `index` fails first; where
-    a word is unexpected nothing is written."""
+    """Writes `after` where `words` holds `before` (or, `again`, already `after`), at places that all are
+    within `words`, and reads it back. Returns which of `index` fails first; where a word is unexpected
+    nothing is written."""
     old, new, like = frozen(before), frozen(after), np.empty(0, words.dtype)
     failed = _exchange_at(words.view(np.uint8), unwritable(index), old, new if again else old, new, like)
-    return None if failed < 0 else int(failed)
-
-
-@kernel
-def _distance(gaps, escapes, like):
-    total, escaped, still = I64(0), I64(0), I64(0)
-    for i in range(gaps.size):
-        gap = I64(gaps[i])
-        total += gap
-        escaped += gap == ESCAPED_GAP
-        still += gap == 0
-    for i in range(escapes.size >> 2):
-        value = I64(word_at(escapes, i, like))
-        if value < ESCAPED_GAP:
-            return I64(-1)
-        total += value - ESCAPED_GAP
-    if escaped != escapes.size >> 2 or gaps[0] != 0 or still != 1:
-        return I64(-1)
-    return total
-
-
-@inlined
-def _stride(gaps, escapes, i, used, like):
-    gap = I64(gaps[i])
-    if gap < ESCAPED_GAP:
-        return gap, used
-    return I64(word_at(escapes, used, like)), used + 1
-
-
-@kernel
-def _exchange(words, first, gaps, escapes, like, before, other, after, word):
-    """`like`, `word`: arrays of the dtypes of escapes and words. While a block is exchanged, the next one's
-    positions are computed and prefetched."""
-    here, there = on_stack(_BLOCK, I64(0)), on_stack(_BLOCK, I64(0))
-    position, used, ready = I64(first), I64(0), min(_BLOCK, gaps.size)
-    for j in range(ready):
-        gap, used = _stride(gaps, escapes, j, used, like)
-        position += gap
-        there[j] = position
-        prefetch(words, position, word)
-    for start in range(0, gaps.size, _BLOCK):
-        here, there = there, here
-        count, following = ready, min(_BLOCK, gaps.size - start - ready)
-        for j in range(count):
-            if j < following:
-                gap, used = _stride(gaps, escapes, start + count + j, used, like)
-                position += gap
-                there[j] = position
-                prefetch(words, position, word)
-            found, new = word_at(words, here[j], word), word_at(after, start + j, word)
-            if found != word_at(before, start + j, word) and found != word_at(other, start + j, word):
-                return here[j]
-            set_word(words, here[j], new)
-        for j in range(count):
-            if word_at(words, here[j], word) != word_at(after, start + j, word):
-                return here[j]
-        ready = following
-    return I64(-1)
-
-
-def exchange_packed(
-    words: Words,
-    first: int,
-    gaps: ByteArray,
-    escapes: Array32,
-    before: Words,
-    after: Words,
-    *,
-    again: bool,
-    begin: Begin = at_once,
-) -> int | None:
-    """Writes `after` where `words` holds `before` (or, `again`, already `after`) and reads it back, from word
-    `first` on at distances as `pack_lists` makes them, one change at least. `begin` is called first, once the
-    places are known to be good. Returns the first word at which that fails; some of those before it are
-    written then. Raises ValueError, with nothing written, for places that do not ascend, or lie past the
-    end."""
-    steps, longer, like = unwritable(gaps), frozen(escapes), np.empty(0, np.uint32)
-    distance = _distance(steps, longer, like)
-    if distance < 0 or first + distance >= len(words):
-        raise ValueError(OUT_OF_ORDER)
-    begin(words[first : first + distance + 1], len(gaps))
-    old, new = frozen(before), frozen(after)
-    failed = _exchange(
-        words.view(np.uint8),
-        first,
-        steps,
-        longer,
-        like,
-        old,
-        new if again else old,
-        new,
-        np.empty(0, words.dtype),
-    )
     return None if failed < 0 else int(failed)
 
 
@@ -356,9 +260,10 @@ def exchange_masked(
     again: bool,
     begin: Begin = at_once,
 ) -> int | None:
-    """As `exchange_packed`, of those of `length` words from `first` on, all of them there, whose bits are
-    set. Raises ValueError, with nothing written, for bits of no words, or another number of them than `after`
-    has words."""
+    """As `exchange_at`, of those of `length` words from `first` on, all of them there, whose bits are set;
+    returns the word, and some of those before it are written then. `begin` is called first, once the places
+    are known to be good. Raises ValueError, with nothing written, for bits of no words, or for another number
+    of them than `after` has words."""
     check_masks(length, masks, len(after))
     begin(words[first : first + length], len(after))
     old, new = frozen(before), frozen(after)
@@ -372,44 +277,4 @@ def exchange_masked(
         new,
         len(after),
     )
-    return None if failed < 0 else int(failed)
-
-
-_WORDS = 1 << 12
-"""written before they are read back"""
-
-
-@kernel
-def _first_other(words, wanted, start, stop, like):
-    """-1 for none."""
-    whole = start + ((stop - start) & ~63)
-    for first in range(start, whole, 64):
-        mask = differing64(words, wanted, first, like)
-        if mask != U64(0):
-            return first + I64(trailing_zeros(mask))
-    for i in range(whole, stop):
-        if word_at(words, i, like) != word_at(wanted, i, like):
-            return i
-    return I64(-1)
-
-
-@kernel
-def _exchange_all(words, before, after, count, like):
-    for start in range(0, count, _WORDS):
-        stop = min(count, start + _WORDS)
-        wrong = _first_other(words, before, start, stop, like)
-        if wrong >= 0:
-            return wrong
-        for i in range(start, stop):
-            set_word(words, i, word_at(after, i, like))
-        wrong = _first_other(words, after, start, stop, like)
-        if wrong >= 0:
-            return wrong
-    return I64(-1)
-
-
-def exchange_all(words: Words, before: Words, after: Words) -> int | None:
-    """As `exchange_packed`, of all words."""
-    like = np.empty(0, words.dtype)
-    failed = _exchange_all(words.view(np.uint8), frozen(before), frozen(after), len(words), like)
     return None if failed < 0 else int(failed)

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from weightcast.shared.kernels.fast import put_fast, take_steps
 from weightcast.shared.kernels.journal import (
-    exchange_all,
     exchange_at,
     exchange_masked,
-    exchange_packed,
     masks_of,
     pack_lists,
     read_lists,
@@ -16,7 +14,7 @@ from weightcast.shared.kernels.journal import (
 )
 from weightcast.shared.kernels.mix import hash_pieces, touched
 from weightcast.shared.kernels.rice import plan_contexts, put_magnitudes, put_values, take_gaps, take_values
-from weightcast.shared.kernels.rows import Texts, read_files, read_tensors
+from weightcast.shared.kernels.rows import read_tensors
 from weightcast.shared.kernels.scan import (
     add_steps,
     escapes,

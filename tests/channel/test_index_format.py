@@ -420,8 +420,8 @@ MANY = TensorTable.of([TensorSpec(f'layer.{n}.\u00e4"}}', "BF16", (64,), 128) fo
 
 def many(kept: int) -> Index:
     numbers = np.flatnonzero(np.arange(len(MANY)) % kept == 0)
-    lanes = np.random.default_rng(4).integers(0, 1 << 64, (len(MANY), 2), np.uint64)
-    found = TensorRecords.numbered(MANY, numbers, lanes, np.arange(len(MANY)) % 65)
+    lanes = np.random.default_rng(4).integers(0, 1 << 64, (len(numbers), 2), np.uint64)
+    found = TensorRecords.numbered(MANY, numbers, lanes, numbers % 65)
     files = (FileRecord(SHARD, 9, "ab" * 32), FileRecord(f"2{SHARD}", 9, "ab" * 32))
     weight_map = {name: files[n % 2].name for n, name in enumerate(found.names)}
     return replace(DELTA, weight_map=weight_map, tensors=found, files=files, chunks=(), parts=(MANY.whole,))

@@ -13,10 +13,12 @@ from types import ModuleType
 import numpy as np
 import numpy_kernels as oracle
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.shared.base.elements import Words
+from weightcast.shared.base.elements import ByteArray, Words
+from weightcast.shared.kernels.constants import Counts
 from weightcast.shared.kernels.load import kernels
 
 KERNELS = [oracle, kernels()]
@@ -37,17 +39,11 @@ class Case:
         self.index = (np.cumsum(distances) + 3).astype(np.int64)
         self.before = self.words[self.index].copy()
         self.after = self.before ^ np.array(1, width)
-        self.first = int(self.index[0])
-        self.gaps = np.empty(len(self.index), np.uint8)
-        bounds = np.array([0, len(self.index)])
-        self.escapes, _ = oracle.pack_gaps(self.index.astype(np.uint32), bounds, self.gaps)
 
     def exchange(self, room: ModuleType, *, again: bool = False, back: bool = False) -> int | None:
         pair = (self.after, self.before) if back else (self.before, self.after)
-        failed: int | None = room.exchange_packed(
-            self.words, self.first, self.gaps, self.escapes, *pair, again=again
-        )
-        return failed
+        failed: int | None = room.exchange_at(self.words, self.index, *pair, again=again)
+        return failed if failed is None else int(self.index[failed])
 
 
 @pytest.mark.parametrize("room", KERNELS)
@@ -80,61 +76,59 @@ def test_an_unexpected_word_is_named(room: ModuleType, width: str, place: int) -
 def test_again_takes_what_is_written_already(room: ModuleType) -> None:
     case = Case("<u2")
     case.words[case.index[:3_000]] = case.after[:3_000]
-    assert case.exchange(room) == case.first
+    assert case.exchange(room) == case.index[0]
     assert case.exchange(room, again=True) is None
     assert np.array_equal(case.words[case.index], case.after)
 
 
-def _last_word_gone(case: Case) -> None:
-    case.words = case.words[: case.index[-1]]
+def _last_word_gone(record: ByteArray, home: Counts) -> None:
+    home[0, 1] -= 1
 
 
-def _starts_past_the_end(case: Case) -> None:
-    case.first = len(case.words) + (1 << 40)
+def _stands_still(record: ByteArray, home: Counts) -> None:
+    record[39] = 0
 
 
-def _stands_still(case: Case) -> None:
-    case.gaps[7] = 0
+def _does_not_start_at_its_first(record: ByteArray, home: Counts) -> None:
+    record[32] = 1
 
 
-def _does_not_start_at_its_first(case: Case) -> None:
-    case.gaps[0] = 1
+def _an_escape_more_than_said(record: ByteArray, home: Counts) -> None:
+    record[40] = 255
 
 
-def _escape_missing(case: Case) -> None:
-    case.escapes = case.escapes[:-1]
+def _an_escape_less_than_said(record: ByteArray, home: Counts) -> None:
+    record[int(np.flatnonzero(record[32:] == 255)[0]) + 32] = 3
 
 
-def _escape_too_many(case: Case) -> None:
-    case.escapes = np.append(case.escapes, np.uint32(300))
+def _escape_without_need(record: ByteArray, home: Counts) -> None:
+    record[32 + 5_000 : 32 + 5_004] = 254, 0, 0, 0
 
 
-def _escape_without_need(case: Case) -> None:
-    case.escapes[0] = 254
-
-
-@pytest.mark.parametrize("room", KERNELS)
 @pytest.mark.parametrize(
     "damage",
     [
         _last_word_gone,
-        _starts_past_the_end,
         _stands_still,
         _does_not_start_at_its_first,
-        _escape_missing,
-        _escape_too_many,
+        _an_escape_more_than_said,
+        _an_escape_less_than_said,
         _escape_without_need,
     ],
 )
-def test_damaged_places_are_refused_before_a_word_is_written(
-    room: ModuleType, damage: Callable[[Case], None]
-) -> None:
+def test_damaged_places_are_refused(damage: Callable[[ByteArray, Counts], None]) -> None:
+    """Also under a good checksum."""
     case = Case("<u2")
-    damage(case)
-    original = case.words.copy()
+    heads, bounds = np.array([[0, case.index[0]]]), np.array([0, 5_000])
+    record = kernels().pack_lists(heads, case.index.astype(np.uint32), bounds, case.before, case.after)
+    home = np.array([[0, case.index[-1] + 1]])
+    rows = kernels().read_lists(record, 1, home * 0 + [[2, 80_000_000]])
+    assert np.array_equal(kernels().unpack_lists(record, rows, home, case.words.dtype)[0], case.index)
+    damage(record, home)
+    sums = (xxhash.xxh3_64_intdigest(each) for each in (record[32:].tobytes(), record[:24].tobytes()))
+    record[24:32] = np.frombuffer((next(sums) ^ next(sums)).to_bytes(8, "little"), np.uint8)
     with pytest.raises(ValueError, match="out of order"):
-        case.exchange(room)
-    assert np.array_equal(case.words, original)
+        kernels().unpack_lists(record, rows, home, case.words.dtype)
 
 
 class Masked:
@@ -244,46 +238,17 @@ def written_bytes(path: Path) -> int:
 
 @pytest.mark.parametrize("room", KERNELS)
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("shift", [0, 1, 3])
-@pytest.mark.parametrize("size", [1, 64, 4_096, 9_001])
-def test_all_words_there_and_back(room: ModuleType, width: str, shift: int, size: int) -> None:
-    case = Masked(width, shift, size)
-    words, behind = case.words[:size], case.words[size:].copy()
-    before, after = words.copy(), words ^ np.array(1, width)
-    assert room.exchange_all(words, before, after) is None and np.array_equal(words, after)
-    assert room.exchange_all(words, after, before) is None and np.array_equal(words, before)
-    assert np.array_equal(case.words[size:], behind)
-
-
-@pytest.mark.parametrize("room", KERNELS)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("place", [0, 63, 4_095, 4_096, 9_000])
-def test_an_unexpected_one_of_all_words_is_named(room: ModuleType, width: str, place: int) -> None:
-    words = np.frombuffer(bytearray(np.random.default_rng(3).bytes(4 * 9_001)), width, 9_001)
-    before, after = words.copy(), words ^ np.array(1, width)
-    words[place] ^= 2
-    odd, behind = words[place], words[place:].copy()
-    assert room.exchange_all(words, before, after) == place
-    assert words[place] == odd and np.array_equal(words[place:], behind)
-
-
-@pytest.mark.parametrize("room", KERNELS)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("entry", ["packed", "masked", "all"])
+@pytest.mark.parametrize("entry", ["listed", "masked"])
 @pytest.mark.parametrize("size", [40, 3_000])
 def test_what_does_not_stay_written_is_told(room: ModuleType, width: str, entry: str, size: int) -> None:
     """The words to be written lie in the same memory, one further: they are others once all are written."""
     memory = (np.arange(size + 1) % 250).astype(width)
     words, after, before = memory[:size], memory[1:], memory[:size].copy()
-    if entry == "all":
-        failed = room.exchange_all(words, before, after)
-    elif entry == "masked":
+    if entry == "masked":
         masks = oracle.masks_of(np.arange(size, dtype=np.uint32), -(-size // 64) * 64)
         failed = room.exchange_masked(words, 0, size, masks, before, after, again=False)
     else:
-        gaps = np.ones(size, np.uint8)
-        gaps[0] = 0
-        failed = room.exchange_packed(words, 0, gaps, np.zeros(0, np.uint32), before, after, again=False)
+        failed = room.exchange_at(words, np.arange(size), before, after, again=False)
     assert failed == 0
 
 

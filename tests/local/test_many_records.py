@@ -44,7 +44,7 @@ class Case:
         rows = [(r.tensor, r.first, r.changes, r.escapes, r.offset, r.size) for r in self.records]
         lists, homes = Lists(data, np.array(rows), 0), np.array(self.places)
         with JournalReader(self.path, self.table) as journal:
-            failed = journal.compare_and_swap_many(lists, words, homes, way, again=again)
+            failed = journal.compare_and_swap_many(lists, homes, words, way, again=again)
         return failed if failed is None else ([row[0] for row in rows].index(failed[0]), failed[1])
 
     def one_by_one(self, words: Words, way: Direction = Direction.FORWARD) -> None:

@@ -203,7 +203,7 @@ _HEADER_LIMIT = 64 << 10
 _FOOTER_TENSOR = 0xFFFFFFFF
 _HEADS = 16 << 10
 """bytes that are read for a head: those of the next short records lie in them"""
-_PIECE = 256 << 10
+_PIECE = 64 << 10
 """bytes of a stretch that are compared, written and read back while a core's cache holds them"""
 
 
@@ -405,31 +405,37 @@ class JournalReader:
         `begin` is called with the stretch of `words` that the record covers, and how many of it will change.
         Returns the first word that is none of those expected (`again`: or already written); some before it
         are written then. Raises DamagedFile with nothing of the record written. Safe in any thread."""
+        if record.listed:
+            wrong = self.compare_and_swap_many(
+                *self._alone(record), words=words, way=way, again=again, begin=begin
+            )
+            return None if wrong is None else wrong[1]
         places = self._split(record, self._bytes(record.offset, record.size))
         before, after = places.ways(words.dtype, way)
         if record.whole:
             stretch = words[record.first : record.first + record.whole]
             begin(stretch, record.changes)
-            change = _exchange_again if again else kernels().exchange_all
-            place = change(stretch, before, after)
+            place = _exchange_all(stretch, before, after, again)
             return None if place is None else record.first + place
-        failed: int | None
         with self._named():
-            if record.masked:
-                failed = kernels().exchange_masked(
-                    words, record.first, record.masked, places.masks, before, after, again=again, begin=begin
-                )
-            else:
-                failed = kernels().exchange_packed(
-                    words, record.first, places.gaps, places.escapes, before, after, again=again, begin=begin
-                )
+            failed: int | None = kernels().exchange_masked(
+                words, record.first, record.masked, places.masks, before, after, again=again, begin=begin
+            )
         return failed
+
+    def _alone(self, record: PackedRecord) -> tuple[Lists, NDArray[np.int64]]:
+        """One of listed changes, and how many words its tensor has, as the only one of `words`."""
+        block = self._bytes(record.offset - HEAD.size, HEAD.size + record.size)
+        rows = kernels().read_lists(block, 1, self._table.forms)
+        if not len(rows):
+            raise self._bad("record of no tensor")
+        return Lists(block, rows, record.offset), np.array([[0, self._table[record.tensor].words]])
 
     def compare_and_swap_many(
         self,
         lists: Lists,
-        words: Words,
         homes: NDArray[np.int64],
+        words: Words,
         way: Direction,
         *,
         again: bool,
@@ -481,11 +487,9 @@ class JournalReader:
         """Safe in any thread."""
         spec = self._table[record.tensor]
         if record.listed:
-            block = self._bytes(record.offset - HEAD.size, HEAD.size + record.size)
-            rows = kernels().read_lists(block, 1, self._table.forms)
-            homes = np.array([[0, spec.words]], np.int64)
+            lists, homes = self._alone(record)
             with self._named():
-                reached, *both = kernels().unpack_lists(block, rows, homes, spec.kind.numpy)
+                reached, *both = kernels().unpack_lists(lists.block, lists.rows, homes, spec.kind.numpy)
             return Record(record.tensor, reached.astype(np.uint64), *both)
         places = self._split(record, self._bytes(record.offset, record.size))
         old, new = places.ways(spec.kind.numpy, Direction.FORWARD)
@@ -525,13 +529,13 @@ class _Payload(NamedTuple):
         return (new, old) if way is Direction.BACK else (old, new)
 
 
-def _exchange_again(words: Words, before: Words, after: Words) -> int | None:
+def _exchange_all(words: Words, before: Words, after: Words, again: bool) -> int | None:
     """The first word that is not the expected one. By bytes: a copy that was killed may have ended within a
-    word, so that any byte may be from either side; all words are hashed after it."""
+    word, so that (`again`) any byte may be from either side; all words are hashed after it."""
     target, expected, wanted = (array.view(np.uint8) for array in (words, before, after))
     for start in range(0, len(target), _PIECE):
         here, old, new = (each[start : start + _PIECE] for each in (target, expected, wanted))
-        wrong = (here != old) & (here != new)
+        wrong = (here != old) & (here != new) if again else here != old
         if not wrong.any():
             here[:] = new
             wrong = here != new

@@ -289,7 +289,7 @@ def compare_and_swap(local: LocalCheckpoint, journal: JournalReader, way: Direct
             own = owners == owner
             words = local.files[owner]
             failed = journal.compare_and_swap_many(
-                lists.only(own), words, homes[own], way, again=again, begin=begin
+                lists.only(own), homes[own], words, way, again=again, begin=begin
             )
             if failed is not None:
                 return failed
