@@ -14,6 +14,9 @@ install: $(STAMP) .typing/weightcast/integrations
 	@for p in benchmarks shared publisher subscriber; do ln -sfn ../../$$p .typing/weightcast/$$p; done
 	@for p in client.py integrations; do ln -sfn ../../shared/top/$$p .typing/weightcast/$$p; done
 
+# uv compiles no modules, so Python has to keep what it compiles: else every process would compile its libraries again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # uv installs ten times as fast as pip. It does not read pip's configuration: indexes and constraints are passed on.
 UV_SETTINGS = UV_INDEX_STRATEGY=unsafe-best-match $(shell $(BIN)/python -m pip config list | sed -n \
 	-e 's/.*\.index-url=/UV_DEFAULT_INDEX=/p' -e 's/.*\.extra-index-url=/UV_INDEX=/p' \

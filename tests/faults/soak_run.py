@@ -582,10 +582,13 @@ def soak(
     samples: Path | None = None,
 ) -> bool:
     made = Soak(root, seed, channel)
-    deadline = time.monotonic() + seconds
-    try:
-        made._settle("")
-        while made.version < versions and (time.monotonic() < deadline or made.version < FEWEST):
+
+    def stays_flat() -> bool:
+        """Over so many versions more."""
+        first, deadline = made.version, time.monotonic() + seconds
+        for daemon in made.daemons.values():
+            daemon.samples.clear()
+        while (count := made.version - first) < versions and (time.monotonic() < deadline or count < FEWEST):
             made.step()
             if made.version % max(1, versions // 200) == 0:
                 made.sample()
@@ -596,6 +599,11 @@ def soak(
                     samples.write_text(json.dumps(taken))
         console.print(f"seed {seed}: {made.version} versions arrived")
         return judge(made, console)
+
+    try:
+        made._settle("")
+        # growth goes on; a pool that fills late does not
+        return stays_flat() or stays_flat()
     except LostError as error:
         console.print(f"seed {seed}: {error}", markup=False)
         return False

@@ -194,7 +194,8 @@ def test_how_long_an_engine_may_be_silent_is_its_own_too(site: Site, run: Run) -
     patient, hasty = floor.engine("patient"), floor.engine("hasty")
     options = named(site, patient), named(site, hasty) + ",deadline=20"
     host = site.host(run, *options, timeouts=replace(QUICK, probe=0.5))
-    assert host.step().ready
+    # on a loaded machine any answer may take longer than that
+    wait_until(lambda: host.retry().ready)
     for engine in (patient, hasty):
         engine.script("/metrics", *[Hang()] * 99)
     for _ in range(2):

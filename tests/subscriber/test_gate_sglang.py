@@ -147,7 +147,8 @@ def test_slimes_partial_rollouts_go_on_with_the_next_version(host: Host) -> None
 
 
 @pytest.mark.parametrize("by", ["/abort_request", "/abort"])
-def test_surplus_that_no_engine_took_yet_is_aborted_too(host: Host, by: str) -> None:
+def test_surplus_that_no_engine_took_yet_is_aborted_too(site: Site, run: Run, by: str) -> None:
+    host = Host(site, run, Engine(site, kind="sglang"), options=("--gate-hold", "600"))
     host.publish()
     host.engines[0].kill()
     wait_until(lambda: host.client.get("/readyz").status_code == 503)

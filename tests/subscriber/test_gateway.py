@@ -391,17 +391,28 @@ def test_routes_that_speak_for_all_hosts(site: Site, run: Run, kind: str) -> Non
     gateway.wait_for(0, 1, 2)
     assert gateway.client.get("/health").json() == {"ready_hosts": 2}
     assert gateway.client.get("/readyz").status_code == 200
-    for _ in range(4):
-        # of any host that answers
-        assert [card["id"] for card in gateway.client.get("/v1/models").json()["data"]] == ["m"]
-        for path in ("/model_info", "/get_model_info") if kind == "sglang" else ("/weight_info",):
+    # of any host that answers
+    assert [card["id"] for card in gateway.client.get("/v1/models").json()["data"]] == ["m"]
+
+    def are_of_the_oldest() -> bool:
+        """All of many. On a loaded machine a host may be out for a moment, and the next older one answers."""
+        for path in 20 * (("/model_info", "/get_model_info") if kind == "sglang" else ("/weight_info",)):
             answer = gateway.client.get(path)
-            assert answer.json()["weight_version"] == answer.headers["weightcast-version"] == "1"
-            assert answer.headers["weightcast-host"] == old.gate.removeprefix("http://")
+            assert answer.json()["weight_version"] == answer.headers["weightcast-version"]
+            if answer.headers["weightcast-host"] != old.gate.removeprefix("http://"):
+                return False
+            assert answer.json()["weight_version"] == "1"
+        return True
+
+    wait_until(are_of_the_oldest)
+
+    def lines() -> dict[str, tuple[int | None, bool]]:
+        hosts = gateway.client.get("/v1/status").json()["hosts"]
+        return {host["url"]: (host["version"], bool(host["reason"])) for host in hosts}
+
+    wait_until(lambda: lines() == {old.gate: (1, False), new.gate: (2, False), down.gate: (None, True)})
     status = gateway.client.get("/v1/status").json()
     assert (status["ready"], status["served_version"], status["target_version"]) == (True, 2, 2)
-    lines = {host["url"]: (host["version"], bool(host["reason"])) for host in status["hosts"]}
-    assert lines == {old.gate: (1, False), new.gate: (2, False), down.gate: (None, True)}
     old.kill()
     gateway.wait_for(0, 0, 2)
     asked = gateway.client.get("/model_info" if kind == "sglang" else "/weight_info").json()
@@ -558,7 +569,10 @@ class TestClientRoutes:
 
         async def generate() -> None:
             async with Client(gateway.url) as client:
-                for body in self.bodies(40):
+                # each until an update meets its answer: on a loaded machine one may come after it
+                left = [*self.bodies(40)]
+                while left:
+                    [body, *rest] = left
                     version, before = self.host.status()["gate"]["version"], engine.get("/streamed")
                     asked = asyncio.create_task(client.generate(body | {"seconds": 0.05}))
                     await asyncio.to_thread(wait_until, lambda: engine.get("/streamed") > before + 2)  # noqa: B023
@@ -566,9 +580,10 @@ class TestClientRoutes:
                     answer = await asked
                     made_by = self.host.version_of(answer.text)
                     assert (len(made_by), answer.partial) == (40, False)
-                    assert made_by == sorted(made_by) and set(made_by) == {version, version + 1}
-                    counts = [made_by.count(version), made_by.count(version + 1)]
+                    assert made_by == sorted(made_by) and set(made_by) <= {version, version + 1}
+                    counts = [made_by.count(each) for each in sorted({*made_by})]
                     assert [piece.tokens for piece in answer.pieces] == counts
+                    left = rest if len(counts) == 2 else left
 
         asyncio.run(generate())
 

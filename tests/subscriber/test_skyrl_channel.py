@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from field_channel import FieldChannel
 from hosts import Host, SGLang, Site, Weights, on_disk
+from test_field_drop_in import host_of
 
 from weightcast.publisher import init_channel
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, UnknownFormat, WeightcastError
 from weightcast.shared.channel.chain import entries, verify
 from weightcast.shared.channel.channel import Channel, require_named
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.subscriber.sync.options import SyncOptions, parse_target
 
 
 @pytest.fixture
@@ -31,17 +31,6 @@ def base(site: Site) -> Weights:
 @pytest.fixture
 def trainer(site: Site, base: Weights) -> FieldChannel:
     return FieldChannel(site.root / "channel", base, "skyrl")
-
-
-def host_of(site: Site, *engines: SGLang, local: str = "host") -> Host:
-    options = SyncOptions(
-        site.root / "channel",
-        site.root / local,
-        site.root / "base",
-        parse_target("latest"),
-        visible_seconds=0.2,
-    )
-    return Host(options, tuple(site.option(engine) for engine in engines), site.stack)
 
 
 def serves(host: Host, engine: SGLang, weights: Weights, version: int) -> bool:
