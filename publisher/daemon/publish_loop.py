@@ -30,7 +30,7 @@ from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.elements import MAIN
-from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, Stopped, WeightcastError
+from weightcast.shared.base.errors import RESUME, NeedsReseed, Refused, RetryLater, Stopped, WeightcastError
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import current_epoch
@@ -43,7 +43,7 @@ from weightcast.shared.channel.components import (
 )
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
-from weightcast.shared.channel.pins import RESUME, Rollback
+from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.rate import Rate
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room

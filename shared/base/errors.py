@@ -30,6 +30,8 @@ FIX_ENGINE = (
     "fix what the message or the engine's log names; `weightcast wake URL` of the subscriber retries at once"
 )
 """the remedy for an engine that failed"""
+RESUME = "remove bad checkpoints and rewind the trainer, then `weightcast channel resume`"
+"""the remedy while a rollback holds publishing"""
 
 
 def counted(number: int, noun: str) -> str:

@@ -27,8 +27,6 @@ _ORDER_LIMIT = 64 << 10
 _MOST_WAITING = 8
 """names; a path has up to 4096 bytes"""
 _KEEP, _TAGS = "keep", "tags"
-RESUME = "remove bad checkpoints and rewind the trainer, then `weightcast channel resume`"
-"""the remedy while a rollback holds publishing"""
 _ROLLBACK, _REPAIR, _ANCHOR = "orders/rollback.json", "orders/repair", "orders/anchor"
 _WAITING = "orders/waiting"
 

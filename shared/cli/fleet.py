@@ -16,10 +16,9 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.text import Text
 
-from weightcast.shared.base.errors import Refused, WeightcastError, age, counted
+from weightcast.shared.base.errors import RESUME, Refused, WeightcastError, age, counted
 from weightcast.shared.channel.channel import require_named
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.pins import RESUME
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.reports import forget as forget_report
 from weightcast.shared.cli import balancers

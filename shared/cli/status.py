@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weightcast.shared.base.errors import FIX_ENGINE, age, counted
-from weightcast.shared.channel.pins import RESUME
+from weightcast.shared.base.errors import FIX_ENGINE, RESUME, age, counted
 from weightcast.shared.cli.options import Number, daemon_options, json_option, option
 from weightcast.shared.cli.output import Output, facts_table, time_text
 from weightcast.shared.files.paths import printable
@@ -166,8 +165,9 @@ def _host_says(answer: Answer) -> str:
     """What engines confirmed lasts longer than they do."""
     engines = _list(answer, "engines")
     gone = engines and all(engine.get("reachable") is False for engine in engines)
+    is_past = answer.get("served_version") is not None and (gone or not answer.get("ready"))
     lag = f", {answer['lag_versions']} behind" if answer.get("lag_versions") else ""
-    return f"{'last served' if gone else 'serves'} {_version(answer, 'served_version')}{lag}"
+    return f"{'last served' if is_past else 'serves'} {_version(answer, 'served_version')}{lag}"
 
 
 def _gateway_says(answer: Answer) -> str:

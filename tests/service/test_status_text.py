@@ -64,7 +64,7 @@ def test_what_an_engine_served_lasts_longer_than_the_engine() -> None:
     assert host(served_version=5, engines=(gone,)).sentence.startswith(
         "h is not ready: last served version 5"
     )
-    assert ": serves version 5" in host(served_version=5, engines=(gone, ENGINE)).sentence
+    assert ": serves version 5" in host(ready=True, served_version=5, engines=(gone, ENGINE)).sentence
     update = UpdateStatus(
         kind="reload", from_version=4, version=4, folded=0, bytes=0, changes=0, seconds={"total": 0.05},
         pause_seconds=None, at=NOW, taken=False,
