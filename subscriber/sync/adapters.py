@@ -42,7 +42,7 @@ from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position
 from weightcast.shared.checkpoint.verify.hashing import Credit, Scrub
 from weightcast.shared.daemon.timing import Backoff, Due
 from weightcast.shared.files import durable
-from weightcast.shared.files.strict_json import Members, parse_object, write_object
+from weightcast.shared.files.strict_json import Members, write_object
 from weightcast.subscriber.engines.adapter import NoAdapters
 from weightcast.subscriber.engines.host import HostEngine
 from weightcast.subscriber.groups.messages import AdaptersUsed
@@ -53,7 +53,6 @@ from weightcast.subscriber.sync.host import LOOK_SECONDS, StepHost, known
 GRACE_SECONDS = 60.0
 """before an old version is unloaded where no gate counts the requests that use it"""
 _RETRY = Backoff(1.0, 60.0)
-_STATE_LIMIT = 4 << 20
 
 
 @dataclass
@@ -157,14 +156,14 @@ class Adapters:
             self._adapter(name)
         try:
             what = str(self._exported.state)
-            members = Members(parse_object(durable.read_file(self._exported.state, _STATE_LIMIT), what), what)
+            members = Members(self._exported.read_state(), what)
             self._registry = members.integer("registry") if "registry" in members else 0
             for name, value in members.object("engines").items():
                 row = Members(value, what)
                 process = None if row.is_null("process") else row.text("process")
                 if name in {engine.name for engine in self._engines.engines}:
                     self._loaded[name] = _Loaded(process, row.text_map("loaded"))
-        except (FileNotFoundError, DamagedFile):
+        except DamagedFile:
             self._loaded = {}  # nothing is trusted: all is loaded anew
         self._begun = True
 
@@ -179,6 +178,9 @@ class Adapters:
         if main is None or main.phase is not Phase.CLEAN or not (self._options.adapters or known_here):
             return
         self._main = main.position
+        for one in self._adapters.values():
+            for exported in self._exported.lost(one.versions.values()):
+                self._drop(one, exported)
         in_sync = self._engines.in_sync(main)
         engines = [each for each in self._engines.engines if each.name in in_sync]
         if self._adapters or self._loaded:
@@ -246,12 +248,19 @@ class Adapters:
             scrub.fault(f"adapter {one.name}: {known(error).message}")
         one.here = None
         if exported is not None:
-            del one.versions[exported.version]
+            self._drop(one, exported)
             for engine in self._engines.engines:
-                self._offer(engine, one, self._kept(one, engine))
                 self._look_at(engine)
             self._exported.delete(exported)
         return True
+
+    def _drop(self, one: _Adapter, exported: Exported) -> None:
+        """Its files are damaged or gone: the next look takes it from engines, and the newest version is
+        exported again."""
+        del one.versions[exported.version]
+        one.here = None
+        for engine in self._engines.engines:
+            self._offer(engine, one, self._kept(one, engine))
 
     def _adapter(self, name: str) -> _Adapter:
         return self._adapters.setdefault(name, _Adapter(name, None))
@@ -406,8 +415,8 @@ class Adapters:
             self._unload_strange(engine, there, trusted)
             engine.read_limits()
             self._failed.pop((engine.name, ""), None)
-        except EngineFailed as failure:
-            self._fail(engine.name, "", failure)
+        except (EngineFailed, OSError) as error:
+            self._fail(engine.name, "", known(error))
 
     def _unload_strange(self, engine: HostEngine, there: Mapping[str, str], trusted: Collection[str]) -> None:
         """What the engine has of ours beyond what is `trusted`: loaded by a process that was killed, or over
@@ -433,8 +442,8 @@ class Adapters:
                 self._make_room(engine, one, kept)
                 self._load_one(engine, each.label, each)
                 self._failed.pop((engine.name, each.label), None)
-            except EngineFailed as failure:
-                self._fail(engine.name, each.label, failure)
+            except (EngineFailed, DamagedFile, OSError) as error:
+                self._fail(engine.name, each.label, failure := known(error))
                 if each is kept[0]:
                     one.error = failure
 
@@ -453,6 +462,22 @@ class Adapters:
 
     def _load_one(self, engine: HostEngine, name: str, exported: Exported) -> None:
         """`name`: its label, or the adapter's own."""
+        try:
+            self._load_files(engine, name, exported)
+        except (EngineFailed, DamagedFile, OSError) as failure:
+            try:
+                self._exported.verify(exported)
+            except (WeightcastError, OSError) as error:
+                self._exported.delete(exported)  # as if it had been lost
+                text, remedy = f"{exported.label}: {known(error).message}", "wait: it is exported again"
+                raise EngineFailed(text, remedy=remedy) from failure
+            raise
+        failpoint("adapter.loaded")
+        there, before = engine.adapters(), {**self._of(engine), name: exported.digest}
+        left = {label: digest for label, digest in before.items() if label in there}
+        self._record(engine, _Loaded(engine.facts.process, left))
+
+    def _load_files(self, engine: HostEngine, name: str, exported: Exported) -> None:
         engine.limits.require(f"adapter/{exported.name}", self._exported.config(exported))
         for member, has in self._host.lead.share_adapters({*self._used(), exported.label}).items():
             if has.get(exported.label) != exported.digest:
@@ -461,10 +486,6 @@ class Adapters:
                     remedy="it is asked again; see that host's subscriber, and its --adapters",
                 )
         engine.load_adapter(name, self._path(engine, exported))
-        failpoint("adapter.loaded")
-        there, before = engine.adapters(), {**self._of(engine), name: exported.digest}
-        left = {label: digest for label, digest in before.items() if label in there}
-        self._record(engine, _Loaded(engine.facts.process, left))
 
     def _name(self, engine: HostEngine, one: _Adapter, kept: Sequence[Exported]) -> None:
         """Moves the adapter's own name to the newest loaded version. In between the engine has no such name:
@@ -478,8 +499,8 @@ class Adapters:
             self._unload(engine, one.name)
             self._load_one(engine, one.name, newest)
             self._failed.pop((engine.name, one.name), None)
-        except EngineFailed as failure:
-            self._fail(engine.name, one.name, failure)
+        except (EngineFailed, DamagedFile, OSError) as error:
+            self._fail(engine.name, one.name, failure := known(error))
             one.error = one.error or failure
 
     def _unload(self, engine: HostEngine, label: str) -> None:
@@ -535,8 +556,8 @@ class Adapters:
                 continue
             try:
                 self._unload(engine, label)
-            except EngineFailed as failure:
-                self._fail(engine.name, "", failure)
+            except (EngineFailed, OSError) as error:
+                self._fail(engine.name, "", known(error))
 
     def _in_use(self, engine: HostEngine, one: _Adapter, version: int) -> bool:
         traffic = self._engines.traffic

@@ -250,6 +250,40 @@ def test_background_verify_reads_adapters_too(site: Site, run: Run, place: str) 
     assert len(engine.of(UNLOAD)) == {"math-v000002": 3, "math-v000001": 2, ".follow/math": 1}[place]
 
 
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "",
+        "adapters",
+        "adapters/.follow",
+        "adapters/math-v000002",
+        "adapters/math-v000002/adapter_config.json",
+        "adapters/math-v000002/adapter_model.safetensors",
+    ],
+)
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_is_deleted_under_a_running_host_comes_back(
+    site: Site, run: Run, lost: str, restarts: bool
+) -> None:
+    """Of its local directory, or of an adapter; with the engine as it was, or started anew."""
+    engine = VLLM()
+    host = site.host(run, engine)
+    for name in ("code", "math", "math"):
+        run.publish_adapter(name)
+        host.step()
+    path = host.local / lost
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    if restarts:
+        engine.restart()
+    host.step()
+    host.clock.at += 61
+    assert host.step().ready and [one.state for one in host.status.adapters] == ["loaded"] * 2
+    newest = expected(run, "code@1", "math@2")
+    assert engine.loaded.items() >= newest.items() and set(engine.loaded) <= {*newest, "math@1"}
+    label = run.publish_adapter("math")
+    assert host.step().ready and engine.loaded[label] == run.adapters[label]
+
+
 def test_local_verify_and_repair_cover_adapters(site: Site, run: Run, weightcast: Command) -> None:
     engine = VLLM()
     host = site.host(run, engine)
@@ -265,6 +299,13 @@ def test_local_verify_and_repair_cover_adapters(site: Site, run: Run, weightcast
     assert done.code == 3 and all(file.startswith("adapters/") for file in files) and len(files) >= 2
     done = weightcast(*words, "--repair", "--channel", run.channel, "--base", run.base_dir)
     assert done.code == 0 and done.json["intact"]
+    host.start()
+    assert host.step().ready and engine.loaded == expected(run, "math@1")
+    host.sync.close()
+    shutil.rmtree(host.local / "adapters" / "math-v000001")
+    done = weightcast(*words)
+    assert done.code == 3 and [fault["file"] for fault in done.json["faults"]] == ["adapters/math@1"]
+    assert weightcast(*words, "--repair", "--channel", run.channel, "--base", run.base_dir).code == 0
     host.start()
     assert host.step().ready and engine.loaded == expected(run, "math@1")
 
