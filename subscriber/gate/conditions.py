@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from weightcast.shared.channel.components import ADAPTER
 from weightcast.subscriber.gate import stitch
 
 MEMBER = "weightcast"
@@ -29,13 +30,13 @@ class BadCondition(ValueError):
 
 @dataclass(frozen=True)
 class Conditions:
-    """`wait`: seconds that the request may wait for a version that it allows."""
+    """`wait`: seconds that the request may wait for a version that it allows; None: it does not say."""
 
     min_version: int | None = None
     exact_version: int | None = None
     max_lag: int | None = None
     session: str = ""
-    wait: float = 0.0
+    wait: float | None = None
 
     @classmethod
     def of(cls, headers: Mapping[str, str], member: Mapping[str, Any]) -> Conditions:
@@ -67,9 +68,10 @@ class Conditions:
         return max(self.min_version or 0, 0 if self.max_lag is None else target - self.max_lag)
 
     def for_gate(self, target: int) -> dict[str, str]:
-        """Headers for a gate, whose target may be older: all but the session, which is text, and the time to
-        wait, which is the gateway's."""
+        """Headers for a gate, whose target may be older: all but the session, which is text. It does not
+        wait for a version: the gateway does, for one at any host."""
         asked = {
+            "wait": 0,
             "min-version": self._least(target) or None,
             "exact-version": self.exact_version,
             "max-lag": self.max_lag,
@@ -185,7 +187,7 @@ _ADAPTER_IN = {"sglang": "lora_path", "vllm": "model"}
 def adapter_named(texts: Iterable[str], adapters: Collection[str]) -> tuple[str, int | None]:
     """The first of the texts that names an adapter: its name, empty where none does, and a version."""
     for text in texts:
-        name, at, version = text.partition("@")
+        name, at, version = text.removeprefix(ADAPTER).partition("@")
         if name in adapters and (not at or (version.isdecimal() and version.isascii() and len(version) < 16)):
             return name, int(version) if at else None
     return "", None

@@ -208,6 +208,7 @@ class Gateway:
     async def _answer(self, request: Request, send: Send) -> None:
         """Raises NotAdmitted where no gate took it, ConnectionError where one took it and broke off."""
         tried: set[Host] = set()
+        refusals: list[NotAdmitted] = []
         has_guessed = False
         while True:
             found = self._choose(request, tried)
@@ -219,9 +220,15 @@ class Gateway:
                 if refusal is None:
                     return
                 self._metrics.retries.labels(str(refusal.status)).inc()
+                refusals.append(refusal)
             else:
+                if found.status == 503 and tried.issuperset(self.hosts.ready):
+                    # what no host has is no host's trouble
+                    unmet = [each for each in refusals if each.status == 409]
+                    found = unmet[-1] if unmet and len(unmet) == len(refusals) else found
                 await self._wait(request, found)
                 tried.clear()
+                refusals.clear()
             if request.aborted:
                 raise NotAdmitted(503, "ended by an abort; nothing was generated")
 

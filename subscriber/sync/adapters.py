@@ -141,9 +141,13 @@ class Adapters:
         for pattern in self._options.adapters if self._listed else ():
             if pattern != "*" and not any(fnmatchcase(name, pattern) for name in self._adapters):
                 self._host.degrade(f"--adapters {pattern} matches no adapter of the run")
+        self._name_all()
+
+    def _name_all(self) -> None:
         if self._engines.traffic is not None:
             followed = {name: one.target or 0 for name, one in self._adapters.items() if self._wanted(one)}
-            self._engines.traffic.name_adapters({**dict.fromkeys(self._others), **followed})
+            models = {name for each in self._engines.engines for name in each.adapter.models}
+            self._engines.traffic.name_adapters({**dict.fromkeys(self._others), **followed}, models)
 
     def _recover(self) -> None:
         """What an earlier process left here."""
@@ -174,7 +178,7 @@ class Adapters:
             with suppress(EngineFailed):  # the next step tells them
                 self._host.lead.share_adapters(used)
                 self._shared = used
-        known_here = self._adapters or self._loaded
+        known_here = self._adapters or self._loaded or self._others
         if main is None or main.phase is not Phase.CLEAN or not (self._options.adapters or known_here):
             return
         self._main = main.position
@@ -183,9 +187,10 @@ class Adapters:
                 self._drop(one, exported)
         in_sync = self._engines.in_sync(main)
         engines = [each for each in self._engines.engines if each.name in in_sync]
-        if self._adapters or self._loaded:
+        if known_here:
             for engine in engines:
                 self._look_at(engine)
+            self._name_all()
         for one in list(self._adapters.values()):
             self._bring(one, engines, follow)
         self._new.clear()
