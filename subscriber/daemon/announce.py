@@ -81,7 +81,8 @@ class Announcer:
             log.info("small faults in the base, tolerated", notes=list(status.base_notes))
         for name, one in status.components.items():
             if self._is_news(name, one.loaded) and one.loaded:
-                log.info("adapter", sentence=f"serving {one.name}@{one.loaded[0]}", loaded=list(one.loaded))
+                did = "serving" if status.engines else "exported"
+                log.info("adapter", sentence=f"{did} {one.name}@{one.loaded[0]}", loaded=list(one.loaded))
         troubles = (*status.not_ready_reasons, *status.degraded)
         if self._is_news("troubles", troubles):
             if troubles:

@@ -53,6 +53,7 @@ from weightcast.subscriber.sync.host import LOOK_SECONDS, StepHost, known
 GRACE_SECONDS = 60.0
 """before an old version is unloaded where no gate counts the requests that use it"""
 _RETRY = Backoff(1.0, 60.0)
+_DRIFTED = "publish it anew, trained on the main version here, retire it, or give --allow-base-drift"
 
 
 @dataclass
@@ -585,12 +586,13 @@ class Adapters:
             kept, newest = self._kept(one), one.newest
             in_all = [each.version for each in kept if all(each.label in its for its in held)]
             loaded = in_all if len(held) == len(engines) else []
-            text = "" if one.error is None else one.error.message
+            text, remedy = ("", "") if one.error is None else (one.error.message, one.error.remedy)
             if not text and newest is not None and self._main is not None and not self._fits(newest):
                 text = (
                     f"version {newest.version} belongs to main version {newest.main_version}, and this host "
                     f"has {self._main.version}"
                 )
+                remedy = _DRIFTED if self._is_past(newest) else ""
             is_here = bool(loaded) and (one.target or 0) <= loaded[0]
             yield AdapterStatus(
                 name=one.name,
@@ -600,6 +602,6 @@ class Adapters:
                 loaded=tuple(loaded),
                 state="failed" if one.error else "loaded" if is_here else "behind" if loaded else "waiting",
                 error=text,
-                remedy="" if one.error is None else one.error.remedy,
+                remedy=remedy,
                 ready=bool(loaded) or one.target == 0,
             )
