@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from weightcast.shared.channel.components import ADAPTER
 from weightcast.subscriber.gate import stitch
 
 MEMBER = "weightcast"
@@ -22,6 +21,9 @@ _SESSION_HEADERS = ("modal-session-id", "x-smg-routing-key")
 UpdatePolicy = Literal["pass", "drain", "partial"]
 """What an update of an engine does with its requests: those that allow the new version go on as the engine's
 own pause has it; or all have time to finish; or all end with what they have."""
+
+
+_NUMBERS = ("min_version", "exact_version", "max_lag")
 
 
 class BadCondition(ValueError):
@@ -47,7 +49,7 @@ class Conditions:
         for name, text in headers.items():
             if name.startswith(_HEADER):
                 key = name.removeprefix(_HEADER).replace("-", "_")
-                given[key] = text if key == "session" else _number(name, text)
+                given[key] = text if key not in _NUMBERS and key != "wait" else _number(name, text)
         for key, value in member.items():
             if key in given and given[key] != value:
                 raise BadCondition(f"{key} has one value in the headers and another one in the body")
@@ -134,7 +136,7 @@ def _check(key: str, value: object) -> None:
         fits = isinstance(value, str) and len(value) <= _SESSION_LIMIT
     elif key == "wait":
         fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 86400
-    elif key in ("min_version", "exact_version", "max_lag"):
+    elif key in _NUMBERS:
         fits = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     else:
         known = ", ".join(each.name for each in fields(Conditions))
@@ -187,7 +189,7 @@ _ADAPTER_IN = {"sglang": "lora_path", "vllm": "model"}
 def adapter_named(texts: Iterable[str], adapters: Collection[str]) -> tuple[str, int | None]:
     """The first of the texts that names an adapter: its name, empty where none does, and a version."""
     for text in texts:
-        name, at, version = text.removeprefix(ADAPTER).partition("@")
+        name, at, version = text.removeprefix("adapter/").partition("@")
         if name in adapters and (not at or (version.isdecimal() and version.isascii() and len(version) < 16)):
             return name, int(version) if at else None
     return "", None

@@ -191,10 +191,10 @@ class Adapters:
         if known_here:
             for engine in engines:
                 self._look_at(engine)
-            self._name_all()
         for one in list(self._adapters.values()):
             self._bring(one, engines, follow)
         self._new.clear()
+        self._name_all()
 
     def _bring(self, one: _Adapter, engines: Sequence[HostEngine], follow: bool) -> None:
         """One adapter to its newest version, as far as it goes."""

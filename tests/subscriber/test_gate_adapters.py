@@ -70,6 +70,7 @@ def test_a_plain_name_goes_to_the_newest_version_that_is_allowed(site: Site, run
     assert said(host, ask(host, "math", Max_Lag="0")) == {"0+math@2"}
     answer = ask(host, "math", Min_Version="3")
     assert answer.status_code == 409 and "math@1 and math@2" in answer.json()["error"]
+    assert answer.json()["adapter"] == {"name": "math", "loaded": [1, 2], "target": 2}
     assert ask(host, "math@3").status_code == 409
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ask, host, "math", Min_Version="3", Wait="30")
@@ -226,6 +227,7 @@ def test_the_fleet_knows_what_is_loaded(site: Site, run: Run, weightcast: Comman
     run.retire("math")
     wait_until(lambda: ask(host, "math").status_code == 409)
     assert "retired" in ask(host, "math@1").json()["error"]
+    wait_until(lambda: "adapter math is retired" in host.log())
     wait_until(lambda: "weightcast_adapter_version{" not in host.metrics())
     wait_until(lambda: not (site.root / "host" / "adapters" / "math-v000001").exists())
 
