@@ -37,8 +37,8 @@ def _requests(gate: GateStatus) -> dict[str, int]:
 
 
 def _trouble(status: HostStatus) -> tuple[str, str]:
-    """What went wrong, and what to do about it. A failed engine does not fail the host's step; one that is
-    silent and never served is still starting."""
+    """What went wrong, and what to do about it. A failed engine does not fail the host's step; a silent
+    engine that never served is still starting."""
     error = status.last_error
     if error is not None:
         return f"{error.error}: {error.message}", error.remedy
