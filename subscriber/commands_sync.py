@@ -193,9 +193,10 @@ def _judge(status: HostStatus) -> None:
         raise EngineFailed(
             f"version {refused.version} was refused: {refused.reason}", remedy="publish a newer version"
         )
-    if status.not_ready_reasons:
+    failed = [f"{name}: {one.error}" for name, one in status.components.items() if not one.ready]
+    if reasons := list(status.not_ready_reasons) or failed:
         raise EngineFailed(
-            "; ".join(status.not_ready_reasons),
+            "; ".join(reasons),
             remedy="fix what the message names, or see the engines' logs; then sync again",
         )
 
@@ -229,5 +230,6 @@ def _show(console: Console, status: HostStatus) -> None:
         rows.append((engine.name, f"{engine.mark} {version} {engine.reason}"))
     for name, one in status.components.items():
         loaded = ", ".join(map(str, one.loaded)) or "-"
-        rows.append((name, f"{one.state} {loaded} (target {or_dash(one.target)}) {one.error}"))
+        state = one.state if status.engines or one.state != "loaded" else "exported"
+        rows.append((name, f"{state} {loaded} (target {or_dash(one.target)}) {one.error}"))
     console.print(facts_table((printable(name), printable(text)) for name, text in rows if text))

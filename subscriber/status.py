@@ -285,6 +285,13 @@ class HostStatus(FollowerStatus):
         draft = {} if self.draft is None else {"draft": self.draft}
         return {f"adapter {one.name}": one for one in self.adapters} | draft
 
+    @property
+    def lacking(self) -> dict[str, AdapterStatus]:
+        """Components that keep the host from ready: not an adapter that fails where others are served."""
+        serves = any(one.loaded for one in self.adapters)
+        spared = [one for one in self.adapters if serves and one.state == "failed"]
+        return {name: one for name, one in self.components.items() if not one.ready and one not in spared}
+
 
 _WEAKEST_FIRST = ("status-only", "label", "digest")
 

@@ -67,9 +67,11 @@ class Component:
 def check_name(name: str) -> str:
     """`name`, if a component can have it. Raises Refused."""
     if not starts_from_zeros(name):
+        meant = f"did you mean {ADAPTER}{name}? " if starts_from_zeros(ADAPTER + name) else ""
         raise Refused(
             f"{name[:80]!r} is not the name of a component",
-            remedy="give draft, or adapter/NAME: letters, digits and ._- (at most 64, no dot or dash first)",
+            remedy=f"{meant}give draft, or adapter/NAME: letters, digits and ._- "
+            "(at most 64, no dot or dash first)",
         )
     return name
 

@@ -81,6 +81,7 @@ class AdapterReport:
     main_version: int | None
     state: _State
     error: _Line = ""
+    remedy: _Line = ""
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,9 @@ def _adapters(members: Members, what: str) -> tuple[AdapterReport, ...]:
     rows = members.array("adapters")
     if len(rows) > ADAPTERS_LIMIT:
         raise members.bad("adapters", f"at most {ADAPTERS_LIMIT} objects")
-    return tuple(Members(row, f"{what}: adapters").record(AdapterReport, absent=("error",)) for row in rows)
+    return tuple(
+        Members(row, f"{what}: adapters").record(AdapterReport, absent=("error", "remedy")) for row in rows
+    )
 
 
 def _updates(members: Members, what: str, most: int) -> tuple[Update, ...]:

@@ -247,7 +247,7 @@ class LocalUpdater:
         if ours != theirs:
             raise WrongRun(
                 f"{self.paths.directory} belongs to {ours}, the channel to {theirs}",
-                remedy="use another --local directory, or remove this one",
+                remedy="mount its channel, or correct --channel; for a new run use another --local",
             )
 
     def _check_base(self, channel: Channel | None) -> None:

@@ -322,7 +322,7 @@ def _row(cells: Sequence[str], columns: Mapping[int, int], style: str, standing:
 
 def _trouble(host: Host, fleet: Fleet, cut: int | None) -> list[RenderableType]:
     """The error and its remedy, each on lines of its own; in a live view on one line each."""
-    if host.standing == "ready":
+    if host.standing == "ready" and not host.lacks_adapter:
         return []
     texts = [text for text in trouble_of(host, fleet.run_id) if text]
     shown = [Text(_cut(printable(text), cut and cut - _INDENT), style="dim") for text in texts]

@@ -140,6 +140,7 @@ def repair_local(
                 follower.rehash(advance)
                 follower.update_to(component, advance=advance)
         list(adapters.scan())  # deletes what differs; the next sync exports it again
+        adapters.forget_missing()
     return done
 
 

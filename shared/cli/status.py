@@ -194,7 +194,9 @@ def _gateway_rows(answer: Answer) -> Iterator[Row]:
 
 def _host_problem(answer: Answer) -> tuple[str, str]:
     failed = any(engine.get("state") == "failed" for engine in _list(answer, "engines"))
-    remedy = str(_of(answer, "last_error").get("remedy") or (FIX_ENGINE if failed else ""))
+    of_adapters = [str(one.get("remedy")) for one in _list(answer, "adapters") if one.get("remedy")]
+    remedy = FIX_ENGINE if failed else next(iter(of_adapters), "")
+    remedy = str(_of(answer, "last_error").get("remedy") or remedy)
     if not answer.get("ready"):
         return _reasons(answer), remedy
     degraded = _some(_texts(answer, "degraded"))

@@ -118,6 +118,11 @@ class Host(BaseModel, frozen=True):
     adapters: tuple[AdapterReport, ...] = ()
 
     @property
+    def lacks_adapter(self) -> bool:
+        """It is ready, and serves others."""
+        return self.standing == "ready" and any(one.state == "failed" for one in self.adapters)
+
+    @property
     def takes_part(self) -> bool:
         """Whether `wait` counts it: not when it stopped, is lost, or went silent without a version."""
         return self.standing not in ("lost", "stopped") and not (self.standing == "stale" and self._is_empty)
@@ -425,7 +430,8 @@ def standing_of(host: Host, presence: Presence, run: RunHead) -> Standing:
     if presence != "live":
         return presence
     engine_failed = any(engine.state == "failed" for engine in host.engines)
-    if engine_failed or _is_other(host, run) or (host.last_error and not host.ready):
+    fails = bool(host.last_error) and not host.ready and host.state != "starting"
+    if engine_failed or _is_other(host, run) or fails:
         return "failed"
     lag = lag_of(host, run)
     return "ready" if host.ready and lag is not None and lag <= 0 else "behind"
@@ -448,9 +454,10 @@ def trouble_of(host: Host, run_id: str | None) -> tuple[str, str]:
     if not host.last_error and _is_other(host, RunHead(run_id, None)):
         remedy = "give it this run's channel, or a local directory of its own"
         return f"follows another run, {host.run_id}", remedy
-    out = [f"engine {each.name} is {each.state}" for each in host.engines if each.state in _ENGINES_OUT]
-    if not host.last_error and not host.ready and out:
-        return ", ".join(out), FIX_ENGINE
+    if not (host.last_error or host.ready):
+        waits = [(f"{one.name}: {one.error}", one.remedy) for one in host.adapters if one.error]
+        out = [f"engine {each.name} is {each.state}" for each in host.engines if each.state in _ENGINES_OUT]
+        return (", ".join(out), FIX_ENGINE) if out else next(iter(waits), ("", ""))
     return host.last_error, host.remedy
 
 
@@ -514,7 +521,8 @@ def _host_findings(fleet: Fleet) -> list[tuple[Level, str]]:
     """By kind of trouble, the worst first."""
     kinds, names = defaultdict[tuple[str, str], list[Host]](list), short_names_of(fleet.hosts)
     for host in sorted(fleet.hosts, key=lambda host: host.severity):
-        if host.standing not in ("ready", "stopped") and not host.is_ghost:
+        well = host.standing in ("ready", "stopped") and not host.lacks_adapter
+        if not well and not host.is_ghost:
             error = trouble_of(host, fleet.run_id)[0]
             kinds[host.standing, _DIFFERS.sub("", error)].append(host)
     worst = sorted(kinds.values(), key=lambda some: (WORST_FIRST.index(some[0].standing), -len(some)))

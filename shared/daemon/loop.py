@@ -32,6 +32,7 @@ from weightcast.shared.base.errors import (
     WeightcastError,
 )
 from weightcast.shared.channel.channel import NoChannel
+from weightcast.shared.checkpoint.state.locks import EngineLoads
 from weightcast.shared.daemon.hooks import end_hooks
 from weightcast.shared.daemon.http import (
     CLOSE_SECONDS,
@@ -195,7 +196,7 @@ class Loop:
 
     def _log_expected(self, error: WeightcastError) -> None:
         failure, status = failure_of(error), self._status.get()
-        if isinstance(error, Stopped):
+        if isinstance(error, Stopped | EngineLoads):
             log.info("step failed", **failure.by_name())
         elif not isinstance(error, NoChannel) or status.steps > status.failures:
             log.warning("step failed", **failure.by_name())

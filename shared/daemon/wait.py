@@ -10,8 +10,9 @@ from pathlib import Path
 
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError, counted
+from weightcast.shared.channel.components import check_name
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.daemon.fleet import Fleet, FleetReader, Host, names_of, of_run
+from weightcast.shared.daemon.fleet import Fleet, FleetReader, Host, names_of, of_run, trouble_of
 from weightcast.shared.files.paths import printable
 
 _SHOWN = 10
@@ -64,7 +65,10 @@ def _standing(host: Host, component: str) -> str:
         return printable(f"{state}, version {found.version} of {component}, {said}")
     version = "no version" if host.served_version is None else f"version {host.served_version}"
     engines = [f"engine {one.name} {one.state}" for one in host.engines if one.state not in ("", "serving")]
-    why = printable(host.last_error[:_MOST_ERROR]) or ", ".join(engines)
+    trouble, remedy = trouble_of(host, host.run_id)
+    why = printable(trouble[:_MOST_ERROR]) or ", ".join(engines)
+    if why and not host.last_error and remedy:
+        why += f"; {printable(remedy)}"
     return f"{state}, {version}{': ' if why else ''}{why}"
 
 
@@ -86,6 +90,8 @@ def wait_for_version(
     stopped, are lost, or fell silent before they held a version. Both: both must hold; neither: one host.
 
     Raises NotInTime that names the hosts which are behind, Refused for what makes no sense."""
+    if component != MAIN:
+        check_name(component)
     if min_hosts is not None and min_hosts < 1:
         raise Refused(f"cannot wait for {min_hosts} hosts", remedy="give 1 or more")
     if fraction is not None and not 0 < fraction <= 1:

@@ -79,9 +79,14 @@ class Announcer:
             log.info("files left behind", files=list(status.left_behind))
         if self._is_news("base notes", status.base_notes):
             log.info("small faults in the base, tolerated", notes=list(status.base_notes))
+        for name in [each for each in self._said if each.startswith("adapter ")]:
+            if name not in status.components:
+                log.info("adapter", sentence=f"{name} is retired, or excluded by --adapters", loaded=[])
+                del self._said[name]
         for name, one in status.components.items():
             if self._is_news(name, one.loaded) and one.loaded:
-                log.info("adapter", sentence=f"serving {one.name}@{one.loaded[0]}", loaded=list(one.loaded))
+                did = "serving" if status.engines else "exported"
+                log.info("adapter", sentence=f"{did} {one.name}@{one.loaded[0]}", loaded=list(one.loaded))
         troubles = (*status.not_ready_reasons, *status.degraded)
         if self._is_news("troubles", troubles):
             if troubles:

@@ -65,6 +65,7 @@ def _adapter(one: AdapterStatus, name: str) -> AdapterReport:
         main_version=one.main_version,
         state="ready" if one.state == "loaded" else one.state,
         error=one.error[:_ERROR],
+        remedy=one.remedy[:_ERROR],
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -119,6 +119,9 @@ class Adapter(ABC):
     """An inference server. All methods but `probe` and `reload` raise EngineFailed when the engine does not
     answer in time or answers anything but success. `pause`, `resume` and `relabel` may be repeated."""
 
+    models: Set[str] = frozenset()
+    """names that requests may give as its model, as of the last `adapters`"""
+
     def __init__(self, spec: EngineSpec, wire: Wire) -> None:
         self.spec, self._wire, self._timeouts = spec, wire, wire.timeouts
         self._processes = Identities(spec.shown_url)
@@ -196,6 +199,8 @@ class TakesAdapters(Adapter):
     """An inference server with LoRA: it lists adapters among its models, with the model that they are for."""
 
     _lora_routes: ClassVar[str] = "/v1"
+    _any_model: ClassVar[Set[str]] = frozenset()
+    """names that it takes for its model although it does not list them"""
     _lora_start: ClassVar[str]
     """how it is started so that it takes adapters"""
 
@@ -209,6 +214,7 @@ class TakesAdapters(Adapter):
         reply = self._wire.get("/v1/models", self._timeouts.probe).require_ok(LOG)
         models = reply.fields().get("data")
         cards = [each for each in models if isinstance(each, dict)] if isinstance(models, list) else []
+        self.models = {str(card["id"]) for card in cards} | self._any_model
         return {str(card["id"]): str(card.get("root")) for card in cards if card.get("parent")}
 
     def load_adapter(self, name: str, path: str) -> None:

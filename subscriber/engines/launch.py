@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, refuse_foreign
-from weightcast.shared.checkpoint.state.locks import FileLock, owner_text
+from weightcast.shared.checkpoint.state.locks import ENGINE_STARTER, FileLock, owner_text
 from weightcast.shared.checkpoint.state.state import LocalState
 from weightcast.shared.checkpoint.verify.inspect import require_loadable
 from weightcast.shared.daemon.environment import without_secrets
@@ -64,7 +64,7 @@ def hold_still(local: Path, lock: FileLock, seconds: float) -> LocalState:
                 raise RetryLater(
                     f"{local} is not seeded yet", remedy="run `weightcast sync`, or start the subscriber"
                 )
-            lock.acquire(shared=True, text=f"run-engine, {owner_text()}")
+            lock.acquire(shared=True, text=f"{ENGINE_STARTER}, {owner_text()}")
             return require_loadable(local)
         except BaseException as error:
             lock.release()

@@ -79,6 +79,7 @@ STARTUP, WHOLE = b"sglang:startup_time_seconds{", b'phase="tokenizer_e2e"'
 
 class SGLang(TakesAdapters, Server):
     _lora_routes = ""
+    _any_model = frozenset(("default",))
     _lora_start = "start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules"
     _with_label: ClassVar = {"abort_all_requests": False}
     """which defaults to true there"""

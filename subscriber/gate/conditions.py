@@ -23,19 +23,22 @@ UpdatePolicy = Literal["pass", "drain", "partial"]
 own pause has it; or all have time to finish; or all end with what they have."""
 
 
+_NUMBERS = ("min_version", "exact_version", "max_lag")
+
+
 class BadCondition(ValueError):
     pass
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """`wait`: seconds that the request may wait for a version that it allows."""
+    """`wait`: seconds that the request may wait for a version that it allows; None: it does not say."""
 
     min_version: int | None = None
     exact_version: int | None = None
     max_lag: int | None = None
     session: str = ""
-    wait: float = 0.0
+    wait: float | None = None
 
     @classmethod
     def of(cls, headers: Mapping[str, str], member: Mapping[str, Any]) -> Conditions:
@@ -46,7 +49,7 @@ class Conditions:
         for name, text in headers.items():
             if name.startswith(_HEADER):
                 key = name.removeprefix(_HEADER).replace("-", "_")
-                given[key] = text if key == "session" else _number(name, text)
+                given[key] = text if key not in _NUMBERS and key != "wait" else _number(name, text)
         for key, value in member.items():
             if key in given and given[key] != value:
                 raise BadCondition(f"{key} has one value in the headers and another one in the body")
@@ -72,10 +75,11 @@ class Conditions:
         return max(self.min_version or 0, 0 if self.max_lag is None else target - self.max_lag)
 
     def for_gate(self, target: int) -> dict[str, str]:
-        """Headers for a gate, whose target may be older: all but the session, which is text, and the time to
-        wait, which is the gateway's."""
+        """Headers for a gate, whose target may be older: all but the session, which is text. It does not
+        wait for a version: the gateway does, for one at any host."""
         exact, least = self.exact_version, self._least(target)
         asked = {
+            "wait": 0,
             "min-version": None if exact is not None and exact < least else least or None,
             "exact-version": exact,
             "max-lag": self.max_lag,
@@ -138,7 +142,7 @@ def _check(key: str, value: object) -> None:
         fits = isinstance(value, str) and len(value) <= _SESSION_LIMIT
     elif key == "wait":
         fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 86400
-    elif key in ("min_version", "exact_version", "max_lag"):
+    elif key in _NUMBERS:
         fits = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     else:
         known = ", ".join(each.name for each in fields(Conditions))
@@ -191,7 +195,7 @@ _ADAPTER_IN = {"sglang": "lora_path", "vllm": "model"}
 def adapter_named(texts: Iterable[str], adapters: Collection[str]) -> tuple[str, int | None]:
     """The first of the texts that names an adapter: its name, empty where none does, and a version."""
     for text in texts:
-        name, at, version = text.partition("@")
+        name, at, version = text.removeprefix("adapter/").partition("@")
         if name in adapters and (not at or (version.isdecimal() and version.isascii() and len(version) < 16)):
             return name, int(version) if at else None
     return "", None

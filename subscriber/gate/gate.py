@@ -286,7 +286,9 @@ class Gate(Collector):
         if error.status == 409 and is_stitch:
             await say(send, 409, stitch.not_ready(error.error, served, target), {"retry-after": "1"})
         else:
-            await refuse(send, error, call.conditions, served, target)
+            adapter = {"name": call.adapter, **self.traffic.offered.get(call.adapter, {})}
+            more = {"adapter": adapter} if call.adapter else {}
+            await refuse(send, error, call.conditions, served, target, **more)
 
     def _compare(self, call: Call, label: str) -> None:
         """What an engine calls the weights of its answer, which is passed on as it is."""

@@ -26,16 +26,19 @@ _OUTCOMES = {409: "unmet", 429: "too_many", 503: "not_ready"}
 class NotAdmitted(Exception):
     """`status`: of HTTP."""
 
-    def __init__(self, status: int, error: str, *, failed: bool = False) -> None:
-        """`failed`: an engine that had taken it did not answer."""
+    def __init__(self, status: int, error: str, *, failed: bool = False, of_version: bool = False) -> None:
+        """`failed`: an engine that had taken it did not answer; `of_version`: what it asks for is not here,
+        which 409 always means."""
         super().__init__(error)
         self.status, self.error, self.failed = status, error, failed
-        self.outcome = _OUTCOMES[status]
+        self.outcome, self._of_version = _OUTCOMES[status], of_version or status == 409
 
     def patience(self, conditions: Conditions, hold_seconds: float) -> float:
-        """Seconds that the request may wait: a version that is not here may be long in coming, and only who
-        asks for it waits for it."""
-        return conditions.wait if self.status == 409 else hold_seconds
+        """Seconds that the request may wait: a version that is not here may be long in coming, and who asks
+        for it says how long to wait for it."""
+        if self._of_version and conditions.wait is not None:
+            return conditions.wait
+        return 0.0 if self.status == 409 else hold_seconds
 
 
 @dataclass(eq=False)
@@ -106,6 +109,8 @@ class Traffic:
         """the version that the host is to reach"""
         self.adapters: Mapping[str, int | None] = {}
         """the version that each adapter is to reach; None: none is served here"""
+        self._models: Collection[str] = ()
+        """what else requests may name, as far as is known"""
         self._names_adapters = False
         """they are known"""
         self.drifts = False
@@ -161,10 +166,10 @@ class Traffic:
             door.version, door.was_open = version, door.was_open or version is not None
             self._tell()
 
-    def name_adapters(self, adapters: Mapping[str, int | None]) -> None:
-        """`adapters`: as of `self.adapters`."""
+    def name_adapters(self, adapters: Mapping[str, int | None], models: Collection[str] = ()) -> None:
+        """As of `self.adapters` and `self._models`."""
         with self._changed:
-            self.adapters, self._names_adapters = adapters, True
+            self.adapters, self._models, self._names_adapters = adapters, models, True
             self._tell()
 
     def offer(self, name: str, adapter: str, versions: Collection[int]) -> None:
@@ -256,6 +261,13 @@ class Traffic:
             # an engine that does not check names would answer one of an adapter without it
             return NotAdmitted(503, "the adapters of the run are not known yet")
         call.adapter, call.adapter_version = adapter_named(call.named, self.adapters)
+        if not call.adapter and self.adapters and self._models:
+            # engines that do not check names would answer by the model alone
+            for name in (each for each in call.named if each and each not in self._models):
+                followed = sorted(each for each, target in self.adapters.items() if target is not None)
+                return NotAdmitted(
+                    409, f"no adapter or model {name[:80]} here (adapters: {', '.join(followed) or 'none'})"
+                )
         open_doors = {name: door for name, door in self.doors.items() if door.version is not None}
         fit = {name: door for name, door in open_doors.items() if self._fitting(call, door) is not None}
         free = {name: door for name, door in fit.items() if len(door.calls) < self._most}
@@ -285,8 +297,8 @@ class Traffic:
         if self.adapters.get(name) is None:
             return NotAdmitted(409, f"adapter {name} is retired, or not followed here")
         has = sorted({version for door in doors for version in door.adapters.get(name, ())})
-        found = ", ".join(f"{name}@{version}" for version in has)
-        return NotAdmitted(409 if has else 503, f"of {name} this host serves {found or 'none now'}")
+        found = " and ".join(f"{name}@{version}" for version in has) or f"no version of {name}"
+        return NotAdmitted(409 if has else 503, f"this host has {found} loaded", of_version=True)
 
     def _fitting(self, call: Call, door: Door) -> int | None:
         """The version that the call would get there: of its adapter the newest that it allows."""

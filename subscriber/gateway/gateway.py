@@ -224,6 +224,7 @@ class Gateway:
     async def _answer(self, request: Request, send: Send) -> None:
         """Raises NotAdmitted where no gate took it, ConnectionError where one took it and broke off."""
         tried: set[Host] = set()
+        refusals: list[NotAdmitted] = []
         has_guessed, failures, last = False, 0, ""
         while True:
             found = self._choose(request, tried)
@@ -235,14 +236,20 @@ class Gateway:
                 if refusal is None:
                     return
                 self._metrics.retries.labels(str(refusal.status)).inc()
+                refusals.append(refusal)
                 failures, last = failures + refusal.failed, refusal.error
                 if failures >= _MOST_FAILURES:
                     raise NotAdmitted(503, f"{failures} engines in a row did not answer it; the last: {last}")
             else:
+                if found.status == 503 and tried.issuperset(self.hosts.ready):
+                    # what no host has is no host's trouble
+                    unmet = [each for each in refusals if each.status == 409]
+                    found = unmet[-1] if unmet and len(unmet) == len(refusals) else found
                 if last and last not in found.error:
                     found.error = f"{found.error}; the last answer: {last}"
                 await self._wait(request, found)
                 tried.clear()
+                refusals.clear()
             if request.aborted:
                 raise NotAdmitted(503, "ended by an abort; nothing was generated")
 

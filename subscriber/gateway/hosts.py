@@ -131,9 +131,9 @@ class Hosts:
             return min(free, key=lambda host: (host.load, random.random()))
         if ready and not fit and adapter != MODEL:
             name, _ = adapter
-            has = {f"{name}@{each}" for host in ready for each in host.adapters.get(name, ())}
-            found = ", ".join(sorted(has)) or "none now"
-            return NotAdmitted(409 if has else 503, f"of {name} all hosts serve {found}")
+            has = sorted({each for host in ready for each in host.adapters.get(name, ())})
+            found = " and ".join(f"{name}@{each}" for each in has) or f"no version of {name}"
+            return NotAdmitted(409 if has else 503, f"hosts have {found} loaded", of_version=True)
         if ready and not fit:
             return NotAdmitted(409, f"no host here serves such a version; the newest is {self.served}")
         if fit and not idle:
@@ -167,7 +167,9 @@ class Hosts:
         loaded = {name: _integers(row.get("loaded")) for name, row in known.items()}
         self.changes += loaded != host.adapters
         host.adapters = loaded
-        host.targets = {name: _version(row, "target") or 0 for name, row in known.items()}
+        # retired, or not followed there: its gate says so
+        targets = {name: _version(row, "target") for name, row in known.items()}
+        host.targets = {name: target for name, target in targets.items() if target is not None}
         self._serves(host, _version(facts, "version"))
 
     def refused(self, host: Host, status: int, facts: Mapping[str, Any]) -> NotAdmitted:

@@ -42,7 +42,7 @@ from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position
 from weightcast.shared.checkpoint.verify.hashing import Credit, Scrub
 from weightcast.shared.daemon.timing import Backoff, Due
 from weightcast.shared.files import durable
-from weightcast.shared.files.strict_json import Members, parse_object, write_object
+from weightcast.shared.files.strict_json import Members, write_object
 from weightcast.subscriber.engines.adapter import NoAdapters
 from weightcast.subscriber.engines.host import HostEngine
 from weightcast.subscriber.groups.messages import AdaptersUsed
@@ -53,7 +53,7 @@ from weightcast.subscriber.sync.host import LOOK_SECONDS, StepHost, known
 GRACE_SECONDS = 60.0
 """before an old version is unloaded where no gate counts the requests that use it"""
 _RETRY = Backoff(1.0, 60.0)
-_STATE_LIMIT = 4 << 20
+_DRIFTED = "publish it anew, trained on the main version here, retire it, or give --allow-base-drift"
 
 
 @dataclass
@@ -142,9 +142,13 @@ class Adapters:
         for pattern in self._options.adapters if self._listed else ():
             if pattern != "*" and not any(fnmatchcase(name, pattern) for name in self._adapters):
                 self._host.degrade(f"--adapters {pattern} matches no adapter of the run")
+        self._name_all()
+
+    def _name_all(self) -> None:
         if self._engines.traffic is not None:
             followed = {name: one.target or 0 for name, one in self._adapters.items() if self._wanted(one)}
-            self._engines.traffic.name_adapters({**dict.fromkeys(self._others), **followed})
+            models = {name for each in self._engines.engines for name in each.adapter.models}
+            self._engines.traffic.name_adapters({**dict.fromkeys(self._others), **followed}, models)
 
     def _recover(self) -> None:
         """What an earlier process left here."""
@@ -157,14 +161,14 @@ class Adapters:
             self._adapter(name)
         try:
             what = str(self._exported.state)
-            members = Members(parse_object(durable.read_file(self._exported.state, _STATE_LIMIT), what), what)
+            members = Members(self._exported.read_state(), what)
             self._registry = members.integer("registry") if "registry" in members else 0
             for name, value in members.object("engines").items():
                 row = Members(value, what)
                 process = None if row.is_null("process") else row.text("process")
                 if name in {engine.name for engine in self._engines.engines}:
                     self._loaded[name] = _Loaded(process, row.text_map("loaded"))
-        except (FileNotFoundError, DamagedFile):
+        except DamagedFile:
             self._loaded = {}  # nothing is trusted: all is loaded anew
         self._begun = True
 
@@ -175,18 +179,22 @@ class Adapters:
             with suppress(EngineFailed):  # the next step tells them
                 self._host.lead.share_adapters(used)
                 self._shared = used
-        known_here = self._adapters or self._loaded
+        known_here = self._adapters or self._loaded or self._others
         if main is None or main.phase is not Phase.CLEAN or not (self._options.adapters or known_here):
             return
         self._main = main.position
+        for one in self._adapters.values():
+            for exported in self._exported.lost(one.versions.values()):
+                self._drop(one, exported)
         in_sync = self._engines.in_sync(main)
         engines = [each for each in self._engines.engines if each.name in in_sync]
-        if self._adapters or self._loaded:
+        if known_here:
             for engine in engines:
                 self._look_at(engine)
         for one in list(self._adapters.values()):
             self._bring(one, engines, follow)
         self._new.clear()
+        self._name_all()
 
     def _bring(self, one: _Adapter, engines: Sequence[HostEngine], follow: bool) -> None:
         """One adapter to its newest version, as far as it goes."""
@@ -246,12 +254,19 @@ class Adapters:
             scrub.fault(f"adapter {one.name}: {known(error).message}")
         one.here = None
         if exported is not None:
-            del one.versions[exported.version]
+            self._drop(one, exported)
             for engine in self._engines.engines:
-                self._offer(engine, one, self._kept(one, engine))
                 self._look_at(engine)
             self._exported.delete(exported)
         return True
+
+    def _drop(self, one: _Adapter, exported: Exported) -> None:
+        """Its files are damaged or gone: the next look takes it from engines, and the newest version is
+        exported again."""
+        del one.versions[exported.version]
+        one.here = None
+        for engine in self._engines.engines:
+            self._offer(engine, one, self._kept(one, engine))
 
     def _adapter(self, name: str) -> _Adapter:
         return self._adapters.setdefault(name, _Adapter(name, None))
@@ -406,8 +421,8 @@ class Adapters:
             self._unload_strange(engine, there, trusted)
             engine.read_limits()
             self._failed.pop((engine.name, ""), None)
-        except EngineFailed as failure:
-            self._fail(engine.name, "", failure)
+        except (EngineFailed, OSError) as error:
+            self._fail(engine.name, "", known(error))
 
     def _unload_strange(self, engine: HostEngine, there: Mapping[str, str], trusted: Collection[str]) -> None:
         """What the engine has of ours beyond what is `trusted`: loaded by a process that was killed, or over
@@ -433,8 +448,8 @@ class Adapters:
                 self._make_room(engine, one, kept)
                 self._load_one(engine, each.label, each)
                 self._failed.pop((engine.name, each.label), None)
-            except EngineFailed as failure:
-                self._fail(engine.name, each.label, failure)
+            except (EngineFailed, DamagedFile, OSError) as error:
+                self._fail(engine.name, each.label, failure := known(error))
                 if each is kept[0]:
                     one.error = failure
 
@@ -453,6 +468,22 @@ class Adapters:
 
     def _load_one(self, engine: HostEngine, name: str, exported: Exported) -> None:
         """`name`: its label, or the adapter's own."""
+        try:
+            self._load_files(engine, name, exported)
+        except (EngineFailed, DamagedFile, OSError) as failure:
+            try:
+                self._exported.verify(exported)
+            except (WeightcastError, OSError) as error:
+                self._exported.delete(exported)  # as if it had been lost
+                text, remedy = f"{exported.label}: {known(error).message}", "wait: it is exported again"
+                raise EngineFailed(text, remedy=remedy) from failure
+            raise
+        failpoint("adapter.loaded")
+        there, before = engine.adapters(), {**self._of(engine), name: exported.digest}
+        left = {label: digest for label, digest in before.items() if label in there}
+        self._record(engine, _Loaded(engine.facts.process, left))
+
+    def _load_files(self, engine: HostEngine, name: str, exported: Exported) -> None:
         engine.limits.require(f"adapter/{exported.name}", self._exported.config(exported))
         for member, has in self._host.lead.share_adapters({*self._used(), exported.label}).items():
             if has.get(exported.label) != exported.digest:
@@ -461,10 +492,6 @@ class Adapters:
                     remedy="it is asked again; see that host's subscriber, and its --adapters",
                 )
         engine.load_adapter(name, self._path(engine, exported))
-        failpoint("adapter.loaded")
-        there, before = engine.adapters(), {**self._of(engine), name: exported.digest}
-        left = {label: digest for label, digest in before.items() if label in there}
-        self._record(engine, _Loaded(engine.facts.process, left))
 
     def _name(self, engine: HostEngine, one: _Adapter, kept: Sequence[Exported]) -> None:
         """Moves the adapter's own name to the newest loaded version. In between the engine has no such name:
@@ -478,8 +505,8 @@ class Adapters:
             self._unload(engine, one.name)
             self._load_one(engine, one.name, newest)
             self._failed.pop((engine.name, one.name), None)
-        except EngineFailed as failure:
-            self._fail(engine.name, one.name, failure)
+        except (EngineFailed, DamagedFile, OSError) as error:
+            self._fail(engine.name, one.name, failure := known(error))
             one.error = one.error or failure
 
     def _unload(self, engine: HostEngine, label: str) -> None:
@@ -535,8 +562,8 @@ class Adapters:
                 continue
             try:
                 self._unload(engine, label)
-            except EngineFailed as failure:
-                self._fail(engine.name, "", failure)
+            except (EngineFailed, OSError) as error:
+                self._fail(engine.name, "", known(error))
 
     def _in_use(self, engine: HostEngine, one: _Adapter, version: int) -> bool:
         traffic = self._engines.traffic
@@ -559,12 +586,13 @@ class Adapters:
             kept, newest = self._kept(one), one.newest
             in_all = [each.version for each in kept if all(each.label in its for its in held)]
             loaded = in_all if len(held) == len(engines) else []
-            text = "" if one.error is None else one.error.message
+            text, remedy = ("", "") if one.error is None else (one.error.message, one.error.remedy)
             if not text and newest is not None and self._main is not None and not self._fits(newest):
                 text = (
                     f"version {newest.version} belongs to main version {newest.main_version}, and this host "
                     f"has {self._main.version}"
                 )
+                remedy = _DRIFTED if self._is_past(newest) else ""
             is_here = bool(loaded) and (one.target or 0) <= loaded[0]
             yield AdapterStatus(
                 name=one.name,
@@ -574,6 +602,6 @@ class Adapters:
                 loaded=tuple(loaded),
                 state="failed" if one.error else "loaded" if is_here else "behind" if loaded else "waiting",
                 error=text,
-                remedy="" if one.error is None else one.error.remedy,
+                remedy=remedy,
                 ready=bool(loaded) or one.target == 0,
             )

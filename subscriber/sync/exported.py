@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +30,7 @@ from weightcast.shared.files.strict_json import Hex, Members, parse_object, writ
 
 CONFIG = "adapter_config.json"
 _RECORD, _RECORD_LIMIT = ".weightcast.json", 1 << 20
+_STATE_LIMIT = 4 << 20
 _DRAFT = ".tmp"
 _LOADED = "engines that load it from here get wrong weights; its host exports it again"
 _OURS = re.compile(r".+-v\d{6,15}(\.tmp)?", re.ASCII | re.DOTALL).fullmatch
@@ -63,6 +64,13 @@ class ExportedAdapters:
         self.directory = directory
         self.state = directory / "state.json"
 
+    def read_state(self) -> dict[str, object]:
+        """What engines have loaded; empty where it cannot be read: nothing is trusted then."""
+        try:
+            return parse_object(durable.read_file(self.state, _STATE_LIMIT), str(self.state))
+        except (FileNotFoundError, DamagedFile):
+            return {}
+
     def followed(self, name: str) -> Path:
         """The local checkpoint from which its versions are exported."""
         return self.directory / ".follow" / name
@@ -83,6 +91,10 @@ class ExportedAdapters:
             except (WeightcastError, FileNotFoundError):
                 self._remove(path)
 
+    def lost(self, exported: Iterable[Exported]) -> list[Exported]:
+        """Those whose directory is gone."""
+        return [each for each in exported if not is_directory(self.directory / each.directory)]
+
     def verify(self, exported: Exported) -> int:
         """Reads every byte; returns how many. Raises DamagedFile, and OSError."""
         path = self.directory / exported.directory
@@ -101,6 +113,31 @@ class ExportedAdapters:
                 _read(path)
             except (WeightcastError, OSError) as error:
                 yield Fault(f"{self.directory.name}/{path.name}", error_text(error), _LOADED)
+        for label in sorted({label for row in self._loaded(self.read_state()) for label in self._gone(row)}):
+            yield Fault(f"{self.directory.name}/{label}", "is missing", "its host exports it again")
+
+    def forget_missing(self) -> None:
+        """Of what engines have loaded: their host loads it anew."""
+        state = self.read_state()
+        for row in self._loaded(state):
+            for label in self._gone(row):
+                del row[label]
+        if state:
+            durable.replace(self.state, write_object(state))
+
+    def _loaded(self, state: Mapping[str, object]) -> list[dict[str, str]]:
+        """By engine, digests by name."""
+        what = str(self.state)
+        rows = Members(state, what).object("engines").values() if state else ()
+        return [Members(row, what).text_map("loaded") for row in rows]
+
+    def _gone(self, loaded: Iterable[str]) -> list[str]:
+        named = (label.partition("@") for label in loaded)
+        return [
+            f"{name}@{version}"
+            for name, at, version in named
+            if version.isdecimal() and not is_directory(self.directory / f"{name}-v{int(version):06d}")
+        ]
 
     def export(
         self, made: Exported, local: LocalCheckpoint, carried: Collection[str], readers: Readers | None

@@ -245,8 +245,8 @@ class StepHost:
             bytes_read=self.bytes_read,
             signed="not checked" if trust is None else f"verified by {signer}" if signer else "not verified",
         )
-        components = self._components()
-        if self.status.ready and not all(one.ready for one in components.values()):
+        self._note_components()
+        if self.status.ready and self.status.lacking:
             # taken from an engine just now
             self.judge_ready()
         self.engines.admit(state)
@@ -270,23 +270,23 @@ class StepHost:
             reason = "the local checkpoint is not seeded" if self.error is None else self.error.message
             self.not_ready(*((reason,) if waiting is None else (reason, str(waiting))))
             return
-        serving, components = self.engines.serving(state), self._components()
+        self._note_components()
+        serving, lacking = self.engines.serving(state), self.status.lacking
         self.not_ready(
             *(
                 f"engine {one.name}{' failed' if one.failed else ''}: {one.reason or 'not reloaded yet'}"
                 for one in self.engines.engines
                 if one.name not in serving
             ),
-            *(f"{n}: {one.error or 'not loaded yet'}" for n, one in components.items() if not one.ready),
+            *(f"{name}: {one.error or 'not loaded yet'}" for name, one in lacking.items()),
             *filter(None, [self.adapters_trouble]),
         )
-        for name, one in components.items():
-            if one.ready and one.error:
+        for name, one in self.status.components.items():
+            if one.error and name not in lacking:
                 self.degrade(f"{name}: {one.error}")
 
-    def _components(self) -> dict[str, AdapterStatus]:
+    def _note_components(self) -> None:
         self.note(adapters=tuple(self.adapters()), draft=self.draft())
-        return self.status.components
 
     def degrade(self, reason: str) -> None:
         if reason and reason not in self.status.degraded:

@@ -13,6 +13,7 @@ from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.layout import LATEST, Pointer
 from weightcast.shared.channel.skyrl import foreign_pointer
 from weightcast.shared.checkpoint.local_checkpoint import grant_read
+from weightcast.shared.checkpoint.state.locks import EngineLoads
 from weightcast.shared.checkpoint.state.state import read_state
 from weightcast.shared.checkpoint.update.plan import Patch, Refuse, Relabel, Seed, Stay
 from weightcast.shared.checkpoint.update.sources import Route
@@ -105,7 +106,8 @@ class Sync:
             self.host.note(waiting_for=None)
             self.host.judge_ready()
             self.host.tell_files()
-            self.host.enter("idle" if self.host.error is None else "waiting")
+            starting = isinstance(self.host.error, EngineLoads)
+            self.host.enter("idle" if self.host.error is None else "starting" if starting else "waiting")
         return self.status
 
     def rehash(self) -> HostStatus:
@@ -284,8 +286,10 @@ class Sync:
         try:
             channel = Channel.open(self.updater.store, self.options.trust, known)
             self.updater.require_mounted(channel)
-        except (WeightcastError, OSError):
+        except (WeightcastError, OSError) as error:
             self._load(None)
+            if isinstance(error, NoChannel) and self.updater.state is not None:
+                error.remedy = "mount it, or correct --channel"  # made anew, it would be another run's
             raise
         self._load(channel)
         if self.updater.repairable:

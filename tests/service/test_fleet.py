@@ -22,6 +22,7 @@ from weightcast.shared.channel.claims import Claimant, ClaimRecord, this_process
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import (
     WHOLE_BYTES,
+    AdapterReport,
     ChannelClock,
     Heard,
     Report,
@@ -128,6 +129,7 @@ SILENT = FAILED | {"state": "silent"}
         ({"ready": False}, "behind", 0),
         ({"last_error": "E: m"}, "ready", 0),
         ({"last_error": "E: m", "ready": False}, "failed", 0),
+        ({"last_error": "EngineLoads: m", "ready": False, "state": "starting"}, "behind", 0),
         ({"engines": (FAILED,)}, "failed", 0),
         ({"engines": (SILENT,), "ready": False}, "behind", 0),
         ({"run_id": "another"}, "failed", 0),
@@ -242,6 +244,16 @@ def test_the_table_has_the_worst_first_and_no_control_characters(channel: Path, 
     assert [line.strip() for line in lines[4:6]] == ["E: no space", "free it"]
     code, out, _ = weightcast("fleet", "--channel", channel, "--json")
     assert [host["host"] for host in json.loads(out)["hosts"]] == ["a", "b\u2028d"]
+
+
+def test_a_ready_host_that_lacks_an_adapter_is_named(channel: Path, weightcast: Command) -> None:
+    lacks = AdapterReport("adapter/wide", None, 1, None, "failed")
+    trouble = {"last_error": "adapter wide: has rank 32", "remedy": "restart it"}
+    serves = replace(REPORT, state="ready", served_version=5, adapters=(lacks,), **trouble)
+    write_report(open_store(channel), serves)
+    code, out, _ = weightcast("fleet", "--channel", channel)
+    assert code == 0 and out.startswith("1 of 1 host serves version 5; a: adapter wide: has rank 32")
+    assert "    restart it" in out.splitlines()
 
 
 def test_a_long_error_does_not_push_out_its_remedy(channel: Path, weightcast: Command) -> None:

@@ -53,6 +53,8 @@ def test_unmet_conditions_are_refused_with_what_is_there(site: Site, run: Run) -
         ({}, {"weightcast": 5}),
     ):
         assert host.complete(headers=headers, **body).status_code == 400
+    answer = host.complete(headers={"Weightcast-Adapter": "math"})
+    assert answer.status_code == 400 and "'adapter' is not a condition" in answer.json()["error"]
 
 
 def test_requests_are_counted_by_outcome_and_their_tokens_by_version(site: Site, run: Run) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import httpx
 import pytest
-from gate_kit import Engine, Host
+from gate_kit import Engine, Gateway, Host, gates_of
 from hosts import Run, Site
 from in_process import Command
 from waiting import wait_until
@@ -68,7 +69,8 @@ def test_a_plain_name_goes_to_the_newest_version_that_is_allowed(site: Site, run
     assert said(host, ask(host, "math", Exact_Version="1")) == {"0+math@1"}
     assert said(host, ask(host, "math", Max_Lag="0")) == {"0+math@2"}
     answer = ask(host, "math", Min_Version="3")
-    assert answer.status_code == 409 and "math@1, math@2" in answer.json()["error"]
+    assert answer.status_code == 409 and "math@1 and math@2" in answer.json()["error"]
+    assert answer.json()["adapter"] == {"name": "math", "loaded": [1, 2], "target": 2}
     assert ask(host, "math@3").status_code == 409
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ask, host, "math", Min_Version="3", Wait="30")
@@ -81,11 +83,73 @@ def test_a_plain_name_goes_to_the_newest_version_that_is_allowed(site: Site, run
 def test_the_model_itself_is_asked_as_before(site: Site, run: Run) -> None:
     host = Host(site, run, Engine(site))
     publish(host)
-    answer = ask(host, "policy")
+    answer = ask(host, "m")
     assert said(host, answer) == {"0"} and "weightcast-adapter" not in answer.headers
     answer = host.complete()
     assert said(host, answer) == {"0"} and "adapter" not in answer.json()["weightcast"]
-    assert ask(host, "other@1").status_code == 404
+    assert said(host, ask(host, "adapter/math")) == said(host, ask(host, "adapter/math@1")) == {"0+math@1"}
+    gateway = Gateway(site, *gates_of(host))
+    gateway.wait_for(0)
+    for port in host, gateway:
+        for name in ("maths", "other@1", "adapter/maths", "m:math"):
+            answer = port.complete(model=name)
+            assert answer.status_code == 409 and f"{name} here (adapters: math)" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("followed", ["*", "none"])
+def test_an_unknown_name_is_not_answered_by_the_model(site: Site, run: Run, kind: str, followed: str) -> None:
+    """Once the run has an adapter, whether or not this host follows it."""
+    host = Host(site, run, Engine(site, kind=kind), options=("--adapters", followed))
+    host.wait_open(0)
+    known = "m", *(("default",) if kind == "sglang" else ())
+    assert all(said(host, host.complete(model=name)) == {"0"} for name in (*known, "anything"))
+    run.publish_adapter()
+    wait_until(lambda: ask(host, "maths").status_code == 409)
+    assert host.complete(model="anything").status_code == 409
+    assert all(said(host, host.complete(model=name)) == {"0"} for name in known)
+    assert said(host, host.complete()) == {"0"}
+
+
+def test_a_wait_bounds_the_time_for_an_adapter(site: Site, run: Run) -> None:
+    """Of an adapter that is not loaded; a request that does not say how long waits for the gate's hold."""
+    host = Host(site, run, Engine(site))
+    gateway = Gateway(site, *gates_of(host))
+    publish(host)
+    run.publish()
+    host.wait_open(1)
+    wait_until(lambda: gateway.hosts()[host.gate]["adapters"] == {"math": []})
+    for port in host, gateway:
+        for wait in "0", "0.5":
+            answer = port.complete(model="math", headers={"Weightcast-Wait": wait})
+            assert answer.status_code == 503 and "no version of math" in answer.json()["error"]
+    with ThreadPoolExecutor(2) as pool:
+        held = [pool.submit(port.complete, model="math") for port in (host, gateway)]
+        wait_until(lambda: host.status()["gate"]["waiting"] == 1)
+        publish(host)
+        assert [said(host, each.result()) for each in held] == [{"1+math@2"}] * 2
+
+
+def test_a_gateway_says_at_once_that_an_adapter_is_retired(site: Site, run: Run) -> None:
+    hosts = [Host(site, run, Engine(site, f"e{n}"), name=f"host{n}") for n in range(2)]
+    gateway = Gateway(site, *gates_of(*hosts))
+    publish(hosts[0])
+    run.publish_adapter("code")
+    wait_until(lambda: all("code" in gateway.hosts()[host.gate]["adapters"] for host in hosts))
+    run.retire("code")
+    wait_until(lambda: all("code" not in (h["name"] for h in host.status()["adapters"]) for host in hosts))
+    wait_until(lambda: gateway.complete(model="code", headers={"Weightcast-Wait": "0"}).status_code == 409)
+    answer = gateway.complete(model="code")
+    assert answer.status_code == 409 and "retired" in answer.json()["error"]
+
+
+def test_adapters_come_back_after_their_files_were_deleted(site: Site, run: Run) -> None:
+    host = Host(site, run, Engine(site))
+    publish(host)
+    publish(host, 1)
+    shutil.rmtree(site.root / "host")
+    wait_until((site.root / "host" / "adapters" / "math-v000002").exists)
+    assert said(host, ask(host, "math")) == {"0+math@2"}
 
 
 def test_a_version_is_kept_while_a_request_uses_it(site: Site, run: Run) -> None:
@@ -114,7 +178,7 @@ def test_no_answer_is_of_an_adapter_over_other_main_weights(site: Site, run: Run
         host.wait_open(1)
         held = pool.submit(ask, host, "math")
         wait_until(lambda: host.status()["gate"]["waiting"] == 1)
-        assert said(host, ask(host, "policy")) == {"1"}
+        assert said(host, ask(host, "m")) == {"1"}
         publish(host)
         answer = held.result()
         assert said(host, answer) == {"1+math@2"} and answer.headers["weightcast-version"] == "1"
@@ -149,9 +213,21 @@ def test_the_fleet_knows_what_is_loaded(site: Site, run: Run, weightcast: Comman
     assert "math@1" in weightcast("fleet", "--channel", run.channel).out
     wait_until(lambda: 'weightcast_adapter_version{adapter="math"} 1.0' in host.metrics())
     assert ask(host, "math").status_code == 200
+    run.publish()
+    wait_until(lambda: "publish it anew" in weightcast("fleet", "--channel", run.channel).out)
+    done = weightcast("fleet", "--channel", run.channel)
+    assert "adapter/math: version 1 belongs to main version 0" in done.out.splitlines()[0]
+    shown = weightcast("fleet", "--channel", run.channel, "--json").json["hosts"][0]
+    assert (shown["standing"], shown["adapters"][0]["state"]) == ("behind", "waiting")
+    late = weightcast("wait", "--version", "1", "--channel", run.channel, "--timeout", "0")
+    assert late.code == 4 and "adapter/math" in late.err and "publish it anew" in late.err
+    refused = weightcast("wait", "--version", "1", "--component", "math", "--channel", run.channel)
+    assert refused.code == 3 and "did you mean adapter/math?" in refused.err
+    publish(host)
     run.retire("math")
     wait_until(lambda: ask(host, "math").status_code == 409)
     assert "retired" in ask(host, "math@1").json()["error"]
+    wait_until(lambda: "adapter math is retired" in host.log())
     wait_until(lambda: "weightcast_adapter_version{" not in host.metrics())
     wait_until(lambda: not (site.root / "host" / "adapters" / "math-v000001").exists())
 
@@ -170,7 +246,7 @@ def test_no_answer_breaks_its_label_through_moves_and_kills(site: Site, run: Run
         names = random.Random(number)
         while not stop.is_set():
             latest = f"math@{max(1, len(belongs) - names.randrange(2))}"
-            name = names.choice(["math", "math", latest, "policy"])
+            name = names.choice(["math", "math", latest, "m"])
             with contextlib.suppress(httpx.HTTPError):
                 answers.append((name, ask(host, name, seconds=0.01)))
 
@@ -207,7 +283,7 @@ def test_no_answer_breaks_its_label_through_moves_and_kills(site: Site, run: Run
             assert name in ("math", label) and said(host, answer) == {f"{main}+{label}"}
             assert belongs[label] == int(main)
         else:
-            assert name == "policy"
+            assert name == "m"
     assert {answer.status_code for _, answer in answers} <= {200, 409, 503}
     assert any("weightcast-adapter" in answer.headers for _, answer in good)
 

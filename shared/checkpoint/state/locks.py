@@ -22,6 +22,9 @@ from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.files.durable import named, read_file
 
+ENGINE_STARTER = "run-engine"
+"""of a holder's text"""
+
 _TRY_EVERY = 0.02
 _TEXT_LIMIT = 4096
 Wait = Callable[[float], None]
@@ -49,6 +52,10 @@ def _open(path: str) -> int:
         return os.open(path, flags | os.O_CREAT | os.O_RDWR, 0o644)
     except PermissionError:
         return os.open(path, flags | os.O_RDONLY)
+
+
+class EngineLoads(RetryLater):
+    """The patch lock is held until an engine, started by `run-engine`, has read its weights."""
 
 
 class FileLock:
@@ -115,6 +122,9 @@ class FileLock:
         return os.dup(self._fd)
 
     def _refusal(self) -> RetryLater:
+        if holder(self.path).startswith(ENGINE_STARTER):
+            text = f"an engine loads the local checkpoint ({holder(self.path)})"
+            return EngineLoads(text, remedy="wait: versions come once it has loaded")
         return RetryLater(
             f"{self.path} is held by {holder(self.path) or 'another process'}",
             remedy="wait for it, or stop that process",
