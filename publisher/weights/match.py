@@ -6,6 +6,7 @@ left out. Everything else that does not fit is looked for, reported in one error
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from weightcast.shared.channel.run_files import DRAFT, ChannelFile
 from weightcast.shared.checkpoint.verify.seed import listing
 from weightcast.shared.files.hf_checkpoint import MERGE_ADAPTER, is_adapter_tensor
 
+OF_A_MODEL = re.compile(r"lora_(A|B|embedding_A|embedding_B)\.(?!weight$|bias$)[^.]+(\.|$)")
+"""a model has the adapter's name there"""
+AS_PEFT_SAVES = "give peft.get_peft_model_state_dict(model)"
 _FEW = 3
 """tensors of another dtype that are named one by one"""
 _ENOUGH = 2
@@ -161,6 +165,8 @@ class _Misfit:
     def _remedy(self) -> str:
         """Short, in the words of the entry point that was used."""
         if self.component != MAIN:
+            if any(OF_A_MODEL.search(name) for name in self.surplus):
+                return AS_PEFT_SAVES
             other = f"retire {self.component} and add it under another name"
             return "make a channel for a new run" if self.component == DRAFT else other
         said = []

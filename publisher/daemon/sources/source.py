@@ -89,7 +89,7 @@ class SourceJob:
 
     def open_in(self, publisher: RunPublisher, rules: ExportRules) -> NewWeights:
         """The weights in its directory. `rules`: for main."""
-        own = self.target(publisher)
+        own = publisher.component(self.component)
         return own.open_checkpoint(self.directory, rules if own is publisher else NO_RULES)
 
     def open(self) -> NewWeights:
