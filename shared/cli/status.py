@@ -154,7 +154,9 @@ def _publisher_problem(answer: Answer) -> tuple[str, str]:
     refused = _of(answer, "last_refused")
     if not answer.get("ready"):
         return _reasons(answer), str(_of(answer, "last_error").get("remedy", ""))
-    if refused.get("at", 0.0) > _newest(answer).get("at", 0.0):
+    whose = refused.get("component", "main")
+    same = (each for each in _list(answer, "publications") if each.get("component", "main") == whose)
+    if refused.get("at", 0.0) > next(same, {}).get("at", 0.0):
         ago = age(_now(answer) - refused["at"])
         return f"{refused.get('source')} was refused {ago} ago: {refused.get('message')}", refused.get(
             "remedy", ""
@@ -216,6 +218,10 @@ def _publisher_rows(answer: Answer) -> Iterator[Row]:
         for each in _list(inbox, kind)[-_MOST:]:
             remedy = f" ({each['remedy']})" if each.get("remedy") else ""
             yield kind.replace("_", " "), f"{each.get('name')}: {each.get('reason')}{remedy}"
+    for each in _list(answer, "components"):
+        known = [str(each.get("state")), _version(each, "version")]
+        known += [] if each.get("main_version") is None else [f"trained on {each['main_version']}"]
+        yield str(each.get("name")), ", ".join([*known, *filter(None, [each.get("problem")])])
     for each in _list(inbox, "refused")[-_MOST:]:
         yield "refused", f"{each.get('name')}: {_of(each, 'error').get('message')}"
     yield "config changed", ", ".join(_texts(answer, "config_changed"))

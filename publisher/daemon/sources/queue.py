@@ -56,6 +56,8 @@ class Job(BaseModel, frozen=True):
     step: int | None = None
     key: str | None = None
     component: str = MAIN
+    main_version: int | None = None
+    """of main, on which it was trained; None: the newest"""
     state: Literal["queued", "running", "done", "failed"] = "queued"
     before: int | None = None
     """the channel's version when it was started"""
@@ -106,12 +108,21 @@ class Queue:
             return self._watched
         return None if self._adapters is None else self._adapters.of(component)
 
-    def request(self, checkpoint: str, step: int | None, key: str | None, component: str = MAIN) -> Job:
+    def request(
+        self,
+        checkpoint: str,
+        step: int | None,
+        key: str | None,
+        component: str = MAIN,
+        main_version: int | None = None,
+    ) -> Job:
         """As `ask`. Raises Refused for what is not a checkpoint that may be published."""
         if component != MAIN:
             check_name(component)
+        elif main_version is not None:
+            raise Refused("main_version is not for main", remedy="give component too, or leave it out")
         with self._lock:
-            known = self._of_key(checkpoint, step, key, component)
+            known = self._of_key(checkpoint, step, key, component, main_version)
         if known is None or known.has_ended:
             try:
                 check_checkpoint(checkpoint, self._roots)
@@ -120,13 +131,20 @@ class Queue:
                     raise
                 # consumed, or pruned by the trainer
                 return known if known.report is None else self.change(known, note=_unread(known.report))
-        return self.ask(checkpoint, step, key, component)
+        return self.ask(checkpoint, step, key, component, main_version)
 
-    def ask(self, checkpoint: str, step: int | None, key: str | None, component: str = MAIN) -> Job:
+    def ask(
+        self,
+        checkpoint: str,
+        step: int | None,
+        key: str | None,
+        component: str = MAIN,
+        main_version: int | None = None,
+    ) -> Job:
         """The job, or the earlier job of this key: queued once more if it has ended, since its
         checkpoint has to be compared. Raises Answer when the queue is full, and for a key reused."""
         with self._lock:
-            known = self._of_key(checkpoint, step, key, component)
+            known = self._of_key(checkpoint, step, key, component, main_version)
             if known is not None and not known.has_ended:
                 return self._put(known.model_copy(update={"repeat": known.state == "running"}))
             if len(self.open()) >= QUEUE_LIMIT:
@@ -136,7 +154,14 @@ class Queue:
                     "try again when one has finished",
                     {"Retry-After": "5"},
                 )
-            job = Job(id=new_request(), checkpoint=checkpoint, step=step, key=key, component=component)
+            job = Job(
+                id=new_request(),
+                checkpoint=checkpoint,
+                step=step,
+                key=key,
+                component=component,
+                main_version=main_version,
+            )
             return self._put(job if known is None else _again(known))
 
     def get(self, id: str) -> Job | None:
@@ -186,11 +211,13 @@ class Queue:
         self.change(job, error=failure_of(error))
         self._poison = "" if isinstance(error, RetryLater | NotInTime) else job.id
 
-    def _of_key(self, checkpoint: str, step: int | None, key: str | None, component: str) -> Job | None:
+    def _of_key(
+        self, checkpoint: str, step: int | None, key: str | None, component: str, main_version: int | None
+    ) -> Job | None:
         jobs = self._memory.value.jobs
         known = next((job for job in jobs if key is not None and job.key == key), None)
-        asked = checkpoint, step, component
-        if known is not None and (known.checkpoint, known.step, known.component) != asked:
+        asked = checkpoint, step, component, main_version
+        if known is not None and (known.checkpoint, known.step, known.component, known.main_version) != asked:
             raise Answer(
                 409, "this key was used for another checkpoint or step", "use a new key for each publication"
             )
@@ -209,10 +236,13 @@ class Queue:
         return job
 
 
+_ASKED = ("id", "checkpoint", "step", "key", "component", "main_version")
+
+
 def _again(job: Job) -> Job:
     """To be compared with its earlier answer, if it has one."""
     earlier = job.earlier if job.report is None else job.report
-    asked = {name: getattr(job, name) for name in ("id", "checkpoint", "step", "key", "component")}
+    asked = {name: getattr(job, name) for name in _ASKED}
     return Job(**asked, earlier=earlier)
 
 
@@ -247,6 +277,9 @@ class QueueJob(SourceJob):
                 disk_text(error, self.directory),
                 remedy="let the publisher's user read the checkpoint and its files, and ask again",
             ) from error
+
+    def main_version(self) -> int | None:
+        return self._job.main_version
 
     def known(self) -> LastContent:
         earlier = self._job.earlier

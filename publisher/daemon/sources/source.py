@@ -83,6 +83,10 @@ class SourceJob:
     directory = Path()
     """where the weights are, except of a hand-over"""
 
+    def main_version(self) -> int | None:
+        """Of main, on which it was trained; None: nothing says so. Raises Refused."""
+        return None
+
     def target(self, publisher: RunPublisher) -> RunPublisher:
         """The publisher of its component, which it begins where there is none. Raises Refused."""
         return publisher.component(self.component, partial(tensors_in, self.directory, self.component))

@@ -10,10 +10,11 @@ import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from errno import EEXIST, ENOTEMPTY
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -43,6 +44,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.status import Failure
 from weightcast.shared.daemon.timing import Backoff
+from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.hf_checkpoint import ADAPTER_MODEL
 from weightcast.shared.files.paths import exists, is_directory, is_link, is_own_directory, matching
@@ -61,6 +63,8 @@ _ASIDE = f"{OURS}consuming-"
 _CONSUMED = f"{OURS}consumed-"
 """compared with what was published: to be deleted"""
 _PAUSE = Backoff(0.5, 300.0)
+MAIN_VERSION = "main_version"
+"""a file next to an adapter: the version of main on which it was trained"""
 
 log = get_log("inbox")
 
@@ -247,6 +251,27 @@ class InboxStatus(BaseModel, frozen=True):
     left_alone: tuple[Unpublished, ...] = ()
     """checkpoints, and layouts of the watched directory, that waiting will not publish"""
     left_alone_count: int = 0
+
+    def and_of(self, others: Sequence[InboxStatus], left: Sequence[Unpublished]) -> InboxStatus:
+        """With those of the adapters in the directory. `left`: that are none's."""
+        found = (self, *others)
+
+        def every(name: str) -> Iterator[Any]:
+            return (each for one in found for each in getattr(one, name))
+
+        counts = {name: sum(getattr(one, name) for one in found) for name in _COUNTS}
+        counts["left_alone_count"] += len(left)
+        return InboxStatus(
+            watch=self.watch,
+            waiting=tuple(every("waiting"))[:WAITING_SHOWN],
+            refused=tuple(every("refused"))[-REFUSED_SHOWN:],
+            skipped=tuple(every("skipped"))[-SKIPPED_SHOWN:],
+            left_alone=(*every("left_alone"), *left)[:WAITING_SHOWN],
+            **counts,
+        )
+
+
+_COUNTS = ("waiting_count", "refused_count", "skipped_count", "left_alone_count")
 
 
 class WatchedDirectory:
@@ -502,6 +527,17 @@ class WatchedJob(SourceJob):
                 remedy="nothing to do: it is examined again; rename complete checkpoints in",
             )
         return weights
+
+    def main_version(self) -> int | None:
+        """As a file of that name in its directory, or in the one around it, says it."""
+        around = [self.directory.parent] if "/" in self.name else []
+        for at in [place / MAIN_VERSION for place in (self.directory, *around)]:
+            if exists(at):
+                text = durable.read_file(at, 64, follow_links=True).strip()
+                if not text.isdigit():
+                    raise Refused(f"{at} is not a number", remedy="write a version of main into it")
+                return int(text)
+        return None
 
     def known(self) -> LastContent:
         return self._watched.inbox.content_of(self._chosen)
