@@ -31,9 +31,9 @@ from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.elements import MAIN
-from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, Stopped, WeightcastError
+from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, Stopped, WeightcastError, WrongRun
 from weightcast.shared.channel import pins
-from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.components import (
     COMPONENTS,
@@ -313,6 +313,9 @@ class PublishLoop:
             self._step()
         except Exception as error:
             self._recovered = False
+            if isinstance(error, NoChannel | WrongRun):
+                # it was there: what a first start needs would make another run
+                error.remedy = "mount the run's channel there again, or correct --channel"
             self.record.error(failure_of(error))
             self._show(error_text(error))
             raise

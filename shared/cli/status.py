@@ -261,6 +261,9 @@ def _places(answer: Answer) -> Iterator[Row]:
 def _troubles(answer: Answer) -> Iterator[Row]:
     message, verify = _of(answer, "last_error").get("message", ""), _of(answer, "verify")
     yield "last error", "" if message == _of(answer, "last_refused").get("message") else str(message)
+    loop = _of(answer, "loop")
+    soon = f"within {age(loop.get('pause_seconds'))}; `weightcast wake URL` tries at once"
+    yield "next try", soon if loop.get("failures_in_a_row") else ""
     yield "reports", str(answer.get("report_error") or "")
     yield "verify", f"{verify['faults']} faults: {verify.get('last_fault')}" if verify.get("faults") else ""
     yield "kernels", str(_of(answer, "kernels").get("problem") or "")
