@@ -67,9 +67,11 @@ class Component:
 def check_name(name: str) -> str:
     """`name`, if a component can have it. Raises Refused."""
     if not starts_from_zeros(name):
+        form = "give draft, or adapter/NAME: letters, digits and ._- (at most 64, no dot or dash first)"
+        meant = f"{ADAPTER}{name}"
         raise Refused(
             f"{name[:80]!r} is not the name of a component",
-            remedy="give draft, or adapter/NAME: letters, digits and ._- (at most 64, no dot or dash first)",
+            remedy=f"give {meant}" if starts_from_zeros(meant) else form,
         )
     return name
 
@@ -214,7 +216,7 @@ def require_listed(channel: Channel, name: str) -> Component:
 
 
 def _unknown(channel: Channel, name: str) -> Refused:
-    remedy = "check the name; `weightcast channel component log` lists them"
+    remedy = "check the name (`weightcast channel component log`), or `weightcast channel component add` it"
     return Refused(f"{channel.place} has no component {name}", remedy=remedy)
 
 

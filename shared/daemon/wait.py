@@ -10,6 +10,7 @@ from pathlib import Path
 
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError, counted
+from weightcast.shared.channel.components import check_name
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.daemon.fleet import Fleet, FleetReader, Host, names_of, of_run
 from weightcast.shared.files.paths import printable
@@ -86,6 +87,8 @@ def wait_for_version(
     stopped, are lost, or fell silent before they held a version. Both: both must hold; neither: one host.
 
     Raises NotInTime that names the hosts which are behind, Refused for what makes no sense."""
+    if component != MAIN:
+        check_name(component)
     if min_hosts is not None and min_hosts < 1:
         raise Refused(f"cannot wait for {min_hosts} hosts", remedy="give 1 or more")
     if fraction is not None and not 0 < fraction <= 1:

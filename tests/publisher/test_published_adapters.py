@@ -107,7 +107,16 @@ def test_a_retired_adapter_takes_no_more_versions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "problem", "remedy"),
     [
-        (adapter(2, rank=8), "is F32", "retire adapter/math and add it under another name"),
+        (
+            adapter(2, rank=8),
+            "rank 8, adapter/math has 4",
+            "save it again with rank 4; or retire adapter/math",
+        ),
+        (
+            {name.replace("q_proj", "o_proj"): one for name, one in adapter(2).items()},
+            "target_modules o_proj, expected q_proj",
+            "save it again with target_modules q_proj; or retire adapter/math and add it under another name",
+        ),
         (adapter(2, layers=1), "is missing", "retire adapter/math and add it under another name"),
         ({"lm_head.weight": np.zeros(3)}, "is missing", "retire adapter/math"),
     ],
