@@ -115,8 +115,6 @@ def init_component(
     file, _ = run.require_ours()
     store = component_store(run.store, name)
     listed = any(each.name == name for each in read_components(run))
-    if listed:
-        require_active(run, name)
     if store.stat(CHANNEL_JSON) is None and not listed:
         root = mounted(run.store)
         if root is not None:
@@ -129,6 +127,8 @@ def init_component(
     elif replaces and is_adapter(name) and read_pointer(store) is None and not store.stat(index_key(1)):
         base = zero_base(file.run_id, name, tensors())
         if not same_tensors(parse_base(store.read(BASE_JSON, BASE_LIMIT)).table, base.table):
+            if listed:
+                require_active(run, name)
             claimed = claim(store, this_process(), take_over=False)
             _write_base(store, base, key)
             claimed.release()

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.queue import Job, Queue
+from weightcast.publisher.daemon.sources.source import new_request
 from weightcast.publisher.daemon.status import PublisherStatus, host_status
 from weightcast.publisher.fleet.metrics import FleetMetrics
 from weightcast.publisher.fleet.routes import PAGE_PATHS, fleet_routes, page_routes
@@ -78,8 +79,8 @@ def publication_routes(queue: Callable[[], Queue | None], wake: Callable[[], Non
         """Queues a publication. The same key (header `Idempotency-Key`, or `key`) gives the same one while
         the checkpoint has the same content, which is compared first. Other content is a new version."""
         key = request.key if idempotency_key is None else idempotency_key
-        asked = (request.checkpoint, request.step, key, request.component, request.main_version)
-        job = opened().request(*asked)
+        asked = {**request.model_dump(), "key": key}
+        job = opened().request(Job(id=new_request(), **asked))
         wake()
         return job
 

@@ -460,7 +460,7 @@ class PublishLoop:
         of_one_save = main is not None and save_of(main.source) == save_of(job.name)
         if before is not None and before.main_version != found[0] and not of_one_save:
             log.warning(
-                "main has moved since the last version: the new one is taken as trained on the newest",
+                "main has moved since the last version",
                 component=job.component,
                 main_version=found[0],
                 main_version_before=before.main_version,

@@ -10,11 +10,10 @@ import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from errno import EEXIST, ENOTEMPTY
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -252,26 +251,14 @@ class InboxStatus(BaseModel, frozen=True):
     """checkpoints, and layouts of the watched directory, that waiting will not publish"""
     left_alone_count: int = 0
 
-    def and_of(self, others: Sequence[InboxStatus], left: Sequence[Unpublished]) -> InboxStatus:
+    def and_of(self, others: Sequence[InboxStatus], left: tuple[Unpublished, ...]) -> InboxStatus:
         """With those of the adapters in the directory. `left`: that are none's."""
-        found = (self, *others)
-
-        def every(name: str) -> Iterator[Any]:
-            return (each for one in found for each in getattr(one, name))
-
-        counts = {name: sum(getattr(one, name) for one in found) for name in _COUNTS}
-        counts["left_alone_count"] += len(left)
-        return InboxStatus(
-            watch=self.watch,
-            waiting=tuple(every("waiting"))[:WAITING_SHOWN],
-            refused=tuple(every("refused"))[-REFUSED_SHOWN:],
-            skipped=tuple(every("skipped"))[-SKIPPED_SHOWN:],
-            left_alone=(*every("left_alone"), *left)[:WAITING_SHOWN],
-            **counts,
-        )
-
-
-_COUNTS = ("waiting_count", "refused_count", "skipped_count", "left_alone_count")
+        found = [each.model_dump(exclude={"watch"}) for each in (self, *others)]
+        whole = {name: sum((each[name] for each in found), type(found[0][name])()) for name in found[0]}
+        whole["left_alone"] += left
+        whole |= {name: each[-WAITING_SHOWN:] for name, each in whole.items() if isinstance(each, tuple)}
+        whole["left_alone_count"] += len(left)
+        return InboxStatus(watch=self.watch, **whole)
 
 
 class WatchedDirectory:
