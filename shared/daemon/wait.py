@@ -10,7 +10,6 @@ from pathlib import Path
 
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError, counted
-from weightcast.shared.channel.components import check_name
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.daemon.fleet import Fleet, FleetReader, Host, names_of, of_run
 from weightcast.shared.files.paths import printable
@@ -88,6 +87,9 @@ def wait_for_version(
 
     Raises NotInTime that names the hosts which are behind, Refused for what makes no sense."""
     if component != MAIN:
+        # with numpy, which the command's help does without
+        from weightcast.shared.channel.components import check_name
+
         check_name(component)
     if min_hosts is not None and min_hosts < 1:
         raise Refused(f"cannot wait for {min_hosts} hosts", remedy="give 1 or more")
