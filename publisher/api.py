@@ -19,6 +19,7 @@ from weightcast.publisher.components import (
     ComponentWeights,
     TrainedOn,
     component_local,
+    drop_replaced,
     tensors_of,
     trained_on,
 )
@@ -213,9 +214,12 @@ class Publisher:
         opened.require_ours()
         if component != MAIN:
             require_active(opened, component)
+            own, at = open_component(opened, component), component_local(Path(local), component)
+            if rank == 0:
+                drop_replaced(own, at)
             nested = cls.open(
-                open_component(opened, component).store,
-                local=component_local(Path(local), component),
+                own.store,
+                local=at,
                 rank=rank,
                 world_size=world_size,
                 encoding=encoding,
@@ -271,6 +275,8 @@ class Publisher:
         return self
 
     def _nested(self, store: Store, local: Path) -> Self:
+        if self._rank.number == 0:
+            drop_replaced(Channel.open(store, self._trust), local)
         nested = type(self).open(
             store,
             local=local,
@@ -330,9 +336,11 @@ class Publisher:
         self, component: str, first: Callable[[], NewWeights], main_version: SupportsIndex | None
     ) -> tuple[Publisher, TrainedOn | None]:
         """Who publishes a component that begins with the weights `first`, and what they were trained on."""
-        publisher = self.component(component, lambda: tensors_of(first()))
-        named = publisher._of is not None and self._rank.number == 0
-        return publisher, self.trained_on(main_version) if named else None
+        named = (component != MAIN or self._of is not None) and self._rank.number == 0
+        # first of all: a version of main that is not there adds no component
+        belongs = self.trained_on(main_version) if named else None
+        own = component if self._of is None else self.store.component
+        return self.component(component, lambda: tensors_of(first(), own)), belongs
 
     def __enter__(self) -> Self:
         return self
@@ -484,6 +492,7 @@ class Publisher:
                 component=component,
                 main_version=main_version,
             )
+        whole_step(step, self._world_size)
         # once: a second look at an iterator would see nothing
         read = functools.cache(lambda: self._given(named_tensors, component, config))
         publisher, belongs = self._for(component, read, main_version)
@@ -619,10 +628,11 @@ class Publisher:
         Raises:
             Refused: The checkpoint does not fit the run, or changes while it is read.
         """
+        whole_step(step, self._world_size)
+        rules = ExportRules.of(cast, rename, drop)
         publisher, belongs = self._for(
             component, lambda: ComponentWeights(Path(directory), component), main_version
         )
-        rules = ExportRules.of(cast, rename, drop)
         read = functools.partial(publisher._open_checkpoint, directory, rules)
         return publisher._publish_weights(
             read, step=step, advance=advance, watching=watching, trained_on=belongs

@@ -150,7 +150,7 @@ def publish(
     elif rules != NO_RULES:
         raise click.BadParameter("--quantise, --cast, --rename and --drop are for main")
     else:
-        nbytes = _add(run, component, checkpoint, options)
+        nbytes = _add(run, component, checkpoint, options, main_version)
     with (
         RunPublisher.open(
             channel, local=local, base=base, encoding=encoding, options=options, component=component
@@ -167,9 +167,11 @@ def publish(
     output.result(done, lambda console: _show(console, done))
 
 
-def _add(run: Channel, component: str, checkpoint: Path, options: PublisherOptions) -> int:
+def _add(
+    run: Channel, component: str, checkpoint: Path, options: PublisherOptions, main_version: int | None
+) -> int:
     """Lists the adapter, if it is new. Returns the bytes of its tensors."""
-    from weightcast.publisher.components import init_component, tensors_in
+    from weightcast.publisher.components import init_component, tensors_in, trained_on
     from weightcast.publisher.publish.commit import Signer
     from weightcast.shared.channel.components import check_name
 
@@ -178,6 +180,7 @@ def _add(run: Channel, component: str, checkpoint: Path, options: PublisherOptio
     signer = Signer.load(options.sign_key, options.trusted_keys)
     signer.check_owner(run.store)
     tensors = tensors_in(checkpoint, check_name(component))
+    trained_on(run, main_version)
     init_component(run, component, lambda: tensors, signer.key)
     return tensors.nbytes
 

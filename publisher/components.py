@@ -4,7 +4,7 @@ first needed; what a version of them carries and names besides its weights."""
 from __future__ import annotations
 
 import contextlib
-import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,12 +21,13 @@ from weightcast.publisher.weights.config import (
     read_bytes,
     read_config,
 )
-from weightcast.publisher.weights.match import bare_name
+from weightcast.publisher.weights.match import AS_PEFT_SAVES, OF_A_MODEL, bare_name
 from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import NotInTime, Refused
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.components import (
     COMPONENTS,
     Component,
@@ -40,32 +41,39 @@ from weightcast.shared.channel.components import (
     zero_base,
 )
 from weightcast.shared.channel.directory_store import mounted
-from weightcast.shared.channel.layout import BASE_JSON, CHANNEL_JSON
+from weightcast.shared.channel.layout import BASE_JSON, CHANNEL_JSON, index_key, read_pointer
 from weightcast.shared.channel.run_files import (
+    BASE_LIMIT,
     Base,
     ChannelFile,
     is_adapter,
     is_carriable,
+    parse_base,
     write_base,
     write_channel_file,
 )
 from weightcast.shared.channel.signing import PrivateKey, signature_key, stated_by_base, write_signature
 from weightcast.shared.channel.store import AlreadyExists, Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
+from weightcast.shared.checkpoint.verify.inspect import sound_state
 from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import ADAPTER_MODEL
 
-_OF_A_MODEL = re.compile(r"lora_(A|B|embedding_A|embedding_B)\.(?!weight$|bias$)[^.]+(\.|$)")
-"""a model has the adapter's name there"""
 TrainedOn = tuple[int, str]
 """a version of main, and its root"""
 
 
-class _Closes(Protocol):
+class _Publisher(Protocol):
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def run(self) -> tuple[ChannelFile, Base]: ...
+
     def close(self) -> None: ...
 
 
-P = TypeVar("P", bound=_Closes)
+P = TypeVar("P", bound=_Publisher)
 
 
 def component_local(local: Path, name: str) -> Path:
@@ -73,51 +81,81 @@ def component_local(local: Path, name: str) -> Path:
     return LocalPaths(local).room / COMPONENTS / name
 
 
-def tensors_of(weights: NewWeights) -> TensorTable:
+def tensors_of(weights: NewWeights, component: str) -> TensorTable:
     """Of a component that begins with these weights: names as peft saves them. Raises Refused for names of a
-    model with adapters in it."""
+    model with adapters in it, and without a configuration."""
     with contextlib.closing(weights):
         specs = [spec._replace(name=bare_name(spec.name)) for spec in weights.table]
     for spec in specs:
-        if _OF_A_MODEL.search(spec.name):
-            raise Refused(
-                f"{spec.name} is not a name in an adapter's file",
-                remedy="give peft.get_peft_model_state_dict(model)",
-            )
+        if OF_A_MODEL.search(spec.name):
+            raise Refused(f"{spec.name} is not a name in an adapter's file", remedy=AS_PEFT_SAVES)
+    if config_of(component) not in (weights.facts.configs or {}):
+        raise Refused(
+            f"{component} has no {config_of(component)} yet", remedy="give config= with the first version"
+        )
     return TensorTable.of(specs)
 
 
 def tensors_in(directory: Path, component: str) -> TensorTable:
     """As `tensors_of`, of a directory."""
-    return tensors_of(ComponentWeights(directory, component))
+    return tensors_of(ComponentWeights(directory, component), component)
 
 
 def init_component(
-    run: Channel, name: str, tensors: Callable[[], TensorTable], key: PrivateKey | None = None
+    run: Channel,
+    name: str,
+    tensors: Callable[[], TensorTable],
+    key: PrivateKey | None = None,
+    *,
+    replaces: bool = True,
 ) -> None:
     """Makes the channel of a component with these tensors, then lists it: the commit point. What a kill left
-    before is made again. Raises Refused for a retired one."""
+    before is made again. `replaces`: an adapter without versions gets these tensors in place of others.
+    Raises Refused for a retired one, and where another publisher has the one to be replaced."""
     file, _ = run.require_ours()
     store = component_store(run.store, name)
-    if any(each.name == name for each in read_components(run)):
-        add_component(run, name, key)
-        return
-    if store.stat(CHANNEL_JSON) is None:
+    listed = any(each.name == name for each in read_components(run))
+    if store.stat(CHANNEL_JSON) is None and not listed:
         root = mounted(run.store)
         if root is not None:
             durable.make_within(root, f"{COMPONENTS}/{name}/{BASE_JSON}")
-        base = zero_base(file.run_id, name, tensors())
-        store.replace(BASE_JSON, write_base(base))
-        if key is None:
-            store.delete(signature_key(BASE_JSON))
-        else:
-            store.replace(signature_key(BASE_JSON), write_signature(stated_by_base(base, time.time()), key))
+        _write_base(store, zero_base(file.run_id, name, tensors()), key)
         failpoint("component.described", store.place())
         with contextlib.suppress(AlreadyExists):
             store.create(CHANNEL_JSON, write_channel_file(ChannelFile(file.run_id, time.time())))
         failpoint("component.made", store.place())
+    elif replaces and is_adapter(name) and read_pointer(store) is None and not store.stat(index_key(1)):
+        base = zero_base(file.run_id, name, tensors())
+        if not same_tensors(parse_base(store.read(BASE_JSON, BASE_LIMIT)).table, base.table):
+            if listed:
+                require_active(run, name)
+            claimed = claim(store, this_process(), take_over=False)
+            _write_base(store, base, key)
+            claimed.release()
     add_component(run, name, key)
     failpoint("component.listed", store.place())
+
+
+def _write_base(store: Store, base: Base, key: PrivateKey | None) -> None:
+    """The base last: where it is as wanted, its signature is too."""
+    if key is None:
+        store.delete(signature_key(BASE_JSON))
+    else:
+        store.replace(signature_key(BASE_JSON), write_signature(stated_by_base(base, time.time()), key))
+    store.replace(BASE_JSON, write_base(base))
+
+
+def same_tensors(one: TensorTable, other: TensorTable) -> bool:
+    return set(one.specs) == set(other.specs)
+
+
+def drop_replaced(component: Channel, local: Path) -> None:
+    """Deletes the publisher's local checkpoint of a version 0 that other tensors replaced: zeros."""
+    state, base = sound_state(LocalPaths(local)), component.base
+    if state is None or base is None or state.position.version or component.pointed():
+        return
+    if state.position.root != base.root:
+        shutil.rmtree(local)
 
 
 @dataclass
@@ -137,17 +175,28 @@ class Components(Generic[P]):
     def get(self, name: str, tensors: Callable[[], TensorTable] | None = None) -> P:
         """`tensors`: of its first publication, where it may be added by rank 0; the other ranks wait for
         that. Raises Refused for a retired component, and for one that is not there and not added."""
+        there = self.opened.get(name)
+        if there is not None and tensors is not None and self._is_replaced(there, tensors):
+            self.drop(name)
         if name not in self.opened:
             self._require_listed(check_name(name), tensors)
             own = component_local(self.local, name)
             self.opened[name] = self.open(component_store(self.store, name), own)
         return self.opened[name]
 
+    def _is_replaced(self, there: P, tensors: Callable[[], TensorTable]) -> bool:
+        return self._replaces and not (there.version or same_tensors(there.run[1].table, tensors()))
+
+    @property
+    def _replaces(self) -> bool:
+        """Of several ranks none knows whether rank 0 gives all tensors."""
+        return self.rank.world_size == 1
+
     def _require_listed(self, name: str, tensors: Callable[[], TensorTable] | None) -> None:
         for _ in looks(time.monotonic() + self.seconds):
             run = Channel.open(self.store, self.signer.trust)
             if tensors is not None and self.rank.number == 0:
-                init_component(run, name, tensors, self.signer.key)
+                init_component(run, name, tensors, self.signer.key, replaces=self._replaces)
             if tensors is None or any(each.name == name for each in read_components(run)):
                 return require_active(run, name)
         raise NotInTime(f"rank 0 did not add {name} in time", remedy="check that rank 0 publishes it too")

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.queue import Job, Queue
+from weightcast.publisher.daemon.sources.source import new_request
 from weightcast.publisher.daemon.status import PublisherStatus, host_status
 from weightcast.publisher.fleet.metrics import FleetMetrics
 from weightcast.publisher.fleet.routes import PAGE_PATHS, fleet_routes, page_routes
@@ -49,6 +50,12 @@ class PublishRequest(BaseModel):
         max_length=80,
         description="What the directory is: adapter/NAME (as peft saves it), draft, or main.",
     )
+    main_version: int | None = Field(
+        None,
+        ge=0,
+        lt=1 << 63,
+        description="Version of main on which the component was trained; the newest if absent.",
+    )
     key: str | None = Field(
         None, min_length=1, max_length=_KEY_LIMIT, description="Idempotency key, if the header is not set."
     )
@@ -72,7 +79,8 @@ def publication_routes(queue: Callable[[], Queue | None], wake: Callable[[], Non
         """Queues a publication. The same key (header `Idempotency-Key`, or `key`) gives the same one while
         the checkpoint has the same content, which is compared first. Other content is a new version."""
         key = request.key if idempotency_key is None else idempotency_key
-        job = opened().request(request.checkpoint, request.step, key, request.component)
+        asked = {**request.model_dump(), "key": key}
+        job = opened().request(Job(id=new_request(), **asked))
         wake()
         return job
 

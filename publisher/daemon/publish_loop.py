@@ -14,14 +14,15 @@ from typing import Any
 
 from weightcast.publisher.api import PublisherOptions
 from weightcast.publisher.channel_init import init_channel
-from weightcast.publisher.components import facts_of
+from weightcast.publisher.components import TrainedOn, facts_of
 from weightcast.publisher.daemon.record import Meter, PublisherMetrics, Record
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.adapters import WatchedAdapters
 from weightcast.publisher.daemon.sources.handed import HandOverSource
+from weightcast.publisher.daemon.sources.layouts import save_of
 from weightcast.publisher.daemon.sources.queue import Queue
 from weightcast.publisher.daemon.sources.source import LastContent, Source, SourceJob, read_back
-from weightcast.publisher.daemon.sources.watched import WatchedDirectory
+from weightcast.publisher.daemon.sources.watched import MAIN_VERSION, WatchedDirectory
 from weightcast.publisher.daemon.status import ComponentStatus, PublisherStatus, UpkeepStatus
 from weightcast.publisher.maintenance.orders import Held
 from weightcast.publisher.maintenance.repair import ChannelCheck
@@ -30,9 +31,17 @@ from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.elements import MAIN
-from weightcast.shared.base.errors import RESUME, NeedsReseed, Refused, RetryLater, Stopped, WeightcastError
+from weightcast.shared.base.errors import (
+    RESUME,
+    NeedsReseed,
+    Refused,
+    RetryLater,
+    Stopped,
+    WeightcastError,
+    WrongRun,
+)
 from weightcast.shared.channel import pins
-from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.components import (
     COMPONENTS,
@@ -312,6 +321,9 @@ class PublishLoop:
             self._step()
         except Exception as error:
             self._recovered = False
+            if isinstance(error, NoChannel | WrongRun):
+                # it was there: what a first start needs would make another run
+                error.remedy = "mount the run's channel there again, or correct --channel"
             self.record.error(failure_of(error))
             self._show(error_text(error))
             raise
@@ -437,18 +449,35 @@ class PublishLoop:
                 advance=self._meter.advance,
                 watching=self._meter.phase,
                 request=request,
-                trained_on=None if target is self._owned else self._owned.trained_on(),
+                trained_on=None if target is self._owned else self._trained_on(job, target),
             )
         except Held as error:
             raise RetryLater(error.message, remedy=error.remedy) from error
         except (Refused, NeedsReseed, FileNotFoundError, RetryLater) as error:
-            return self._judge(error, target, before, job.name, request)
+            return self._judge(error, target, before, job, request)
         if report.anchor_problem:
             log.warning("no anchor", version=report.version, error=report.anchor_problem)
         return self._done(report.shown(job.name))
 
+    def _trained_on(self, job: SourceJob, target: RunPublisher) -> TrainedOn:
+        """As the job says, or the newest; the log warns where main moved on since the last version."""
+        told = job.main_version()
+        found = self._owned.trained_on(told)
+        before = target.opened().own_index(target.version) if told is None and target.version else None
+        main = next((each for each in self.record.status.publications if each.component == MAIN), None)
+        of_one_save = main is not None and save_of(main.source) == save_of(job.name)
+        if before is not None and before.main_version != found[0] and not of_one_save:
+            log.warning(
+                "main has moved since the last version",
+                component=job.component,
+                main_version=found[0],
+                main_version_before=before.main_version,
+                remedy=f"where that is wrong, write its number into the file {MAIN_VERSION} of its save",
+            )
+        return found
+
     def _judge(
-        self, error: Exception, publisher: RunPublisher, before: int, source: str, request: str
+        self, error: Exception, publisher: RunPublisher, before: int, job: SourceJob, request: str
     ) -> Publication | Failure:
         """An error after the commit point leaves a version to be finished, not a failure."""
         self._check_owner()
@@ -459,11 +488,11 @@ class PublishLoop:
             publisher.recover()
         made = publisher.made_for(request, before)
         if made is not None:
-            return self._done(read_back(publisher, made, source))
+            return self._done(read_back(publisher, made, job.name))
         if isinstance(error, RetryLater):
             raise error
         failure = failure_of(error)
-        self.record.failed(error_kind(error), failure, source)
+        self.record.failed(error_kind(error), failure, job.name, job.component)
         return failure
 
     def _check_owner(self) -> None:
@@ -517,10 +546,12 @@ class PublishLoop:
 
     def _show(self, problem: str = "") -> None:
         publisher, background = self._publisher, self._background
+        held = self.record.status.held is not None
+        inbox = None if self._watched is None else self._watched.status(held=held)
+        if inbox is not None and self._adapters is not None:
+            inbox = self._adapters.status(inbox, held=held)
         self.record.show(
-            inbox=None
-            if self._watched is None
-            else self._watched.status(held=self.record.status.held is not None),
+            inbox=inbox,
             verify=self._scrubs[MAIN].status,
             ready=not problem,
             not_ready_reasons=(problem,) if problem else (),

@@ -144,14 +144,16 @@ class Record:
     def error(self, failure: Failure) -> None:
         self.show(last_error=DatedFailure(**failure.by_name(), at=time.time()))
 
-    def failed(self, kind: str, failure: Failure, source: str) -> None:
+    def failed(self, kind: str, failure: Failure, source: str, component: str) -> None:
         """A publication. `kind`: the error's class."""
         self._metrics.failed(kind)
         self.error(failure)
         totals = self.status.totals
         self.show(
             totals=totals.model_copy(update={"failures": totals.failures + 1}),
-            last_refused=DatedRefusal(**failure.by_name(), at=time.time(), source=source),
+            last_refused=DatedRefusal(
+                **failure.by_name(), at=time.time(), source=source, component=component
+            ),
         )
 
     def repaired(self, repairs: Repairs | None) -> None:

@@ -11,6 +11,7 @@ from weightcast.publisher.daemon.sources.queue import Job
 from weightcast.publisher.daemon.sources.watched import InboxStatus, RefusedStatus
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.weights.config import config_text
+from weightcast.shared.base.elements import MAIN
 from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
 from weightcast.shared.daemon.fleet import TEXT_SHOWN, Host, PublisherLine, RefusedCheckpoint
 from weightcast.shared.daemon.status import Failure, KernelStatus, LoopStatus, Readiness
@@ -75,6 +76,7 @@ class DatedFailure(Failure):
 class DatedRefusal(DatedFailure):
     source: str
     """name or path of the checkpoint"""
+    component: str = MAIN
 
 
 class ComponentStatus(BaseModel, frozen=True):
@@ -163,7 +165,8 @@ class PublisherStatus(BaseModel, frozen=True):
         counts = {name.removesuffix("_count"): n for name, n in inbox.items() if name.endswith("_count")}
         waiting = () if self.inbox is None else tuple(each.name for each in self.inbox.waiting)
         doing = self.publishing
-        published = self.publications[0].at if self.publications else 0.0
+        refused = self.last_refused
+        same = [each.at for each in self.publications if refused and each.component == refused.component]
         return PublisherLine(
             ready=self.ready,
             reasons=self.not_ready_reasons,
@@ -174,7 +177,7 @@ class PublisherStatus(BaseModel, frozen=True):
             waiting=(*(job.checkpoint for job in self.queue), *waiting) if self.held else (),
             notes=tuple(self._notes()),
             last_refused=self._refused(now),
-            refused_since_version=self.last_refused is not None and self.last_refused.at > published,
+            refused_since_version=refused is not None and refused.at > max(same, default=0.0),
         )
 
     def _notes(self) -> Iterator[str]:

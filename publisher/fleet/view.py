@@ -35,6 +35,7 @@ from weightcast.shared.daemon.fleet import (
     PublisherLine,
     Verdict,
     require_gone,
+    verdict,
 )
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.status import Snapshot
@@ -80,7 +81,7 @@ class FleetView:
     ) -> None:
         self._store, self._retention = store, retention
         self.report_intake = ReportIntake(self._store)
-        self._publish_seconds = publish_seconds
+        self._publish_seconds, self._publisher = publish_seconds, publisher
         self._reader = FleetReader(self._store, bounds, publisher=publisher)
         self._history = VersionHistory(self._store)
         place, unread = store.place(), Verdict(level="warning", text="the channel has not been read yet")
@@ -134,7 +135,16 @@ class FleetView:
         self.report_intake.write()
         if self.report_intake.problem and not before_writing:
             log.warning("posted reports not written", reason=self.report_intake.problem)
-        before, fleet = self._fleet.get(), self._reader.read()
+        before = self._fleet.get()
+        try:
+            fleet = self._reader.read()
+        except (WeightcastError, OSError):
+            # hosts as they were read last; the publisher knows of itself
+            fleet = before.fleet.model_copy(update={"publisher": self._publisher()})
+            if fleet.run_id is not None:  # it was read once
+                fleet = fleet.model_copy(update={"verdict": verdict(fleet)})
+            self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))
+            raise
         self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))
         self.lag.set(self.lag.get().after(fleet))
 

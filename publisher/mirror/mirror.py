@@ -69,6 +69,7 @@ from weightcast.shared.channel.layout import (
 from weightcast.shared.channel.run_files import (
     BASE_LIMIT,
     CHANNEL_FILE_LIMIT,
+    is_adapter,
     parse_base,
     parse_channel_file,
     write_channel_file,
@@ -260,14 +261,16 @@ class Mirror:
             )
         there = read_if_there(theirs, BASE_JSON, BASE_LIMIT)
         with contextlib.suppress(DamagedFile):  # it is written again
-            if there is not None and parse_base(there).digest != base.digest:
+            # an adapter without versions may get other tensors
+            fixed = not is_adapter(theirs.component) or theirs.stat(LATEST) is not None
+            if fixed and there is not None and parse_base(there).digest != base.digest:
                 place = theirs.place(BASE_JSON)
                 raise Forked(f"{place} is not that of the source", remedy=_NEW_DESTINATION)
         return channel
 
     def _opened(self) -> Channel:
         """The source, and the destination as a channel of the same run: its channel.json is written last."""
-        if self._channel is None:
+        if self._channel is None or not self._at:
             channel = self._checked()
             file, _ = channel.require_ours()
             for key in (BASE_JSON, signature_key(BASE_JSON)):

@@ -6,6 +6,7 @@ left out. Everything else that does not fit is looked for, reported in one error
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,10 @@ from weightcast.shared.channel.run_files import DRAFT, ChannelFile
 from weightcast.shared.checkpoint.verify.seed import listing
 from weightcast.shared.files.hf_checkpoint import MERGE_ADAPTER, is_adapter_tensor
 
+OF_A_MODEL = re.compile(r"lora_(A|B|embedding_A|embedding_B)\.(?!weight$|bias$)[^.]+(\.|$)")
+"""a model has the adapter's name there"""
+_LORA_A = re.compile(r"([^.]+)\.lora_A(\.|$)")
+AS_PEFT_SAVES = "give peft.get_peft_model_state_dict(model)"
 _FEW = 3
 """tensors of another dtype that are named one by one"""
 _ENOUGH = 2
@@ -68,7 +73,8 @@ def _matched(
     names = resolve((spec.name for spec in given), {*table.numbers, *aliases})
     by_run = {run_name: name for name, run_name in names.run_names.items()}
     twice = [f"{one} and {other} both stand for {name}" for name, one, other in names.twice]
-    misfit = _Misfit(len(table), by_flags, twice, table.component)
+    other = [] if partial else _other_adapter(given, table)
+    misfit = _Misfit(len(table), by_flags, twice, table.component, other)
     sources: dict[int, str] = {}
     absent: list[int] = []
     still = frozen_tensors(table, frozen)
@@ -104,6 +110,25 @@ def _matched(
     return Matched(sources, numbers, tuple(absent), tuple(ties), still, names.rules)
 
 
+def _other_adapter(given: TensorTable, table: TensorTable) -> list[tuple[str, str]]:
+    """As of `_Misfit`; nothing for what is not LoRA, or not an adapter's."""
+    (targets, ranks), (own_targets, own_ranks) = map(_lora_of, (given, table))
+    found = []
+    if targets and own_targets and targets != own_targets:
+        text = f"target_modules {own_targets}"
+        found.append((f"target_modules {targets}, expected {own_targets}", text))
+    if ranks and own_ranks and ranks != own_ranks:
+        found.append((f"rank {ranks}, {table.component} has {own_ranks}", f"rank {own_ranks}"))
+    return found
+
+
+def _lora_of(table: TensorTable) -> tuple[str, str]:
+    """Its target modules and ranks."""
+    found = [(match[1], spec.shape) for spec in table if (match := _LORA_A.search(spec.name))]
+    ranks = sorted({shape[0] for _, shape in found if shape})
+    return ",".join(sorted({module for module, _ in found})), ",".join(map(str, ranks))
+
+
 @dataclass
 class _Misfit:
     """What does not fit a run of so many `tensors`. `missing`: names of the run that are not given;
@@ -114,6 +139,8 @@ class _Misfit:
     by_flags: bool
     twice: list[str]
     component: str
+    other_adapter: list[tuple[str, str]]
+    """what an adapter was trained with otherwise, and with what to save it again"""
     missing: list[str] = field(default_factory=list)
     surplus: list[str] = field(default_factory=list)
     forms: list[tuple[TensorSpec, TensorSpec]] = field(default_factory=list)
@@ -126,6 +153,7 @@ class _Misfit:
         """Raises Refused where something does not fit."""
         problems = [*self.twice, *self._forms(), *self._names()]
         if problems:
+            problems = [text for text, _ in self.other_adapter] or problems
             message = f"the weights do not fit the run: {listing(problems)}"
             if self.component != MAIN:
                 message = message.replace("the run", self.component, 1)
@@ -161,8 +189,12 @@ class _Misfit:
     def _remedy(self) -> str:
         """Short, in the words of the entry point that was used."""
         if self.component != MAIN:
-            other = f"retire {self.component} and add it under another name"
-            return "make a channel for a new run" if self.component == DRAFT else other
+            if any(OF_A_MODEL.search(name) for name in self.surplus):
+                return AS_PEFT_SAVES
+            if self.component == DRAFT:
+                return "make a channel for a new run"
+            other, again = f"retire {self.component} and add it under another name", self.other_adapter
+            return f"save it again with {' and '.join(to for _, to in again)}; or {other}" if again else other
         said = []
         kinds = {rounds(a.dtype, b.dtype) for a, b in self.forms if a.shape == b.shape}
         if True in kinds:

@@ -216,7 +216,7 @@ def require_listed(channel: Channel, name: str) -> Component:
 
 
 def _unknown(channel: Channel, name: str) -> Refused:
-    remedy = "check the name; `weightcast channel component log` lists them"
+    remedy = "check the name (`weightcast channel component log`), or `weightcast channel component add` it"
     return Refused(f"{channel.place} has no component {name}", remedy=remedy)
 
 

@@ -153,7 +153,9 @@ def _publisher_problem(answer: Answer) -> tuple[str, str]:
     refused = _of(answer, "last_refused")
     if not answer.get("ready"):
         return _reasons(answer), str(_of(answer, "last_error").get("remedy", ""))
-    if refused.get("at", 0.0) > _newest(answer).get("at", 0.0):
+    whose = refused.get("component", "main")
+    same = (each for each in _list(answer, "publications") if each.get("component", "main") == whose)
+    if refused.get("at", 0.0) > next(same, {}).get("at", 0.0):
         ago = age(_now(answer) - refused["at"])
         return f"{refused.get('source')} was refused {ago} ago: {refused.get('message')}", refused.get(
             "remedy", ""
@@ -218,6 +220,10 @@ def _publisher_rows(answer: Answer) -> Iterator[Row]:
         for each in _list(inbox, kind)[-_MOST:]:
             remedy = f" ({each['remedy']})" if each.get("remedy") else ""
             yield kind.replace("_", " "), f"{each.get('name')}: {each.get('reason')}{remedy}"
+    for each in _list(answer, "components"):
+        known = [str(each.get("state")), _version(each, "version")]
+        known += [] if each.get("main_version") is None else [f"trained on {each['main_version']}"]
+        yield str(each.get("name")), ", ".join([*known, *filter(None, [each.get("problem")])])
     for each in _list(inbox, "refused")[-_MOST:]:
         yield "refused", f"{each.get('name')}: {_of(each, 'error').get('message')}"
     yield "config changed", ", ".join(_texts(answer, "config_changed"))
@@ -257,6 +263,9 @@ def _places(answer: Answer) -> Iterator[Row]:
 def _troubles(answer: Answer) -> Iterator[Row]:
     message, verify = _of(answer, "last_error").get("message", ""), _of(answer, "verify")
     yield "last error", "" if message == _of(answer, "last_refused").get("message") else str(message)
+    loop = _of(answer, "loop")
+    soon = f"within {age(loop.get('pause_seconds'))}; `weightcast wake URL` tries at once"
+    yield "next try", soon if loop.get("failures_in_a_row") else ""
     yield "reports", str(answer.get("report_error") or "")
     yield "verify", f"{verify['faults']} faults: {verify.get('last_fault')}" if verify.get("faults") else ""
     yield "kernels", str(_of(answer, "kernels").get("problem") or "")

@@ -30,6 +30,7 @@ from weightcast.shared.base.errors import (
     RetryLater,
     Stopped,
     WeightcastError,
+    WrongRun,
 )
 from weightcast.shared.channel.channel import NoChannel
 from weightcast.shared.checkpoint.state.locks import EngineLoads
@@ -80,7 +81,8 @@ LoopStep = Callable[[Stop], None]
 
 
 def backoff_for(error: Exception) -> Backoff:
-    if isinstance(error, RetryLater | NotInTime | EngineFailed):
+    # WrongRun: what is mounted there may change
+    if isinstance(error, RetryLater | NotInTime | EngineFailed | WrongRun):
         return Backoff(0.5, 15.0)
     if isinstance(error, WeightcastError):
         return Backoff(5.0, 120.0)

@@ -322,6 +322,9 @@ class Adapters:
         """Its local checkpoint to its newest version, where that is not exported yet."""
         if one.updater is None or self._run is None:
             return
+        if not (one.here or one.versions):
+            # other tensors may replace those of a version 0
+            one.channel = None
         if one.channel is None or self._store.renames:
             one.channel = open_component(self._run, ADAPTER + one.name, one.channel)
         one.target = (one.channel.pointer() or Pointer(0)).version

@@ -19,9 +19,17 @@ from core_cases import Model, pack, tensor
 from forked import weightcast
 from waiting import wait_until
 
+from weightcast.publisher.daemon.sources.queue import Job
+from weightcast.publisher.daemon.sources.source import new_request
+
 _NOBODY = 65534
 
 INDEX = "model.safetensors.index.json"
+
+
+def request_for(checkpoint: str, step: int | None, key: str | None) -> Job:
+    """As POST /v1/publish asks for it."""
+    return Job(id=new_request(), checkpoint=checkpoint, step=step, key=key)
 
 
 def base_tensors(seed: int = 0) -> Model:

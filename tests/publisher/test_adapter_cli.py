@@ -10,6 +10,10 @@ from adapters import CODE, MATH, adapter, bytes_of, follow, save_adapter
 from daemonkit import Places, base_tensors, write
 from in_process import Command
 
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.components import read_components
+from weightcast.shared.channel.directory_store import open_store
+
 
 @pytest.fixture
 def run(places: Places, weightcast: Command) -> Places:
@@ -134,3 +138,10 @@ def test_what_cannot_be_is_refused(
     given = save_adapter(run.root / "given", adapter(1))
     code, _, err = weightcast("publish", given, "--channel", run.channel, "--local", run.local, *more)
     assert code in (2, 3) and problem in err
+    assert read_components(Channel.open(open_store(run.channel))) == ()
+
+
+def test_a_name_that_no_component_has_is_not_waited_for(run: Places, weightcast: Command) -> None:
+    on = ("--channel", run.channel, "--version", 1, "--component", "math")
+    code, _, err = weightcast("wait", *on)
+    assert code == 3 and "give adapter/math" in err

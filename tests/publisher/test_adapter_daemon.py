@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from adapters import MATH, adapter, bytes_of, follow, save_adapter
 from daemonkit import Daemon, Places, base_tensors, changed, files_of, write
+from structlog.testing import capture_logs
 from test_publish_loop import Office, interrupted_at
 from waiting import wait_until
 
@@ -19,6 +21,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.components import component_store, open_component, retire_component
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import read_pointer
+from weightcast.shared.cli.status import summary
 
 DEFAULT = "adapter/default"
 
@@ -160,6 +163,51 @@ def test_what_was_there_before_is_left_alone(places: Places, office: Office) -> 
         first.publish_loop.close()
 
 
+def test_the_directories_around_adapters_are_not_reported(places: Places, office: Office) -> None:
+    """peft saves named adapters below a directory that has a README alone."""
+    for step in (1, 2):
+        save = save_adapter(places.watch / ".unfinished" / "math", adapter(step)).parent
+        (save / "README.md").write_text("model card")
+        (save / "math" / "runs").mkdir()
+        (save / "math" / "runs" / "config.json").write_text("{}")
+        save.rename(places.watch / f"step_{step}")
+        stepped(office, MATH, step)
+    office.step()
+    shown = office.publish_loop.status()
+    assert shown.inbox is not None and shown.inbox.waiting == () and shown.line(time.time()).notes == ()
+    # weights in another format are still named
+    (places.watch / "step_2" / "pytorch_model.bin").write_bytes(b"x")
+    office.step()
+    inbox = office.publish_loop.status().inbox
+    assert inbox is not None and [each.name for each in inbox.waiting] == ["step_2"]
+
+
+def test_what_a_save_says_of_its_main_version_counts(places: Places, office: Office) -> None:
+    save_in(places.watch / "step_1" / "math", 1)
+    stepped(office, MATH, 1)
+    write(places.watch / ".main", changed(base_tensors(), 3)).rename(places.watch / "main_1")
+    wait_until(lambda: [office.step(), places.latest()][1] == "000001")
+    for step, (where, text) in enumerate([("", "0"), ("math", "0\n"), ("math", "")], 2):
+        save = save_adapter(places.watch / ".unfinished" / "math", adapter(step)).parent
+        if text:
+            (save / where / "main_version").write_text(text)
+        save.rename(places.watch / f"step_{step}")
+        with capture_logs() as logs:
+            stepped(office, MATH, step)
+        assert any("main has moved" in each["event"] for each in logs) == (not text)
+    assert [main_version_of(places, MATH, version) for version in (1, 2, 3, 4)] == [0, 0, 0, 1]
+    wrong = save_adapter(places.watch / ".unfinished", adapter(9))
+    (wrong / "main_version").write_text("newest")
+    wrong.rename(places.watch / "checkpoint-9")
+
+    def refused() -> bool:
+        office.step()
+        inbox = office.publish_loop.status().inbox
+        return inbox is not None and any("is not a number" in each.error.message for each in inbox.refused)
+
+    wait_until(refused)
+
+
 def test_an_incomplete_adapter_waits(places: Places, office: Office) -> None:
     save = save_adapter(places.watch / "checkpoint-1", adapter(1))
     config = (save / "adapter_config.json").read_bytes()
@@ -185,6 +233,10 @@ def test_a_refused_adapter_keeps_nothing_else_from_being_published(places: Place
         return shown and shown[0].refused
 
     (found,) = wait_until(refused)
+    shown = office.publish_loop.status()
+    assert shown.inbox is not None and shown.inbox.refused_count == 1 and found in shown.inbox.refused
+    assert summary(shown.model_dump(mode="json")).remedy == found.error.remedy
+    assert shown.line(time.time()).refused_since_version
     assert found.name == "checkpoint-2" and "retire adapter/default" in found.error.remedy
     assert version_of(places, DEFAULT) == 1
 
@@ -257,6 +309,14 @@ def test_adapters_over_http(places: Places, tmp_path: Path) -> None:
         wait_until(lambda: daemon.get(url).json()["state"] == "done")
         assert daemon.get(url).json()["report"]["version"] == 1
         assert daemon.post("/v1/publish", {**asked, "component": "adapter/other"}).status_code == 409
+        assert daemon.post("/v1/publish", {**asked, "main_version": 0}).status_code == 409
+        of_main = {"checkpoint": str(save), "main_version": 0}
+        assert "not for main" in daemon.post("/v1/publish", of_main).json()["message"]
+        told = {"checkpoint": str(save), "component": MATH, "main_version": 7}
+        job = daemon.post("/v1/publish", told).json()
+        wait_until(lambda: daemon.get(f"/v1/publications/{job['id']}").json()["state"] == "failed")
+        failed = daemon.get(f"/v1/publications/{job['id']}").json()["error"]
+        assert "version 7 of main is not in" in failed["message"]
         assert daemon.post("/v1/publish", {"checkpoint": str(save), "component": "lora"}).status_code >= 400
         drafter = write(places.watch / ".drafter", base_tensors())
         job = daemon.post("/v1/publish", {"checkpoint": str(drafter), "component": "draft"}).json()

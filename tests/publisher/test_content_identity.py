@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from core_cases import bytes_of, read_checkpoint
-from daemonkit import INDEX, Daemon, Places, base_tensors, files_of, rename_in, write
+from daemonkit import INDEX, Daemon, Places, base_tensors, files_of, rename_in, request_for, write
 from disk_errors import watched
 from structlog.testing import capture_logs
 from test_publish_loop import Office, Opening, opened, weights
@@ -28,7 +28,7 @@ def ask(office: Office, checkpoint: Path, step: int = 12, key: str = "step-12") 
     """As POST /v1/publish does; the job when it has ended."""
     queue = office.publish_loop.queue
     assert queue is not None
-    job = queue.ask(str(checkpoint), step, key)
+    job = queue.ask(request_for(str(checkpoint), step, key))
     while (now := queue.get(job.id)) is not None and not now.has_ended:
         office.step()
     assert now is not None
@@ -181,7 +181,9 @@ def test_rewritten_and_asked_for_again_while_it_is_published(
         if name == moment and not asked and office.publish_loop.queue is not None:
             asked.append(office.publish_loop.queue.open()[0])
             replaced(checkpoint)
-            assert office.publish_loop.queue.ask(str(checkpoint), 12, "step-12").state == "running"
+            assert (
+                office.publish_loop.queue.ask(request_for(str(checkpoint), 12, "step-12")).state == "running"
+            )
 
     with watched(rewrite_once):
         ended = ask(office, checkpoint)
@@ -197,7 +199,7 @@ def test_a_checkpoint_that_is_gone_is_answered_from_memory_by_name(
     first = ask(office, checkpoint)
     queue = office.publish_loop.queue
     assert queue is not None and first.report is not None
-    job = queue.ask(str(checkpoint), 12, "step-12")
+    job = queue.ask(request_for(str(checkpoint), 12, "step-12"))
     shutil.rmtree(checkpoint)
     office.step()
     found = queue.get(job.id)

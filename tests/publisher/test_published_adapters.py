@@ -17,7 +17,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.components import open_component, read_components, retire_component
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.signing import PrivateKey, write_private_key
+from weightcast.shared.channel.signing import PrivateKey, load_private_key, write_private_key
 
 
 def index_of(place: object, name: str, version: int) -> Index:
@@ -107,7 +107,16 @@ def test_a_retired_adapter_takes_no_more_versions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "problem", "remedy"),
     [
-        (adapter(2, rank=8), "is F32", "retire adapter/math and add it under another name"),
+        (
+            adapter(2, rank=8),
+            "rank 8, adapter/math has 4",
+            "save it again with rank 4; or retire adapter/math",
+        ),
+        (
+            {name.replace("q_proj", "o_proj"): one for name, one in adapter(2).items()},
+            "target_modules o_proj, expected q_proj",
+            "save it again with target_modules q_proj; or retire adapter/math and add it under another name",
+        ),
         (adapter(2, layers=1), "is missing", "retire adapter/math and add it under another name"),
         ({"lm_head.weight": np.zeros(3)}, "is missing", "retire adapter/math"),
     ],
@@ -254,3 +263,54 @@ def test_a_change_of_every_word_costs_no_more_than_the_words(
         index = index_of(place, MATH, version)
         nbytes = sum(one.nbytes for one in noise().values())
         assert sum(chunk.length for chunk in index.chunks) <= nbytes + 64 * len(index.chunks)
+
+
+def test_a_refused_first_publication_changes_nothing(tmp_path: Path) -> None:
+    place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
+    in_model = {name.replace("lora_A", "lora_A.default"): one for name, one in adapter(1).items()}
+    saved = save_adapter(tmp_path / "saved", adapter(1))
+    refused: list[tuple[str, dict[str, object]]] = [
+        (r"has no adapter_config\.json yet", {"named_tensors": adapter(1)}),
+        ("version 7 of main is not in", {"named_tensors": adapter(1), "config": CONFIG, "main_version": 7}),
+        ("version 7 of main is not in", {"named_tensors": saved, "main_version": 7}),
+        ("is not a step number", {"named_tensors": adapter(1), "config": CONFIG, "step": -1}),
+        ("is not a step number", {"named_tensors": saved, "step": -1}),
+    ]
+    with place.publisher() as publisher:
+        for problem, given in refused:
+            with pytest.raises(Refused, match=problem):
+                publisher.publish(component=MATH, **given)  # type: ignore[arg-type]
+            assert read_components(Channel.open(open_store(place.channel))) == ()
+        publisher.publish(adapter(1), component=MATH, config=CONFIG)
+        with pytest.raises(Refused, match="do not fit adapter/math") as caught:
+            publisher.publish(in_model, component=MATH)
+        assert caught.value.remedy == "give peft.get_peft_model_state_dict(model)"
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_other_tensors_replace_those_of_an_adapter_without_versions(tmp_path: Path, signed: bool) -> None:
+    key = None
+    if signed:
+        key = tmp_path / "key"
+        write_private_key(key, PrivateKey.generate())
+    options = {"sign_key": key} if signed else {}
+    place = make_place(tmp_path, numpy_model(np.random.default_rng(3)), **options)
+    secret = None if key is None else load_private_key(key)
+    wanted = save_adapter(tmp_path / "wanted", adapter(1, rank=8))
+    run = Channel.open(open_store(place.channel))
+    like = tensors_in(save_adapter(tmp_path / "like", adapter(1)), MATH)
+    init_component(run, MATH, lambda: like, secret)
+    with place.publisher(**options) as publisher:
+        # opened with the first tensors, as the daemon does with all components
+        publisher.component(MATH)
+        assert publisher.publish(wanted, component=MATH).version == 1
+    # of a kill after the replacement: the local checkpoint is of the tensors before
+    init_component(run, CODE, lambda: like, secret)
+    with place.publisher(**options) as publisher:
+        publisher.component(CODE)
+    init_component(run, CODE, lambda: tensors_in(wanted, CODE), secret)
+    with place.publisher(**options) as publisher:
+        assert publisher.publish(adapter(2, rank=8), component=CODE, config=CONFIG).version == 1
+        with pytest.raises(Refused, match="do not fit"):
+            publisher.publish(adapter(2), component=CODE)
+    assert follow(place.channel, MATH, tmp_path / "host")[1] == bytes_of(adapter(1, rank=8))

@@ -11,6 +11,7 @@ from daemonkit import Daemon, Places, base_tensors, changed, files_of, rename_in
 from waiting import wait_until
 
 from weightcast.publisher.channel_init import init_channel
+from weightcast.shared.cli.status import summary
 
 Starting = Callable[..., Daemon]
 
@@ -101,3 +102,25 @@ def test_a_wrong_base_ends_the_daemon(places: Places) -> None:
     assert daemon.process.wait(30) == 3
     daemon.kill()
     assert "another base" in daemon.log.read_text() and "remedy" in daemon.log.read_text()
+
+
+def test_a_channel_that_goes_away_is_to_be_mounted_again(places: Places, started: Starting) -> None:
+    """What a first start needs would make another run."""
+    daemon = started("--poll-seconds", "0.2")
+    wait_until(lambda: daemon.get("/v1/fleet").json()["publisher"]["ready"])
+    away = places.channel.rename(places.root / "away")
+
+    def remedies(text: str) -> bool:
+        status, said = daemon.status(), summary(daemon.status())
+        found = status["last_error"] is not None and text in status["last_error"]["message"]
+        return found and said.remedy == "mount the run's channel there again, or correct --channel"
+
+    wait_until(lambda: remedies("is not a directory"))
+    wait_until(lambda: not daemon.get("/v1/fleet").json()["publisher"]["ready"])
+    wait_until(lambda: "next try" in dict(summary(daemon.status()).rows))
+    init_channel(places.channel, places.base)
+    wait_until(lambda: remedies("to run "))
+    shutil.rmtree(places.channel)
+    away.rename(places.channel)
+    # well before the longest pause after a refusal
+    wait_until(lambda: daemon.get("/v1/fleet").json()["publisher"]["ready"])

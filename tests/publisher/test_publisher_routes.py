@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from daemonkit import base_tensors, write
+from daemonkit import base_tensors, request_for, write
 from prometheus_client import CollectorRegistry
 from waiting import wait_until
 
@@ -165,10 +165,10 @@ def test_without_roots_any_directory(tmp_path: Path) -> None:
 
 def test_ended_publications_are_forgotten_at_last(tmp_path: Path) -> None:
     queue = Queue(tmp_path / "publications.json", remembered=3)
-    first = queue.ask("/c", 1, "first")
+    first = queue.ask(request_for("/c", 1, "first"))
     queue.change(first, state="done", report=Publication(version=1))
     assert queue.get(first.id) is not None
     for number in range(3):
-        queue.change(queue.ask("/c", number, None), state="failed")
+        queue.change(queue.ask(request_for("/c", number, None)), state="failed")
     assert queue.get(first.id) is None
-    assert queue.ask("/c", 1, "first").id != first.id
+    assert queue.ask(request_for("/c", 1, "first")).id != first.id

@@ -9,6 +9,7 @@ from weightcast.publisher.daemon.sources.layouts import Unpublished
 from weightcast.publisher.daemon.sources.watched import (
     DEFAULT,
     MEMORY,
+    InboxStatus,
     WatchedDirectory,
     WatchedJob,
     component_of,
@@ -58,6 +59,10 @@ class WatchedAdapters:
 
     def of(self, component: str) -> WatchedDirectory | None:
         return self._of.get(component)
+
+    def status(self, main: InboxStatus, *, held: bool) -> InboxStatus:
+        """As of WatchedDirectory, of it and all adapters in it. `main`: its own."""
+        return main.and_of([each.status(held=held) for each in self._of.values()], self.left)
 
     def _add(self, name: str) -> None:
         self._of[name] = WatchedDirectory(self._directory, self._settings, component=name)

@@ -147,7 +147,7 @@ class HandOverJob(SourceJob):
         self.step, self.component = handed.step, source.component
 
     def target(self, publisher: RunPublisher) -> RunPublisher:
-        return publisher.component(self.component, lambda: tensors_of(self._weights()))
+        return publisher.component(self.component, lambda: tensors_of(self._weights(), self.component))
 
     def _weights(self) -> HandedWeights:
         if self.component == MAIN:
@@ -155,7 +155,7 @@ class HandOverJob(SourceJob):
         return HandedAdapter(self._source.export, self._handed, component=self.component)
 
     def open(self) -> NewWeights:
-        return self.target(self._publisher).adapted(self._weights(), self._source.rules)
+        return self._publisher.component(self.component).adapted(self._weights(), self._source.rules)
 
     def begin(self, version: int) -> str:
         return self._source.begin(self._handed, version)

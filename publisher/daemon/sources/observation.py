@@ -110,13 +110,14 @@ def look(
     which directories with an adapter are looked at, and nothing else; None: full weights are.
     Raises RetryLater when `watch` is not there."""
     tree, problems = _walk(watch, own)
+    adapters = {name for name, each in tree.items() if each.has_adapter}
     if is_adapter is None:
         tree = {name: each for name, each in tree.items() if not each.has_adapter or each.has_weights}
     else:
         tree = {name: each for name, each in tree.items() if each.has_adapter and is_adapter(name)}
         problems = {}
     unknown = []
-    for name in _worth_a_look(tree) if is_adapter is None else sorted(tree):
+    for name in _worth_a_look(tree, adapters) if is_adapter is None else sorted(tree):
         is_checkpoint = any(map(is_of_a_checkpoint, tree[name].files))
         if is_checkpoint and not tree[name].temporary and is_left(name):
             continue
@@ -202,14 +203,17 @@ def _sort(found: _Directory, entry: os.DirEntry[str], problems: _Problems) -> No
         kind.append(entry.name if kind is found.files or found.name == ROOT else f"{found.name}/{entry.name}")
 
 
-def _worth_a_look(tree: Mapping[str, _Directory]) -> list[str]:
-    """Directories with weights, and one directory of each save that has none."""
+def _worth_a_look(tree: Mapping[str, _Directory], adapters: Collection[str]) -> list[str]:
+    """Directories with weights, and one directory of each save that has none. `adapters`: what is around
+    them, unless it has weights in another format, and what is in them is theirs."""
     whole = {name for name, each in tree.items() if each.has_weights}
     saves = {save_of(name) for name in whole if step_of(name) is not None}
     above = {parent for name in whole for parent in parents_of(name)}
+    around = {parent for name in adapters for parent in parents_of(name)}
     others: dict[str, _Directory] = {}
     for name, each in tree.items():
-        of_a_checkpoint = name in above or not (whole | saves).isdisjoint((name, *parents_of(name)))
+        of_a_checkpoint = name in above or (name in around and each.rank < 3)
+        of_a_checkpoint |= not {*whole, *saves, *adapters}.isdisjoint((name, *parents_of(name)))
         if each.rank and not each.temporary and not of_a_checkpoint:
             best = others.setdefault(save_of(name), each)
             others[save_of(name)] = each if each.rank > best.rank else best

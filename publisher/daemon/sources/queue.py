@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -20,7 +20,6 @@ from weightcast.publisher.daemon.sources.source import (
     LastContent,
     Memory,
     SourceJob,
-    new_request,
     read_back,
 )
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
@@ -56,6 +55,8 @@ class Job(BaseModel, frozen=True):
     step: int | None = None
     key: str | None = None
     component: str = MAIN
+    main_version: int | None = None
+    """of main, on which it was trained; None: the newest"""
     state: Literal["queued", "running", "done", "failed"] = "queued"
     before: int | None = None
     """the channel's version when it was started"""
@@ -68,6 +69,10 @@ class Job(BaseModel, frozen=True):
     """how the answer relates to the earlier one"""
     error: Failure | None = None
     """why it failed, or why its last try did not succeed"""
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        return self.model_dump(include={"checkpoint", "step", "key", "component", "main_version"})
 
     @property
     def has_ended(self) -> bool:
@@ -106,27 +111,29 @@ class Queue:
             return self._watched
         return None if self._adapters is None else self._adapters.of(component)
 
-    def request(self, checkpoint: str, step: int | None, key: str | None, component: str = MAIN) -> Job:
+    def request(self, asked: Job) -> Job:
         """As `ask`. Raises Refused for what is not a checkpoint that may be published."""
-        if component != MAIN:
-            check_name(component)
+        if asked.component != MAIN:
+            check_name(asked.component)
+        elif asked.main_version is not None:
+            raise Refused("main_version is not for main", remedy="give component too, or leave it out")
         with self._lock:
-            known = self._of_key(checkpoint, step, key, component)
+            known = self._of_key(asked)
         if known is None or known.has_ended:
             try:
-                check_checkpoint(checkpoint, self._roots)
+                check_checkpoint(asked.checkpoint, self._roots)
             except Refused:
                 if known is None:
                     raise
                 # consumed, or pruned by the trainer
                 return known if known.report is None else self.change(known, note=_unread(known.report))
-        return self.ask(checkpoint, step, key, component)
+        return self.ask(asked)
 
-    def ask(self, checkpoint: str, step: int | None, key: str | None, component: str = MAIN) -> Job:
+    def ask(self, asked: Job) -> Job:
         """The job, or the earlier job of this key: queued once more if it has ended, since its
         checkpoint has to be compared. Raises Answer when the queue is full, and for a key reused."""
         with self._lock:
-            known = self._of_key(checkpoint, step, key, component)
+            known = self._of_key(asked)
             if known is not None and not known.has_ended:
                 return self._put(known.model_copy(update={"repeat": known.state == "running"}))
             if len(self.open()) >= QUEUE_LIMIT:
@@ -136,8 +143,7 @@ class Queue:
                     "try again when one has finished",
                     {"Retry-After": "5"},
                 )
-            job = Job(id=new_request(), checkpoint=checkpoint, step=step, key=key, component=component)
-            return self._put(job if known is None else _again(known))
+            return self._put(asked if known is None else _again(known))
 
     def get(self, id: str) -> Job | None:
         return next((job for job in self._memory.value.jobs if job.id == id), None)
@@ -186,11 +192,10 @@ class Queue:
         self.change(job, error=failure_of(error))
         self._poison = "" if isinstance(error, RetryLater | NotInTime) else job.id
 
-    def _of_key(self, checkpoint: str, step: int | None, key: str | None, component: str) -> Job | None:
+    def _of_key(self, asked: Job) -> Job | None:
         jobs = self._memory.value.jobs
-        known = next((job for job in jobs if key is not None and job.key == key), None)
-        asked = checkpoint, step, component
-        if known is not None and (known.checkpoint, known.step, known.component) != asked:
+        known = next((job for job in jobs if asked.key is not None and job.key == asked.key), None)
+        if known is not None and known.asked != asked.asked:
             raise Answer(
                 409, "this key was used for another checkpoint or step", "use a new key for each publication"
             )
@@ -212,8 +217,7 @@ class Queue:
 def _again(job: Job) -> Job:
     """To be compared with its earlier answer, if it has one."""
     earlier = job.earlier if job.report is None else job.report
-    asked = {name: getattr(job, name) for name in ("id", "checkpoint", "step", "key", "component")}
-    return Job(**asked, earlier=earlier)
+    return Job(id=job.id, **job.asked, earlier=earlier)
 
 
 def _compared(job: Job, report: Publication) -> str:
@@ -247,6 +251,9 @@ class QueueJob(SourceJob):
                 disk_text(error, self.directory),
                 remedy="let the publisher's user read the checkpoint and its files, and ask again",
             ) from error
+
+    def main_version(self) -> int | None:
+        return self._job.main_version
 
     def known(self) -> LastContent:
         earlier = self._job.earlier

@@ -83,13 +83,17 @@ class SourceJob:
     directory = Path()
     """where the weights are, except of a hand-over"""
 
+    def main_version(self) -> int | None:
+        """Of main, on which it was trained; None: nothing says so. Raises Refused."""
+        return None
+
     def target(self, publisher: RunPublisher) -> RunPublisher:
         """The publisher of its component, which it begins where there is none. Raises Refused."""
         return publisher.component(self.component, partial(tensors_in, self.directory, self.component))
 
     def open_in(self, publisher: RunPublisher, rules: ExportRules) -> NewWeights:
         """The weights in its directory. `rules`: for main."""
-        own = self.target(publisher)
+        own = publisher.component(self.component)
         return own.open_checkpoint(self.directory, rules if own is publisher else NO_RULES)
 
     def open(self) -> NewWeights:

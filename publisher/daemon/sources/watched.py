@@ -10,7 +10,7 @@ import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from errno import EEXIST, ENOTEMPTY
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.status import Failure
 from weightcast.shared.daemon.timing import Backoff
+from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.hf_checkpoint import ADAPTER_MODEL
 from weightcast.shared.files.paths import exists, is_directory, is_link, is_own_directory, matching
@@ -61,6 +62,8 @@ _ASIDE = f"{OURS}consuming-"
 _CONSUMED = f"{OURS}consumed-"
 """compared with what was published: to be deleted"""
 _PAUSE = Backoff(0.5, 300.0)
+MAIN_VERSION = "main_version"
+"""a file next to an adapter: the version of main on which it was trained"""
 
 log = get_log("inbox")
 
@@ -247,6 +250,15 @@ class InboxStatus(BaseModel, frozen=True):
     left_alone: tuple[Unpublished, ...] = ()
     """checkpoints, and layouts of the watched directory, that waiting will not publish"""
     left_alone_count: int = 0
+
+    def and_of(self, others: Sequence[InboxStatus], left: tuple[Unpublished, ...]) -> InboxStatus:
+        """With those of the adapters in the directory. `left`: that are none's."""
+        found = [each.model_dump(exclude={"watch"}) for each in (self, *others)]
+        whole = {name: sum((each[name] for each in found), type(found[0][name])()) for name in found[0]}
+        whole["left_alone"] += left
+        whole |= {name: each[-WAITING_SHOWN:] for name, each in whole.items() if isinstance(each, tuple)}
+        whole["left_alone_count"] += len(left)
+        return InboxStatus(watch=self.watch, **whole)
 
 
 class WatchedDirectory:
@@ -502,6 +514,17 @@ class WatchedJob(SourceJob):
                 remedy="nothing to do: it is examined again; rename complete checkpoints in",
             )
         return weights
+
+    def main_version(self) -> int | None:
+        """As a file of that name in its directory, or in the one around it, says it."""
+        around = [self.directory.parent] if "/" in self.name else []
+        for at in [place / MAIN_VERSION for place in (self.directory, *around)]:
+            if exists(at):
+                text = durable.read_file(at, 64, follow_links=True).strip()
+                if not text.isdigit():
+                    raise Refused(f"{at} is not a number", remedy="write a version of main into it")
+                return int(text)
+        return None
 
     def known(self) -> LastContent:
         return self._watched.inbox.content_of(self._chosen)
