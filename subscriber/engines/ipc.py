@@ -45,6 +45,7 @@ from weightcast.shared.daemon.environment import without_secrets
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.durable import named, open_regular, read_at
 from weightcast.shared.files.hf_checkpoint import Place, open_checkpoint
+from weightcast.shared.files.paths import exists
 from weightcast.subscriber.engines.adapter import LOG, NONE, Server, drafter_named
 from weightcast.subscriber.engines.base import QUOTED, EngineFacts, Intact, ReloadOutcome, Suspect, Unfit
 from weightcast.subscriber.engines.sglang import SGLang
@@ -91,7 +92,7 @@ class FromMemory(Server):
     def probe(self) -> EngineFacts:
         with suppress(OSError, Refused):
             # `doctor` looks too: while a subscriber loads, the room is locked
-            if (self._room / _OPEN).exists():
+            if exists(self._room / _OPEN):
                 with _locked(self._room, fcntl.LOCK_NB):
                     _end_left(self._room)
         return super().probe()
@@ -304,7 +305,7 @@ class _Load:
 
     def run(self, order: Callable[[Mapping[str, str]], _Order]) -> _Order:
         """What the request came to. Raises OSError before it is sent."""
-        if (self._room / _OPEN).exists():
+        if exists(self._room / _OPEN):
             _end_left(self._room)
         with self._stack:
             memory = self._make_buffer()

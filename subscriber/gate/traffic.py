@@ -239,8 +239,10 @@ class Traffic:
                 return
             self._wakers.add(wake)
         try:
+            # not wait_for: in Python 3.11 it drops a cancellation that comes together with the change
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await changed.wait()
         finally:
             with self._changed:
                 self._wakers.discard(wake)

@@ -271,7 +271,8 @@ class Gateway:
         self._metrics.waiting.set(self.waiting)
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(left, jittered(_AGAIN_SECONDS)))
+                async with asyncio.timeout(min(left, jittered(_AGAIN_SECONDS))):
+                    await self._changed.wait()
         finally:
             self.waiting -= 1
             self._metrics.waiting.set(self.waiting)

@@ -45,6 +45,9 @@ EXCUSED = {
         "vllm serve": VLLM,
         "weightcast subscriber run --channel /shared/run7 --local /nvme/run7 --draft": VLLM,
     },
+    "docs/channel.md": dict.fromkeys(
+        ("weightcast status", "mv"), "a publisher that is held: tests/publisher/test_orders_live.py"
+    ),
     "docs/deploying.md": {
         "python3 -m venv": "installs packages: make test-packages",
         **dict.fromkeys(("useradd", "install", "echo", "systemctl"), "needs root"),
@@ -60,6 +63,10 @@ EXCUSED = {
     ),
     "docs/engines.md": {
         "VLLM_SERVER_DEV_MODE=1": VLLM,
+        "pip install": "installs packages: make test-packages",
+        "SGLANG_WAIT": SGLANG,
+        "weightcast subscriber run --channel /mnt/run7/channel --base /mnt/run7/base --local "
+        "/nvme/weightcast/host --engine sglang=http://127.0.0.1:30000,via=ipc": "needs GPUs: test_ipc.py",
         "weightcast run-engine": SGLANG,
     },
     "docs/frameworks.md": dict.fromkeys(

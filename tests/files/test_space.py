@@ -14,6 +14,7 @@ def test_what_is_needed_is_told_apart_from_what_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffer_reuse, "space_of", lambda path: Space(4 << 20, 2_250_000, None))
+    LocalPaths(tmp_path).room.mkdir()
     buffer_reuse.make_room(LocalPaths(tmp_path), 2_250_000, "seeding")
     with pytest.raises(NoRoom, match=r"2\.1 MiB free, seeding needs 2\.4 MiB"):
         buffer_reuse.make_room(LocalPaths(tmp_path), 2_500_000, "seeding")

@@ -281,7 +281,7 @@ def test_a_second_publisher_is_refused_and_told_of_the_first(place: Place, rng: 
     living.start()
     try:
         before = snapshot(place.channel)
-        with pytest.raises(Refused, match=f"process {os.getpid()} on"), place.publisher():
+        with pytest.raises(Refused, match=r"this process has .* open already"), place.publisher():
             pass
         assert snapshot(place.channel) == before
         first.check()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from doubles import Answer, Call, Double, VLLMDouble, WebhookDouble, guarded_as_sglang, serve
+from forked import run_weightcast
 from hosts import VLLM, SGLang, Site
 from in_process import Command
 
@@ -177,9 +177,7 @@ def test_options_that_are_mistyped(
     assert code == 2 and says in err
 
 
-def test_run_engine_says_why_an_engine_does_not_count_as_loaded(
-    site: Site, weightcast: Command, tmp_path: Path
-) -> None:
+def test_run_engine_says_why_an_engine_does_not_count_as_loaded(site: Site) -> None:
     run = site.run()
     engine, seen = VLLMDouble(), []
 
@@ -193,7 +191,7 @@ def test_run_engine_says_why_an_engine_does_not_count_as_loaded(
     host.sync.close()
     url = site.serve(engine)
     for asked in (("--engine", f"vllm={url}"), ("--ready-url", f"{url}/health")):
-        _, _, err = weightcast(
-            "run-engine", "--local", str(host.local), *asked, "--load-deadline", "3", "--", "sleep", "4"
+        ran = run_weightcast(
+            "run-engine", "--local", host.local, *asked, "--load-deadline", "3", "--", "sleep", "4"
         )
-        assert "wants a key and got none" in err and seen
+        assert "wants a key and got none" in ran.stderr and seen
