@@ -147,7 +147,7 @@ def test_of_five_hosts_the_dead_and_the_broken_are_named(five: LiveFleet, open_t
     api = in_api(five, broken, ready=False)
     trouble = page.locator(f'tr.trouble[data-trouble="{api["host"]}"]', has_text=api["engines"][0]["name"])
     trouble.wait_for(timeout=VISIBLE_SECONDS * 1000)
-    assert "does not answer" in trouble.inner_text() and "restart it" in trouble.inner_text()
+    assert "does not answer" in trouble.inner_text() and "wake URL" in trouble.inner_text()
     row(page, broken).get_by_role("button").click()
     page.locator("tr.detail").get_by_role("row", name="silent").wait_for()
     page.locator("tr.detail table.updates").get_by_text("not taken by any engine").first.wait_for()
