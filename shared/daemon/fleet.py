@@ -56,8 +56,8 @@ _MOST_PARTS = 64
 _STOPPED = "stopped"
 _MOST_TEXT, _MOST_KINDS = 120, 3
 """characters of an error in the verdict; kinds of trouble"""
-_DIFFERS = re.compile(r"\S*[\d/]\S*")
-"""of an error, what differs from host to host: paths, addresses, numbers"""
+_DIFFERS = re.compile(r"[\d/]")
+"""in words of an error that differ from host to host: paths, addresses, numbers"""
 
 Presence = Literal["live", "stale", "lost"]
 Standing = Literal["ready", "behind", "stale", "lost", "failed", "stopped"]
@@ -524,7 +524,8 @@ def _host_findings(fleet: Fleet) -> list[tuple[Level, str]]:
         well = host.standing in ("ready", "stopped") and not host.lacks_adapter
         if not well and not host.is_ghost:
             error = trouble_of(host, fleet.run_id)[0]
-            kinds[host.standing, _DIFFERS.sub("", error)].append(host)
+            same_in_all = " ".join(word for word in error.split() if not _DIFFERS.search(word))
+            kinds[host.standing, same_in_all].append(host)
     worst = sorted(kinds.values(), key=lambda some: (WORST_FIRST.index(some[0].standing), -len(some)))
     found: list[tuple[Level, str]] = []
     for hosts in worst[:_MOST_KINDS]:
