@@ -671,7 +671,7 @@ class Starts:
 
     def __init__(self, models: Path, judge: FreshLoad, root: Path) -> None:
         self._models, self._judge, self._root = models, judge, root
-        self._variant = ""
+        self._variant, self._count = "", 0
         self._stack = ExitStack()
 
     def __enter__(self) -> Starts:
@@ -686,7 +686,8 @@ class Starts:
         if variant != self._variant:
             self._variant = ""
             self._stack.close()
-            self._world = self._start(variant, self._root / variant)
+            self._count += 1
+            self._world = self._start(variant, self._root / f"{variant}-{self._count}")
             self._variant = variant
         return self._world
 

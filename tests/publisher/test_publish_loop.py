@@ -18,6 +18,7 @@ from daemonkit import (
     changed,
     files_of,
     rename_in,
+    request_for,
     unprivileged,
     write,
     write_after,
@@ -591,8 +592,8 @@ def test_a_job_and_its_key(places: Places, opened: Opening, tmp_path: Path) -> N
     office = opened(allow=[tmp_path])
     queue = office.publish_loop.queue
     assert queue is not None
-    job = queue.ask(str(elsewhere), 4, "key")
-    assert queue.ask(str(elsewhere), 4, "key") == job
+    job = queue.ask(request_for(str(elsewhere), 4, "key"))
+    assert queue.ask(request_for(str(elsewhere), 4, "key")) == job
     office.step()
     ended = queue.get(job.id)
     assert ended is not None and ended.state == "done" and ended.report is not None
@@ -600,7 +601,7 @@ def test_a_job_and_its_key(places: Places, opened: Opening, tmp_path: Path) -> N
     office.publish_loop.close()
     later = opened(allow=[tmp_path])
     assert later.publish_loop.queue is not None
-    assert later.publish_loop.queue.ask(str(elsewhere), 4, "key").state == "queued"
+    assert later.publish_loop.queue.ask(request_for(str(elsewhere), 4, "key")).state == "queued"
     later.step()
     again = later.publish_loop.queue.get(job.id)
     assert again is not None and (again.state, again.report) == ("done", ended.report)
@@ -614,9 +615,9 @@ def test_a_job_that_fails_says_why_and_the_next_one_runs(
     office = opened(allow=[tmp_path])
     queue = office.publish_loop.queue
     assert queue is not None
-    bad = queue.ask(str(write(tmp_path / "bad", odd("retyped"))), None, None)
-    gone = queue.ask(str(tmp_path / "gone"), None, None)
-    good = queue.ask(str(write(tmp_path / "good", weights(1))), 1, None)
+    bad = queue.ask(request_for(str(write(tmp_path / "bad", odd("retyped"))), None, None))
+    gone = queue.ask(request_for(str(tmp_path / "gone"), None, None))
+    good = queue.ask(request_for(str(write(tmp_path / "good", weights(1))), 1, None))
     for _ in range(3):
         office.step()
     states = [queue.get(job.id).state for job in (bad, gone, good)]  # type: ignore[union-attr]
@@ -632,8 +633,8 @@ def test_an_unreadable_checkpoint_that_was_asked_for_holds_up_nothing(closed: st
         office.publish_loop.start()
         queue = office.publish_loop.queue
         assert queue is not None
-        bad = queue.ask(str(write(root / "bad", weights(1))), None, None)
-        good = queue.ask(str(write(root / "good", weights(2))), 2, None)
+        bad = queue.ask(request_for(str(write(root / "bad", weights(1))), None, None))
+        good = queue.ask(request_for(str(write(root / "good", weights(2))), 2, None))
         (root / "bad" / closed).chmod(0)
         rename_in(places.watch / "step_3", weights(3))
         for _ in range(3):
@@ -654,7 +655,7 @@ def test_a_job_cut_off_by_a_kill(
     office = opened(allow=[tmp_path])
     queue = office.publish_loop.queue
     assert queue is not None
-    job = queue.change(queue.ask(str(tmp_path / "c"), None, None), state="running", before=0)
+    job = queue.change(queue.ask(request_for(str(tmp_path / "c"), None, None)), state="running", before=0)
     publisher = office.publish_loop._publisher
     assert publisher is not None
     directory = write(tmp_path / "c", weights(1))
@@ -754,7 +755,7 @@ def test_a_job_that_crashes_is_not_tried_again(places: Places, opened: Opening, 
     office = opened(allow=[tmp_path])
     queue = office.publish_loop.queue
     assert queue is not None
-    job = queue.ask(str(write(tmp_path / "c", weights(1))), None, None)
+    job = queue.ask(request_for(str(write(tmp_path / "c", weights(1))), None, None))
     phase, crashed = office.publish_loop._meter.phase, []
 
     def crash_once(name: str) -> None:
@@ -778,7 +779,7 @@ def test_asked_for_and_watched_it_is_one_version(places: Places, opened: Opening
     office = opened()
     rename_in(places.watch / "step_1", weights(1))
     assert office.publish_loop.queue is not None
-    office.publish_loop.queue.ask(str(places.watch / "step_1"), 1, None)
+    office.publish_loop.queue.ask(request_for(str(places.watch / "step_1"), 1, None))
     office.settle()
     assert office.published() == [(1, 1)]
 
@@ -812,7 +813,7 @@ def test_a_hook_that_fails_after_the_commit_delays_a_job_and_its_report_is_whole
     office = opened(post_write=str(hook), allow=[tmp_path])
     queue = office.publish_loop.queue
     assert queue is not None
-    job = queue.ask(str(write(tmp_path / "c", weights(1))), 3, None)
+    job = queue.ask(request_for(str(write(tmp_path / "c", weights(1))), 3, None))
     with pytest.raises(Refused, match="hook"):
         office.step()
     assert queue.get(job.id).state == "running"  # type: ignore[union-attr]
