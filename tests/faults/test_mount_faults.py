@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import dataclass
@@ -124,7 +125,10 @@ def test_a_channel_that_vanishes_under_a_publisher(fleet: Fleet) -> None:
     namespace.sh("umount", "-l", fleet.channel)
     new = run.versions[-1].changed(7)
     fleet.hand_over(new, "step_2")
-    until(lambda: publisher.told("mount the run's channel there again"), f"status tells: {publisher.words()}")
+    until(
+        lambda: "there again" in json.dumps(publisher.status["last_error"]),
+        f"status tells: {publisher.words()}",
+    )
     assert publisher.get("/readyz").status_code == 503
     assert publisher.term() == 0
     assert publisher.start().wait() == 75 and "mount the" in publisher.words()
