@@ -135,18 +135,21 @@ class FleetView:
         self.report_intake.write()
         if self.report_intake.problem and not before_writing:
             log.warning("posted reports not written", reason=self.report_intake.problem)
-        before = self._fleet.get()
         try:
             fleet = self._reader.read()
         except (WeightcastError, OSError):
             # hosts as they were read last; the publisher knows of itself
-            fleet = before.fleet.model_copy(update={"publisher": self._publisher()})
+            fleet = self._fleet.get().fleet.model_copy(update={"publisher": self._publisher()})
             if fleet.run_id is not None:  # it was read once
                 fleet = fleet.model_copy(update={"verdict": verdict(fleet)})
-            self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))
+            self._show(fleet)
             raise
-        self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))
+        self._show(fleet)
         self.lag.set(self.lag.get().after(fleet))
+
+    def _show(self, fleet: Fleet) -> None:
+        before = self._fleet.get()
+        self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))
 
     def read_versions(self) -> None:
         """As `read_hosts`."""

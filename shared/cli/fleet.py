@@ -27,6 +27,7 @@ from weightcast.shared.cli.output import Output, is_unread, or_dash, to_json
 from weightcast.shared.daemon.client import Daemon
 from weightcast.shared.daemon.fleet import (
     FLEET_PATH,
+    WORDS,
     WORST_FIRST,
     Fleet,
     FleetReader,
@@ -267,9 +268,7 @@ def _head(fleet: Fleet, cut: int | None) -> list[Text]:
 
 def _counts(fleet: Fleet) -> str:
     counts = fleet.counts.model_dump()
-    counts["up to date"] = counts.pop("ready")
-    words = ("up to date" if each == "ready" else each for each in WORST_FIRST[::-1])
-    said = ", ".join(f"{counts[each]} {each}" for each in words if counts[each])
+    said = ", ".join(f"{counts[each]} {WORDS.get(each, each)}" for each in WORST_FIRST[::-1] if counts[each])
     latest = or_dash(fleet.latest)
     if fleet.latest_age_seconds is not None:
         latest += f" ({age(fleet.latest_age_seconds)} old)"

@@ -59,6 +59,9 @@ _MOST_TEXT, _MOST_KINDS = 120, 3
 _DIFFERS = re.compile(r"[\d/]")
 """in words of an error that differ from host to host: paths, addresses, numbers"""
 
+WORDS = {"ready": "up to date"}
+"""standings by which people know them, where that is another word"""
+
 Presence = Literal["live", "stale", "lost"]
 Standing = Literal["ready", "behind", "stale", "lost", "failed", "stopped"]
 WORST_FIRST: tuple[Standing, ...] = ("failed", "lost", "stale", "behind", "ready", "stopped")
@@ -465,7 +468,7 @@ def shown_standing(host: Host) -> str:
     """For people: a ready host at its target is up to date; one at it that is not ready is not behind."""
     if host.standing == "behind" and host.lag == 0:
         return "not ready"
-    return "up to date" if host.standing == "ready" else host.standing
+    return WORDS.get(host.standing, host.standing)
 
 
 def names_of(hosts: Iterable[Host]) -> dict[str, str]:

@@ -41,6 +41,12 @@ class NotAdmitted(Exception):
         return 0.0 if self.status == 409 else hold_seconds
 
 
+def not_loaded(who_has: str, name: str, versions: Collection[int]) -> NotAdmitted:
+    """For a request of an adapter that has only other `versions` loaded."""
+    found = " and ".join(f"{name}@{version}" for version in sorted(versions)) or f"no version of {name}"
+    return NotAdmitted(409 if versions else 503, f"{who_has} {found} loaded", of_version=True)
+
+
 @dataclass(eq=False)
 class Call:
     """A request. `end`: called from any thread to end it; `rids`: what its engine calls it."""
@@ -298,9 +304,8 @@ class Traffic:
     def _no_adapter(self, name: str, doors: Iterable[Door]) -> NotAdmitted:
         if self.adapters.get(name) is None:
             return NotAdmitted(409, f"adapter {name} is retired, or not followed here")
-        has = sorted({version for door in doors for version in door.adapters.get(name, ())})
-        found = " and ".join(f"{name}@{version}" for version in has) or f"no version of {name}"
-        return NotAdmitted(409 if has else 503, f"this host has {found} loaded", of_version=True)
+        has = {version for door in doors for version in door.adapters.get(name, ())}
+        return not_loaded("this host has", name, has)
 
     def _fitting(self, call: Call, door: Door) -> int | None:
         """The version that the call would get there: of its adapter the newest that it allows."""

@@ -15,7 +15,7 @@ from typing import Any
 from weightcast.shared.daemon.status import Facts
 from weightcast.shared.daemon.timing import Backoff, jittered
 from weightcast.subscriber.gate.conditions import Conditions, adapter_named, affinity
-from weightcast.subscriber.gate.traffic import NotAdmitted
+from weightcast.subscriber.gate.traffic import NotAdmitted, not_loaded
 
 LOST_SECONDS = 15.0
 """without an answer to a look, after which the requests at a gate are given up"""
@@ -131,9 +131,8 @@ class Hosts:
             return min(free, key=lambda host: (host.load, random.random()))
         if ready and not fit and adapter != MODEL:
             name, _ = adapter
-            has = sorted({each for host in ready for each in host.adapters.get(name, ())})
-            found = " and ".join(f"{name}@{each}" for each in has) or f"no version of {name}"
-            return NotAdmitted(409 if has else 503, f"hosts have {found} loaded", of_version=True)
+            has = {each for host in ready for each in host.adapters.get(name, ())}
+            return not_loaded("hosts have", name, has)
         if ready and not fit:
             return NotAdmitted(409, f"no host here serves such a version; the newest is {self.served}")
         if fit and not idle:

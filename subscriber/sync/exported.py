@@ -36,6 +36,10 @@ _LOADED = "engines that load it from here get wrong weights; its host exports it
 _OURS = re.compile(r".+-v\d{6,15}(\.tmp)?", re.ASCII | re.DOTALL).fullmatch
 
 
+def _directory(name: str, version: int) -> str:
+    return f"{name}-v{version:06d}"
+
+
 @dataclass(frozen=True)
 class Exported:
     """A version of an adapter. `digest`: of its index; `main_version`, `main_root`: of the main weights that
@@ -54,7 +58,7 @@ class Exported:
 
     @property
     def directory(self) -> str:
-        return f"{self.name}-v{self.version:06d}"
+        return _directory(self.name, self.version)
 
 
 class ExportedAdapters:
@@ -132,12 +136,13 @@ class ExportedAdapters:
         return [Members(row, what).text_map("loaded") for row in rows]
 
     def _gone(self, loaded: Iterable[str]) -> list[str]:
-        named = (label.partition("@") for label in loaded)
-        return [
-            f"{name}@{version}"
-            for name, at, version in named
-            if version.isdecimal() and not is_directory(self.directory / f"{name}-v{int(version):06d}")
-        ]
+        """Labels whose directory is gone; an adapter's own name has none."""
+        gone = []
+        for label in loaded:
+            name, _, version = label.partition("@")
+            if version.isdecimal() and not is_directory(self.directory / _directory(name, int(version))):
+                gone.append(label)
+        return gone
 
     def export(
         self, made: Exported, local: LocalCheckpoint, carried: Collection[str], readers: Readers | None

@@ -1,7 +1,7 @@
 """Every shell block of README and pages is run: line by line, as a reader would who has a run of his own.
 
 A page is a session: daemons that it starts go on until its end, or until it starts another of their kind.
-What stands for the reader's own (paths, hosts, ports) is replaced; lines that need what no test has are
+The reader's own paths, hosts and ports are replaced; lines that need what no test has are
 listed with the reason. docs/tutorial.md has test_tutorial.py.
 """
 

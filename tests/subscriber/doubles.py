@@ -14,7 +14,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -458,6 +459,20 @@ def serve(double: Double, port: int = 0, tls: ssl.SSLContext | None = None) -> I
             yield f"http{'' if tls is None else 's'}://127.0.0.1:{server.server_address[1]}"
         finally:
             double.release()
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def serve_files(directory: Path) -> Iterator[str]:
+    """A web server of a directory, for its URL."""
+    handler = partial(SimpleHTTPRequestHandler, directory=directory)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
             server.shutdown()
             thread.join()
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from crashes import killed, killed_at, started
-from doubles import Answer, Drop
+from doubles import Answer, Drop, serve_files
 from hosts import VLLM, Host, Run, SGLang, Site
 from in_process import Command
 
@@ -696,19 +693,12 @@ def test_a_single_sync_brings_adapters_too(site: Site, run: Run, weightcast: Com
 
 def test_adapters_come_over_http_too(site: Site, run: Run) -> None:
     """Where every look is a request, the run's components are looked for every ten seconds."""
-    handler = partial(SimpleHTTPRequestHandler, directory=run.channel)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            engine = VLLM()
-            host = site.host(run, engine, channel=f"http://127.0.0.1:{server.server_port}")
-            assert host.step().adapters == ()
-            run.publish_adapter()
-            host.clock.at += 11
-            assert host.step().ready and engine.loaded == expected(run, "math@1")
-            run.publish_adapter()
-            assert host.step().ready and engine.loaded == expected(run, "math@1", "math@2")
-        finally:
-            server.shutdown()
-            thread.join()
+    with serve_files(run.channel) as url:
+        engine = VLLM()
+        host = site.host(run, engine, channel=url)
+        assert host.step().adapters == ()
+        run.publish_adapter()
+        host.clock.at += 11
+        assert host.step().ready and engine.loaded == expected(run, "math@1")
+        run.publish_adapter()
+        assert host.step().ready and engine.loaded == expected(run, "math@1", "math@2")

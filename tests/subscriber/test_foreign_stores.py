@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from doubles import serve_files
 from field_channel import Dialect, Encoding, FieldChannel
 from hosts import Host, SGLang, Site, Weights, on_disk
 
@@ -170,22 +168,15 @@ def test_another_run_at_the_same_version_over_http(site: Site) -> None:
     first = channel_of(site, lambda name: "", "stitch", boot=4)
     second = FieldChannel(site.root / "second", first.weights[0], "stitch", "run-b", boot=4)
     second.root = first.root
-    handler = partial(SimpleHTTPRequestHandler, directory=first.root)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            engine = SGLang()
-            host = host_of(site, first, engine)
-            host.options = replace(host.options, channel=f"http://127.0.0.1:{server.server_port}")
-            host.restart()
-            for seed, run in enumerate((first, second)):
-                run.publish(run.weights[0].changed(seed))
-                for _ in range(2):
-                    assert serves(host, engine, run, 5) and host.state.run_id == run.run
-        finally:
-            server.shutdown()
-            thread.join()
+    with serve_files(first.root) as url:
+        engine = SGLang()
+        host = host_of(site, first, engine)
+        host.options = replace(host.options, channel=url)
+        host.restart()
+        for seed, run in enumerate((first, second)):
+            run.publish(run.weights[0].changed(seed))
+            for _ in range(2):
+                assert serves(host, engine, run, 5) and host.state.run_id == run.run
 
 
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])

@@ -1,4 +1,4 @@
-"""`weightcast run-engine`: a process that becomes an engine, with a subscriber beside it."""
+"""`weightcast run-engine`: a process that becomes an engine, next to a subscriber."""
 
 from __future__ import annotations
 
