@@ -144,4 +144,4 @@ def test_what_cannot_be_is_refused(
 def test_a_name_that_no_component_has_is_not_waited_for(run: Places, weightcast: Command) -> None:
     on = ("--channel", run.channel, "--version", 1, "--component", "math")
     code, _, err = weightcast("wait", *on)
-    assert code == 3 and "give adapter/math" in err
+    assert code == 3 and "did you mean adapter/math?" in err

@@ -123,7 +123,7 @@ def locked(local: Path) -> bool:
     lock = FileLock(local / ".weightcast" / "patch")
     try:
         lock.acquire()
-    except EngineLoads:
+    except RetryLater:
         return True
     lock.release()
     return False
