@@ -18,7 +18,7 @@ from hosts import Run, SGLang, Site, on_disk
 from waiting import wait_until
 
 from weightcast.shared.base.errors import NeedsReseed, RetryLater
-from weightcast.shared.checkpoint.state.locks import EngineLoads, FileLock
+from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.cli.main import run as run_command
 from weightcast.shared.daemon.settings import describe_settings
 from weightcast.subscriber.daemon.settings import SubscriberSettings
