@@ -139,7 +139,7 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
                 problems[error.message if known else f"{error.message}; {error.remedy}"] = None
                 needs_syntax |= known
         if problems:
-            raise ValueError("; ".join((*problems, *([f"give {SYNTAX}"] if needs_syntax else ()))))
+            raise ValueError("; ".join((*problems, *([SYNTAX] if needs_syntax else ()))))
         return value
 
     @field_validator("target", mode="after")
