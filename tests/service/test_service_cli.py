@@ -89,9 +89,11 @@ def fail(kind: str, as_json: bool) -> None:
     raise error("by design") if number is None else error(number, os.strerror(number))
 
 
-@settings_command(DaemonSettings, "Runs.")
-def run_host(settings: DaemonSettings) -> None:
+def show_settings(settings: DaemonSettings) -> None:
     print(settings.model_dump_json())
+
+
+run_host = settings_command(DaemonSettings, "Runs.", show_settings)
 
 
 @click.command
