@@ -173,7 +173,7 @@ class _Source:
         """`updates`: of each host that are needed."""
         if self.url is not None:
             with Daemon(self.url, self.token, trust_for=self.trust_for) as daemon:
-                yield lambda: parse_fleet(daemon.get(FLEET_PATH), daemon.url)
+                yield lambda: parse_fleet(daemon.ask("GET", FLEET_PATH), daemon.url)
         elif self.channel is not None:
             store = open_store(self.channel)
             reader = FleetReader(store, updates=updates)
@@ -189,7 +189,7 @@ class _Source:
     def delete_report(self, host: Host) -> None:
         if self.url is not None:
             with Daemon(self.url, self.token, trust_for=self.trust_for) as daemon:
-                daemon.delete(f"/v1/hosts/{quote(host.key, safe='')}")
+                daemon.ask("DELETE", f"/v1/hosts/{quote(host.key, safe='')}")
         elif self.channel is not None:
             try:
                 forget_report(open_store(self.channel), host.key)

@@ -129,8 +129,7 @@ class Output:
     def result(
         self, data: BaseModel | Mapping[str, Any] | DataclassInstance, human: Callable[[Console], None]
     ) -> None:
-        """Prints `data` as one line of JSON, or calls `human` with a console on stdout. Nested dataclasses,
-        paths and byte strings (as hex) may occur in `data`."""
+        """Prints `data` as one line of JSON, or calls `human` with a console on stdout."""
         if self.json:
             print(to_json(data), flush=True)
         else:
@@ -226,17 +225,6 @@ def _is_model(value: object) -> TypeGuard[BaseModel]:
     return pydantic is not None and isinstance(value, pydantic.BaseModel)
 
 
-def _plain(value: Any) -> Any:
-    if _is_model(value):
-        return value.model_dump(mode="json")
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, (bytes, bytearray)):
-        return value.hex()
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    raise TypeError(f"no JSON for {type(value).__name__}")
+def _plain(value: Any) -> dict[str, Any]:
+    """Of a dataclass, or a mapping other than a dict."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else dict(value)

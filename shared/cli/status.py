@@ -40,10 +40,10 @@ def status(
     url: str, token: str | None, trust_for: TrustFor, verbose: bool, timeout: float, as_json: bool
 ) -> None:
     """Show whether a publisher, subscriber or gateway is ready, its versions, and what is wrong."""
-    from weightcast.shared.daemon.client import Daemon, parsed
+    from weightcast.shared.daemon.client import Daemon
 
     with Daemon(url, token, timeout, trust_for=trust_for) as daemon:
-        answer = parsed(daemon.get("/v1/status"), daemon.url)
+        answer = daemon.ask_object("GET", "/v1/status")
     show = _show_all if verbose else _show
     Output(json=as_json).result(answer, lambda console: show(console, answer))
 
@@ -58,7 +58,7 @@ def wake(url: str, token: str | None, trust_for: TrustFor, timeout: float, as_js
     from weightcast.shared.daemon.client import Daemon
 
     with Daemon(url, token, timeout, trust_for=trust_for) as daemon:
-        daemon.post_json("/v1/wake", b"")
+        daemon.ask("POST", "/v1/wake", b"")
         facts = {"url": daemon.url, "woken": True}
     Output(json=as_json).result(facts, lambda console: console.print(f"{facts['url']} is polling now"))
 

@@ -128,7 +128,7 @@ class Gate(Collector):
         listener = listen(host, port)
         self.port = listener.getsockname()[1]
         scheme = "http" if tls is None else "https"
-        self.url = f"{scheme}://{_reachable(host)}:{self.port}" if url is None else url.rstrip("/")
+        self.url = f"{scheme}://{_reachable(host)}:{self.port}" if url is None else url
         self._server = uvicorn.Server(server_config(self._guard, MOST_CONNECTIONS, tls))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="gate", daemon=True

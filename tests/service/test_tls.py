@@ -37,7 +37,7 @@ def ours(tmp_path: Path) -> Authority:
 
 def ask(url: str, ca: Path | None = None, cert: Path | None = None) -> bytes:
     with Daemon(url, TOKEN, trust_for=lambda at: client_context(at, ca, cert)) as daemon:
-        return daemon.get("/v1/status")
+        return daemon.ask("GET", "/v1/status")
 
 
 def test_the_daemon_answers_over_tls_alone(serve: Serve, ours: Authority) -> None:
@@ -105,9 +105,9 @@ def test_a_client_renews_its_own_certificate(serve: Serve, ours: Authority, tmp_
     cert = clients.issue("operator", days=-1)
     with Daemon(served.url, TOKEN, trust_for=lambda at: client_context(at, ours.file, cert)) as daemon:
         with pytest.raises((Refused, NotInTime)):
-            daemon.get("/v1/status")
+            daemon.ask("GET", "/v1/status")
         clients.issue("operator")
-        assert daemon.get("/v1/status")
+        assert daemon.ask("GET", "/v1/status")
 
 
 def test_probes_are_answered_among_more_unfinished_handshakes_than_there_may_be(
