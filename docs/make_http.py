@@ -30,7 +30,8 @@ TOP = """\
 Each daemon shows its own as text under `/docs` and as OpenAPI 3.1 under `/openapi.json`. Ports: publisher
 8340, subscriber 8341, mirror 8342, gateway 8343. Failures are a `Failure`. Tokens:
 [security](../security.md#the-http-side). Status fields: [status](../status.md). Further routes of gate and
-gateway: [gate](../gate.md#routes-of-its-own); of the engine plugin: [live patch](../live-patch.md#the-plugin).
+gateway: [gate](../gate.md#routes-of-its-own); of the engine plugin:
+[live patch](../live-patch.md#the-plugin).
 """
 
 
