@@ -13,8 +13,10 @@ OTHERS = (
 OPTIONS = {
     "Publisher": 'filters: ["!^_", "!^(components?|trained_on|run|store)$"]\n      '
     "merge_init_into_class: false",
+    "PublisherOptions": "inherited_members: true\n      merge_init_into_class: false",
     "PublishReport": "inherited_members: true\n      show_if_no_docstring: true\n      "
-    'filters: ["!^shown$", "!^_"]',
+    'filters: ["!^(shown|but|by_name)$", "!^_"]',
+    **dict.fromkeys(("Answer", "Piece"), 'show_if_no_docstring: true\n      filters: ["!^_"]'),
 }
 TOP = """\
 # Python API
