@@ -79,14 +79,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PublisherOptions(CommonOptions):
-    """What most runs leave as it is."""
+    """Settings that most runs leave at their defaults."""
 
     take_over: bool = False
-    """take the channel from an owner that seems alive"""
+    """take the channel even if its owner seems alive"""
     unfenced: bool = False
-    """publish also to a store that ignores conditions of writes: nothing keeps a second publisher out"""
+    """accept a store without conditional writes: nothing then keeps a second publisher out"""
     take_over_seconds: float = 60.0
-    """an owner that was silent for this long counts as gone"""
+    """after this many silent seconds an owner counts as gone"""
     until: Until = "patched"
     """`out`: `publish` returns when the pointer names the version. Rank 0's local checkpoint follows in a
     thread; the next call waits for it, as `settle` does"""
@@ -98,15 +98,15 @@ class PublisherOptions(CommonOptions):
     trusted_keys: Sequence[str | Path] = ()
     """further keys whose versions are continued, as text or files"""
     publish_rate: Rate = NO_RATE
-    """of bytes that are written to the channel: `Rate(bytes_per_second)`; several publishers may share one"""
+    """limit for bytes written to the channel: `Rate(bytes_per_second)`; several publishers may share one"""
     visible_seconds: float = 30.0
-    """files that the channel names may stay invisible this long before they count as lost"""
+    """how long files of the channel may stay invisible before they count as lost"""
     layout: Layout = "plain"
     """`stitch`: the channel is ROOT/updates, and Stitch's replicas follow ROOT too"""
     upkeep: UpkeepOptions | None = None
-    """what rank 0 makes beside the versions, in a thread that gives way to publications"""
+    """multi-step deltas, anchors and pruning by rank 0, in a thread that yields to publications"""
     upkeep_thread: bool = True
-    """False: what is due is made when a `RunPublisher` is asked to"""
+    """False: maintenance runs only when a `RunPublisher` is asked to"""
 
     advance: Advance | None = None
     """called with the bytes done while the local checkpoint is seeded and catches up at `open`"""
@@ -169,14 +169,14 @@ class Publisher:
         """Opens a channel as its publisher.
 
         Args:
-            channel: Made by `init_channel` or `weightcast channel init`.
-            local: This publisher's own local checkpoint, seeded from `base` when it is new. Ranks on rank 0's
-                machine may share its.
+            channel: A directory or URL, created by `init_channel` or `weightcast channel init`.
+            local: This publisher's own local checkpoint, seeded from `base` when it is new. Ranks on one
+                machine may share it.
             base: The checkpoint directory that the run starts from.
-            rank: This process.
+            rank: The number of this process.
             world_size: How many processes publish a version together.
-            encoding: Of the deltas.
-            options: What most runs leave as it is.
+            encoding: How deltas are encoded: `fast`, `small`, `xor` or `overwrite`.
+            options: Settings that most runs leave at their defaults.
             component: `adapter/NAME` or `draft`: publishes this alone, and neither owns `main` nor keeps its
                 weights. It must be in the run: `weightcast channel component add`.
 
@@ -381,7 +381,7 @@ class Publisher:
 
     @property
     def channel(self) -> Path:
-        """Raises Refused for a channel that is not in a directory."""
+        """The channel's directory. Raises Refused for one in an object store."""
         return directory_of(self.store)
 
     @property
@@ -408,7 +408,7 @@ class Publisher:
 
     @property
     def config_changed(self) -> tuple[str, ...]:
-        """Config files of the checkpoint published last that are not those that hosts have."""
+        """Config files of the last published checkpoint that differ from those that hosts have."""
         return () if self._owner is None else tuple(self._owner.configs)
 
     @property
@@ -422,7 +422,7 @@ class Publisher:
         return None if state is None else state.position.version
 
     def state_dict(self) -> dict[str, object]:
-        """For the trainer's checkpoint: where its weights are in the channel. Waits for submissions."""
+        """The position in the channel, for the trainer's checkpoint. Waits for submissions."""
         self._submissions.drain()
         return position(self.store)
 

@@ -229,7 +229,7 @@ def _log_published(done: Publication) -> None:
         reason = "elements became NaN or infinite"
         about.warning(reason, elements=done.non_finite_elements, remedy=_NON_FINITE)
     if done.not_carried:
-        reason = "config changed beside the weights: hosts keep the base's"
+        reason = "config changed next to the weights: hosts keep the base's"
         about.warning(reason, files=list(done.not_carried), remedy=CONFIG_REMEDY)
     if len(done.not_carried) < len(done.config_changed):
         about.info("config carried", files=list(done.carried))

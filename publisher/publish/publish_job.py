@@ -187,17 +187,17 @@ _HASHED_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """What most runs leave as it is, of what every publication follows."""
+    """Settings of every publication that most runs leave at their defaults."""
 
     threads: int = 1
-    """that compare and encode"""
+    """worker threads that compare and encode"""
     deadline_seconds: float = 600.0
     """ranks wait for each other this long"""
     anchor_every: int = 0
-    """full weights beside every Nth version; 0: none"""
+    """an anchor (full weights) with every Nth version; 0: none"""
     post_write: PostWrite | None = None
     """called as `post_write(version, directory, phase)`, with the phase `version` when the files are there
-    and `pointer` when `latest` names them, for adapters too; `directory` of a bucket is its URL, as text"""
+    and `pointer` when `latest` names them, for adapters too; in a bucket `directory` is a URL, as text"""
     non_finite: NonFinite = "allow"
     """`refuse`: a delta in which elements become NaN or infinite is not published"""
 

@@ -23,11 +23,11 @@ USAGE = 2
 
 
 MEND_CHANNEL = (
-    "`weightcast channel verify` says what is damaged, `weightcast channel repair` brings right what can be"
+    "`weightcast channel verify` lists the damage, `weightcast channel repair` fixes what can be fixed"
 )
 """the remedy for a damaged file of a channel"""
 FIX_ENGINE = (
-    "fix what the message or the engine's log names; `weightcast wake URL` of the subscriber retries at once"
+    "fix the cause (see the engine's log); `weightcast wake URL`, with the subscriber's URL, retries at once"
 )
 """the remedy for an engine that failed"""
 RESUME = "remove bad checkpoints and rewind the trainer, then `weightcast channel resume`"

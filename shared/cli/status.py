@@ -195,7 +195,9 @@ def _gateway_rows(answer: Answer) -> Iterator[Row]:
 
 
 def _host_problem(answer: Answer) -> tuple[str, str]:
-    failed = any(engine.get("state") == "failed" for engine in _list(answer, "engines"))
+    # a silent engine that never served is still starting
+    states = [(one.get("state"), one.get("version") is not None) for one in _list(answer, "engines")]
+    failed = any(state == "failed" or (state == "silent" and served) for state, served in states)
     of_adapters = [str(one.get("remedy")) for one in _list(answer, "adapters") if one.get("remedy")]
     remedy = FIX_ENGINE if failed else next(iter(of_adapters), "")
     remedy = str(_of(answer, "last_error").get("remedy") or remedy)
@@ -225,7 +227,8 @@ def _publisher_rows(answer: Answer) -> Iterator[Row]:
         known += [] if each.get("main_version") is None else [f"trained on {each['main_version']}"]
         yield str(each.get("name")), ", ".join([*known, *filter(None, [each.get("problem")])])
     for each in _list(inbox, "refused")[-_MOST:]:
-        yield "refused", f"{each.get('name')}: {_of(each, 'error').get('message')}"
+        error = _of(each, "error")
+        yield "refused", f"{each.get('name')}: {error.get('message')} ({error.get('remedy')})"
     yield "config changed", ", ".join(_texts(answer, "config_changed"))
     yield "hosts", f"{len(_list(answer, 'hosts'))} reported; `weightcast fleet --url` shows them"
     yield "maintenance", str(_of(answer, "upkeep").get("problem", ""))

@@ -89,9 +89,13 @@ class Daemon:
             if tls is not None and not deadline.passed:
                 raise Refused(f"TLS with {address} failed: {tls}", remedy=_TLS) from error
             why = f"incomplete after {self._seconds:g} s" if deadline.passed else str(error)
+            remedy = "check address and port, http or https, and that the daemon runs"
+            if isinstance(error, httpx.RemoteProtocolError):
+                remedy = "use https: the daemon may serve TLS"
+                if address.startswith("https:"):
+                    remedy = "give --tls-cert: the daemon may require a client certificate"
             raise NotInTime(
-                f"no answer from {address}: {why or type(error).__name__}",
-                remedy="check address and port, http or https, and that the daemon runs",
+                f"no answer from {address}: {why or type(error).__name__}", remedy=remedy
             ) from error
         self._judge(response, answer, address)
         return answer

@@ -132,9 +132,22 @@ def wait_for_hosts(
     timeout: float = 600.0,
     component: str = MAIN,
 ) -> list[str]:
-    """Waits until that many hosts are ready and serve `version` or a later one, of an adapter where its
-    `component` is given; their names: see `wait_for_version`. Hosts report this themselves; reports are not
-    authenticated."""
+    """Waits until enough hosts report that they are ready and serve `version` or a later one.
+
+    Args:
+        channel: A directory or URL.
+        version: Of `component`: `main`, or `adapter/NAME`.
+        min_hosts: At least so many; default 1.
+        fraction: This share of the hosts that are neither stopped nor lost.
+        timeout: In seconds.
+        component: What `version` counts.
+
+    Returns:
+        The hosts' names. Reports are not authenticated.
+
+    Raises:
+        NotInTime: Not enough hosts within `timeout`.
+    """
     look = FleetReader(open_store(channel), updates=0).read
     return wait_for_version(look, version, min_hosts, fraction, timeout, component=component)
 

@@ -371,7 +371,7 @@ class Sync:
         if self._pointer_seen or (state is not None and state.position.version > 0):
             raise RetryLater(
                 f"{channel.store.place(LATEST)} is gone",
-                remedy="is the channel mounted? nothing is changed here",
+                remedy="check the channel mount; local state was left unchanged",
             )
         return Pointer(0)
 

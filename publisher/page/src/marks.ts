@@ -15,7 +15,7 @@ export function mark(back: string, hold: string): Mark {
 
 /** To what a rollback, or a trainer that resumed from an older step, went back; or empty. */
 function wentBack({ step, same_as: same }: Version, before: Version | undefined): string {
-  if (same != null) return `weights of version ${same}`;
+  if (same != null && same !== before?.version) return `weights of version ${same}`;
   const stepBefore = before?.step ?? null;
   return step !== null && stepBefore !== null && step < stepBefore ? `back from step ${stepBefore}` : "";
 }
