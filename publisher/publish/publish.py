@@ -63,6 +63,7 @@ from weightcast.shared.base.errors import (
     Untrusted,
     WeightcastError,
     WrongRun,
+    on_error,
 )
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
@@ -397,7 +398,7 @@ class OwnerRank:
         _, base = channel.require_ours()
         version = self._free_number(channel)
         parts = begin_attempt(self._claim, version)
-        try:
+        with on_error(partial(end_attempt, channel.store, parts)):
             with job.phase("diff"):
                 base, beside = self._files_beside(base)
                 files = Files.of(channel.store, parts)
@@ -408,9 +409,6 @@ class OwnerRank:
             moved = (index.tensors.lanes != base.lanes).any(axis=1)
             refuse_moved(base.table, [tensor for tensor in sorted(given.matched.frozen) if moved[tensor]])
             job.check_root(index)
-        except BaseException:
-            end_attempt(channel.store, parts)
-            raise
         return Draft(index, parts, {file.name: file.name for file in index.all_files}, given.facts, {}, None)
 
     def _free_number(self, channel: Channel) -> int:
