@@ -373,8 +373,9 @@ class OwnerRank:
         deadline = time.monotonic() + self._options.deadline_seconds
         own = RankWeights.of(self._rank.number, writer.local, given.weights, given.matched)
         with job.phase("ranks"):
-            parse, others = partial(rendezvous.parse_holds, table=table), range(1, attempt.world_size)
-            holds = [own.holds, *rendezvous.collect(parts, attempt, others, "holds", parse, deadline)]
+            read = rendezvous.message(parts, "holds", partial(rendezvous.parse_holds, table=table))
+            others = rendezvous.collect(parts, attempt, range(1, attempt.world_size), read, deadline)
+            holds = [own.holds, *others]
             meeting = Meeting(parts, writer, given, own, holds, deadline)
             parts.replace(rendezvous.PLAN, rendezvous.write_plan(holds))
         written = [meeting.write_part(job)]
