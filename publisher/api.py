@@ -56,7 +56,7 @@ from weightcast.publisher.weights.given import whole_step
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
 from weightcast.shared.base.choices import Encoding, Layout
 from weightcast.shared.base.elements import MAIN, TensorTable
-from weightcast.shared.base.errors import Refused
+from weightcast.shared.base.errors import Refused, on_error
 from weightcast.shared.base.options import require_option
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
@@ -646,25 +646,19 @@ class Publisher:
             return self._adapted(ComponentWeights(directory, self.store.component, self._of.base), rules)
         weights, local = CheckpointWeights(directory), self._updater.local
         own = self._updater.base_dir if local is None else local.checkpoint.directory
-        try:
+        with on_error(weights.close):
             check_config(directory / CONFIG, own, self.run[1].files)
             base = self.run[1] if local is None else local.base
             configs = changed_configs(weights.checkpoint, own, base)
             carry = carried_bytes(directory, configs) if self._options.carry_config else {}
             weights.facts = replace(weights.facts, configs=configs, carry=carry)
-        except BaseException:
-            weights.close()
-            raise
         return self._adapted(weights, rules)
 
     def _adapted(self, weights: NewWeights, rules: ExportRules) -> NewWeights:
         """`weights` as `rules` change them; closed where that is refused."""
         file, base = self.run
-        try:
+        with on_error(weights.close):
             return adapt(weights, rules, file, base.table)
-        except BaseException:
-            weights.close()
-            raise
 
     def settle(self) -> PublishReport | None:
         """Waits until the local checkpoint has followed the last version that was submitted or, with

@@ -39,6 +39,7 @@ from weightcast.shared.base.errors import (
     Stopped,
     WeightcastError,
     WrongRun,
+    on_error,
 )
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel, NoChannel
@@ -274,7 +275,7 @@ class PublishLoop:
             self._publisher = open_publisher(settings, self._stop, self._meter)
         finally:
             self._meter.end()
-        try:
+        with on_error(self.close):
             queue = Queue(
                 paths.room / _QUEUE,
                 settings.roots,
@@ -292,9 +293,6 @@ class PublishLoop:
             self._resume()
             self.queue = queue
             self._show()
-        except BaseException:
-            self.close()
-            raise
         self._background = self._publisher.work_in_background()
         log.info("channel taken", channel=str(settings.channel), epoch=self._publisher.epoch)
         if self._publisher.left_behind:

@@ -37,7 +37,7 @@ from weightcast.publisher.publish.commit import (
     put_pointer_right,
 )
 from weightcast.shared.base.elements import TensorTable
-from weightcast.shared.base.errors import DamagedFile, Forked, Refused, RetryLater, WrongRun
+from weightcast.shared.base.errors import DamagedFile, Forked, Refused, RetryLater, WrongRun, on_error
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
@@ -145,14 +145,11 @@ class Mirror:
         # no lower than those whose files are copied: they would look like a newer owner's
         above = current_epoch(source)
         self.claim = claim(store, this_process(), take_over=options.take_over, above=above)
-        try:
+        with on_error(self.claim.release):
             self._opened()
             self._readable_pointer()
             drop_parts(self.claim)
             sweep(Channel.open(store), self.claim)
-        except BaseException:
-            self.claim.release()
-            raise
         self._show(epoch=self.claim.epoch)
 
     def step(self, *, verify: bool = False) -> None:
@@ -344,7 +341,13 @@ class Mirror:
         if has_gap:
             raise_horizon(self.claim, version)
         elif base_version > 0:
-            self._require_parent(index)
+            there = self._store.read(index_key(base_version), INDEX_LIMIT)
+            if parse_index(there, self._table).digest != index.parent:
+                raise Forked(
+                    f"{self._source.place(version_name(version))} continues another version {base_version} "
+                    "than the mirror has",
+                    remedy=_NEW_DESTINATION,
+                )
         self._bring(version_name(version), index)
         if has_gap:
             # what leads to it has to be there before it is announced
@@ -360,15 +363,6 @@ class Mirror:
         for key, index in found.items():
             if index is not None:
                 self._bring(key, index, deep=deep)
-
-    def _require_parent(self, index: Index) -> None:
-        there = self._store.read(index_key(index.base_version), INDEX_LIMIT)
-        if parse_index(there, self._table).digest != index.parent:
-            raise Forked(
-                f"{self._source.place(version_name(index.version))} continues another version "
-                f"{index.base_version} than the mirror has",
-                remedy=_NEW_DESTINATION,
-            )
 
     def _bring(self, key: str, index: Index, *, deep: bool = False) -> None:
         """Commits the source's directory `key`, or repairs what is there of it. Raises Forked for another."""

@@ -304,16 +304,12 @@ def commit_draft(
             raise AlreadyExists.at(store.place(name))
         if key is not None:
             statement = stated_by(index, blake3(data).hexdigest(), index.main)
-            _sign(store.within(draft), write_signature(statement, key), claim.check)
+            files, signature = store.within(draft), write_signature(statement, key)
+            try:
+                files.create(signature_key(INDEX_NAME), signature)
+            except AlreadyExists:
+                _put_right(files, signature_key(INDEX_NAME), signature, claim.check)
         store.commit(draft, name, INDEX_NAME, data, allowed)
-
-
-def _sign(files: Store, signature: bytes, check: Callable[[], None]) -> None:
-    name = signature_key(INDEX_NAME)
-    try:
-        files.create(name, signature)
-    except AlreadyExists:
-        _put_right(files, name, signature, check)
 
 
 def advance_pointer(claim: Claim, version: int, post_write: PostWrite | None) -> None:

@@ -92,9 +92,8 @@ class Meeting:
     def _received(self) -> list[FromRank]:
         table, answers = self.own.local.table, self.assignment.answers
         ranks = senders(self.assignment, table, self.own.rank)
-        found = rendezvous.collect(
-            self.files, self.writer.attempt, ranks, "sent", rendezvous.parse_sent, self.deadline
-        )
+        read = rendezvous.message(self.files, "sent", rendezvous.parse_sent)
+        found = rendezvous.collect(self.files, self.writer.attempt, ranks, read, self.deadline)
         return [
             FromRank(rank, runs_in(table, answers[rank]), sent, self.files)
             for rank, sent in zip(ranks, found, strict=True)

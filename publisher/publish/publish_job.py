@@ -18,7 +18,7 @@ from weightcast.publisher.weights.match import Matched, match
 from weightcast.publisher.weights.tensors import NO_FACTS, InputFacts, NewWeights
 from weightcast.shared.base.choices import NonFinite
 from weightcast.shared.base.elements import MAIN, TensorTable, Words
-from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError, on_error
 from weightcast.shared.base.options import check_options
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
@@ -129,7 +129,9 @@ def report_of(
     resumed = step_before is not None and index.step is not None and index.step < step_before
     known = configs_before or {}
     changed = {name: digest for name, digest in (facts.configs or {}).items() if digest}
-    changed_elements, changed_bytes = index.totals.changed, _changed_bytes(index, table)
+    numbers = index.tensors.numbers(table)
+    widths = table.sizes[numbers] // np.maximum(1, table.counts[numbers])
+    changed_elements, changed_bytes = index.totals.changed, int((index.tensors.changed * widths).sum())
     delta_bytes = index.totals.delta_bytes + index_bytes
     found = non_finite or {}
     return PublishReport(
@@ -161,12 +163,6 @@ def report_of(
         non_finite=dict(found),
         non_finite_elements=sum(found.values()),
     )
-
-
-def _changed_bytes(index: Index, table: TensorTable) -> int:
-    numbers = index.tensors.numbers(table)
-    widths = table.sizes[numbers] // np.maximum(1, table.counts[numbers])
-    return int((index.tensors.changed * widths).sum())
 
 
 def step_of_version(channel: Channel, version: int) -> int | None:
@@ -316,11 +312,8 @@ class Input:
         """Raises what `matched_input` does; nothing stays open then."""
         with phase("read"):
             weights = source.read()
-            try:
+            with on_error(weights.close):
                 return matched_input(weights, file, table, rank)
-            except BaseException:
-                weights.close()
-                raise
 
     def words_in(self, tensor: int, start: int, stop: int) -> Words:
         return self.weights.words_in(self.matched.sources[tensor], start, stop)

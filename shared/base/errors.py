@@ -18,6 +18,9 @@ An OSError leaves a command or a daemon as an error of `shared/files/disk_errors
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 OK = 0
 USAGE = 2
 
@@ -37,6 +40,16 @@ RESUME = "remove bad checkpoints and rewind the trainer, then `weightcast channe
 def counted(number: int, noun: str) -> str:
     """For messages: "1 host", "2 hosts", "18,432 tensors"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+@contextlib.contextmanager
+def on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` when the block raises."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 def age(seconds: float | None) -> str:

@@ -16,7 +16,7 @@ from weightcast.publisher.trainer.handover import Export, Handed
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
 from weightcast.shared.base.elements import MAIN
-from weightcast.shared.base.errors import Refused, RetryLater
+from weightcast.shared.base.errors import Refused, RetryLater, on_error
 from weightcast.shared.channel.components import ADAPTER
 from weightcast.shared.channel.run_files import is_adapter
 from weightcast.shared.daemon.logs import get_log
@@ -109,16 +109,13 @@ class HandedWeights(CheckpointWeights):
         self._export, self._handed = export, handed
         self._lock = export.lock(handed.slot)
         self._lock.acquire(shared=True)
-        try:
+        with on_error(self._lock.release):
             if not self._is_same():
                 raise RetryLater(
                     f"{export.slot(handed.slot)} now has newer weights",
                     remedy="nothing to do: they are published next",
                 )
             super().__init__(export.slot(handed.slot), follow_links=False, **component)
-        except BaseException:
-            self._lock.release()
-            raise
 
     def _is_same(self) -> bool:
         return self._export.read(self._handed.slot) == self._handed

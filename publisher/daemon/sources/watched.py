@@ -196,7 +196,7 @@ def _require_known(at: Path, directory: Path, known: Marks) -> None:
         problem = "it is a link"
     elif ADAPTER_MODEL in names and any(map(holds_weights, names - {ADAPTER_MODEL})):
         problem = "it holds full weights and an adapter"
-    elif not _only_files(at):
+    elif any(not entry.is_file(follow_symlinks=False) for entry in os.scandir(at)):
         problem = "it holds links or directories"
     elif known != all_files(at):
         problem = "it was changed after it was chosen"
@@ -217,11 +217,6 @@ def _put_back(aside: Path, directory: Path) -> bool:
     # Or the rename would say that all of it was written before it got its name.
     os.utime(directory)
     return True
-
-
-def _only_files(directory: Path) -> bool:
-    with os.scandir(directory) as scan:
-        return all(entry.is_file(follow_symlinks=False) for entry in scan)
 
 
 class RefusedStatus(BaseModel, frozen=True):
