@@ -1,6 +1,7 @@
 """What operators write into a channel: versions that are never pruned (`keep/<version>`), tags
 (`tags/<name>`), orders to its owner (`orders/rollback.json`, `orders/repair`, `orders/anchor`). The owner
-writes what waits for their end (`orders/waiting`) and why it refused one (`orders/refused`). docs/FORMAT.md."""
+writes what waits for their end (`orders/waiting`), and why it refused one (`orders/refused`).
+docs/FORMAT.md."""
 
 from __future__ import annotations
 
