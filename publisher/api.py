@@ -693,12 +693,14 @@ class Publisher:
                 self._upkeep.wake()
 
     def _obey_orders(self) -> Rollback | None:
-        """Carries out what was ordered, a repair and a rollback. Returns the order that holds publishing, if
-        one does. The pointer is put where this publisher last had it, should another one have put it back."""
+        """Carries out what was ordered, a repair and a rollback; an ordered anchor is left to the upkeep.
+        Returns the order that holds publishing, if one does. The pointer is put where this publisher last had
+        it, should another one have put it back."""
         self._obey_repair()
         if self._claim is not None:
             put_pointer_right(self._claim)
-        self._obey_anchor()
+        if self._upkeep is not None:
+            self._upkeep.obey()
         channel = Channel.open(self.store)
         order = standing(channel)
         if order is None or self._lone is None:
@@ -743,13 +745,6 @@ class Publisher:
             raise
         pins.end_order(self.store, "repair")
         return done
-
-    def _obey_anchor(self) -> None:
-        """Writes an anchor of the newest version if an operator ordered it (`weightcast channel anchor`)."""
-        if self._lone is not None and pins.is_ordered(self.store, "anchor"):
-            self._lone.recover()
-            self._lone.write_anchor()
-            pins.end_order(self.store, "anchor")
 
     def _work_in_background(self) -> Upkeep | None:
         """From now on what is due is made in a thread. None on ranks other than 0."""

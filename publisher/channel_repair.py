@@ -98,12 +98,14 @@ def _have_done(store: Store, work: pins.Work, remedy: str) -> None:
                 remedy=remedy,
             )
         time.sleep(_POLL_SECONDS)
+    if (refused := pins.refusal(store)) is not None:
+        raise refused
 
 
 def ask_for_anchor(store: Store) -> int | None:
     """Orders the running publisher to write full weights of the newest version, and waits until it has.
     Returns the version; None: no publisher runs, and the next one obeys. Raises NotInTime as
-    `ask_for_repair`."""
+    `ask_for_repair`, and what the owner refused it with."""
     channel, owner = Channel.open(store), owner_of(store)
     channel.require_ours()
     pointer = channel.pointer()

@@ -85,6 +85,9 @@ LOOK_SECONDS = 30.0
 _FILES_AT_ONCE = 4
 _REPAIR_SOURCE = "run `weightcast channel repair` on the source; the mirror goes on once it is right"
 _SIGNATURE = signature_key(INDEX_NAME)
+_NO_ANCHOR = Refused(
+    "a mirror copies anchors and writes none", remedy="order it of the source: `weightcast channel anchor`"
+)
 _NEW_DESTINATION = "give a new destination (--to), or restore the source"
 log = get_log("mirror")
 
@@ -166,6 +169,9 @@ class Mirror:
                 self._check = False
             if deep:
                 pins.end_order(self._store, "repair")
+            if due and pins.is_ordered(self._store, "anchor"):
+                log.warning("order refused", reason=str(_NO_ANCHOR))
+                pins.refuse_order(self._store, "anchor", _NO_ANCHOR)
             reached = {self._pointed}
             for version, held in self._candidates(channel, pointer).items():
                 if not (held.full or reached & {version - 1, *held.skips}):

@@ -12,6 +12,7 @@ import os
 import re
 import select
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
@@ -172,6 +173,27 @@ class Output:
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(printable(title), total=total_bytes)
             yield lambda nbytes: bar.advance(task, nbytes)
+
+    @contextmanager
+    def waiting(self, title: str) -> Iterator[Callable[[str], None]]:
+        """A line on stderr with the text that the yielded function was called with: on a terminal always the
+        last one, else one, after a second."""
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.text import Text
+
+            with Console(stderr=True).status(Text(printable(title))) as shown:
+                yield lambda text: shown.update(Text(printable(f"{title}; {text}")))
+            return
+        began, said = time.monotonic(), self.json
+
+        def tell(text: str) -> None:
+            nonlocal said
+            if not said and time.monotonic() - began >= 1.0:
+                said = True
+                print(printable(f"{title}; {text}"), file=sys.stderr, flush=True)
+
+        yield tell
 
 
 class _Trimmed(io.StringIO):
