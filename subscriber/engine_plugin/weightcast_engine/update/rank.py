@@ -140,6 +140,10 @@ class EngineHere(ABC):
         """What a loader of this engine expects around it."""
         return nullcontext()
 
+    def gather(self, own: Any) -> Sequence[Any]:
+        """What every rank gives here, in the same order on all; an engine of one rank has only its own."""
+        return [own]
+
     def synchronise(self) -> None:
         """Returns when the device has finished its work."""
         if torch.accelerator.is_available():
