@@ -117,6 +117,8 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     """The local checkpoint moves only when the leader of its engine group asks."""
     group_patch: bool = False
     """Every host of the engine group stages patches for engines with via=live; set it on all."""
+    transfer_patch: bool = False
+    """Stage each version's patch for a vLLM that a framework drives by weight transfer; not with via=live."""
     group_token: Token | None = None
     """Bearer token of the group's members; unset: this subscriber's own."""
     group_lease: float = Field(30.0, ge=0.3, le=LEASE_LIMIT)
@@ -166,6 +168,13 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
             raise ValueError("draft: engine groups take no draft model of its own; leave it out")
         if len(set(map(address_of, self.group_member))) < len(self.group_member):
             raise ValueError("group_member: a URL is given twice")
+        return self
+
+    @model_validator(mode="after")
+    def _check_transfer_patch(self) -> Self:
+        lives = [each for each in parse_engines(self.engine, self.local, self.draft) if each.via == "live"]
+        if self.transfer_patch and lives:
+            raise ValueError(f"transfer_patch: {lives[0].name} takes patches by via=live; remove either")
         return self
 
     def missing(self) -> list[str]:

@@ -49,6 +49,7 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         verified_within=settings.verified_within,
         group_follower=settings.group_follower,
         group_patch=settings.group_patch,
+        transfer_patch=settings.transfer_patch,
         draft=None if settings.draft is None else settings.draft.absolute(),
         adapters=() if settings.adapters == ("none",) else settings.adapters,
         adapters_kept=settings.adapters_kept,

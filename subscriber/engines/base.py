@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 from urllib.parse import unquote, urlsplit
 
+from weightcast.shared.base.choices import size
 from weightcast.shared.base.errors import USAGE, EngineFailed, Refused
-from weightcast.shared.cli.options import size
 from weightcast.shared.daemon.environment import hide_queries, http_parts, port_of
 
 Kind = Literal["sglang", "vllm", "webhook"]

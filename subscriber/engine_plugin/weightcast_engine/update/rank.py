@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -54,29 +54,23 @@ class Stage:
 
     def __init__(self, directory: Path, name: str, limit: int) -> None:
         self.name = name
-        self._found: ReadPatch | BadPatch | None = None
-        self._thread = threading.Thread(target=self._read, args=(directory, limit), daemon=True)
-        self._thread.start()
-
-    def _read(self, directory: Path, limit: int) -> None:
-        try:
-            self._found = read_patch(directory, self.name, limit)
-        except BadPatch as refusal:
-            self._found = refusal
-        except Exception as error:  # whatever it is, the order that waits for it is told
-            self._found = BadPatch(f"{self.name}: {type(error).__name__}: {error}"[:500])
+        pool = ThreadPoolExecutor(1, "patch")
+        self._found = pool.submit(read_patch, directory, name, limit)
+        pool.shutdown(wait=False)
 
     def wait(self, seconds: float) -> bool:
         """Whether it is read, or refused."""
-        self._thread.join(seconds)
-        return self._found is not None
+        return bool(wait([self._found], seconds).done)
 
     def patch(self) -> ReadPatch:
-        if self._found is None:
+        if not self._found.done():
             raise BadPatch(f"{self.name} is still being read")
-        if isinstance(self._found, BadPatch):
-            raise self._found
-        return self._found
+        try:
+            return self._found.result()
+        except BadPatch:
+            raise
+        except Exception as error:
+            raise BadPatch(f"{self.name}: {type(error).__name__}: {error}"[:500]) from error
 
 
 Order = Mapping[str, Any]
@@ -139,6 +133,10 @@ class EngineHere(ABC):
     def at_rest(self) -> AbstractContextManager[None]:
         """What a loader of this engine expects around it."""
         return nullcontext()
+
+    def gather(self, own: Any) -> Sequence[Any]:
+        """What every rank gives here, in the same order on all; an engine of one rank has only its own."""
+        return [own]
 
     def synchronise(self) -> None:
         """Returns when the device has finished its work."""
