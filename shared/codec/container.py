@@ -162,9 +162,8 @@ def decode_chunk(blob: bytes | memoryview, chunk: Chunk, old: Words) -> Changes:
 
 
 def decode_step(blob: bytes | memoryview, chunk: Chunk, old: Words) -> DecodedStep:
-    """The changes, and the sums over the touched words as in `weightcast.shared.digest.checksums.span_sums`.
-    `old`: word[chunk.words] as when it was encoded; with other words the result is wrong without an error;
-    only the sums reveal it. Raises DamagedFile, UnknownFormat."""
+    """As `changes_of`. `old`: word[chunk.words] as when it was encoded; with other words the result is wrong
+    without an error; only the sums reveal it. Raises DamagedFile, UnknownFormat."""
     if len(old) != chunk.words or old.dtype != chunk.kind.numpy:
         raise ValueError(f"{len(old)} old words of {old.dtype} for {_name(chunk)}")
     counted = Counted.of(chunk)

@@ -8,7 +8,6 @@ from weightcast.shared.base.elements import Chunk, Span, Words
 from weightcast.shared.codec import dense
 from weightcast.shared.codec.changes import Changes, Counted, all_of, masked_changes, scan
 from weightcast.shared.codec.container import StepEncoding, decode_chunk, encode_chunk
-from weightcast.shared.digest.checksums import span_sums
 from weightcast.shared.kernels.load import kernels, mark_complete
 
 _WORDS = 1 << 14
@@ -37,7 +36,6 @@ def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> 
     new[_PADDING] = 0
     blob = encode_chunk(chunk, old, new, scan(chunk, old, new).changes, encoding)
     changes = decode_chunk(blob, chunk, old)
-    span_sums(chunk, old, changes.index, changes.new)
     all_of(chunk, old, new, Counted.of(chunk))
     written = old.copy()
     changes.apply(written)
