@@ -167,7 +167,8 @@ class ObjectStore(Store):
         known = None if known is None or len(known[0]) > limit else known
         with self._named(key) as full:
             try:
-                found = obstore.get(self._client, full, options=_unless(known))
+                unless: GetOptions = {} if known is None else {"if_none_match": known[1]["e_tag"]}
+                found = obstore.get(self._client, full, options=unless)
             except exceptions.NotModifiedError:
                 if known is None:
                     raise
@@ -474,10 +475,6 @@ def _stat(meta: Any) -> Stat:
 
 def _version(meta: Any) -> UpdateVersion:
     return cast("UpdateVersion", {name: meta[name] for name in ("e_tag", "version") if meta[name]})
-
-
-def _unless(known: tuple[bytes, UpdateVersion] | None) -> GetOptions:
-    return {} if known is None else {"if_none_match": known[1]["e_tag"]}
 
 
 class _Writer:
