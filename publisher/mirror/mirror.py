@@ -75,11 +75,12 @@ from weightcast.shared.channel.run_files import (
     write_channel_file,
 )
 from weightcast.shared.channel.signing import SIGNATURE_LIMIT, Trust, signature_key
-from weightcast.shared.channel.store import AlreadyExists, NotFound, Store, pieces_of, read_if_there
+from weightcast.shared.channel.store import AlreadyExists, NotFound, Store, read_if_there
 from weightcast.shared.checkpoint.verify.hashing import proven
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.status import SOFTWARE, FollowerStatus
 from weightcast.shared.daemon.timing import Due
+from weightcast.shared.files.durable import Piece
 
 LOOK_SECONDS = 30.0
 _FILES_AT_ONCE = 4
@@ -438,8 +439,8 @@ class Mirror:
     def _copy(self, files: Store, made: Store, record: FileRecord) -> int:
         """The number of bytes. Only those that the record names get a name, and they are read back."""
 
-        def pieces() -> Iterator[bytes]:
-            for piece in pieces_of(files, record.name):
+        def pieces() -> Iterator[Piece]:
+            for piece in files.pieces(record.name):
                 self._advance(len(piece))
                 yield piece
 

@@ -58,7 +58,6 @@ from weightcast.shared.channel.store import (
     NotFound,
     Store,
     StoreError,
-    pieces_of,
     read_if_there,
 )
 from weightcast.shared.checkpoint.state.side_files import SideFiles
@@ -249,7 +248,7 @@ def move_shards(store: Store, attempt: str, sources: Mapping[str, str]) -> str:
 
 
 def put(
-    files: Store, name: str, pieces: Iterable[bytes], check: Callable[[], None] | None = None
+    files: Store, name: str, pieces: Iterable[durable.Piece], check: Callable[[], None] | None = None
 ) -> FileRecord:
     """Writes a file of a draft, durable with it. `check`: of the claim, under which what another attempt left
     is replaced; None: raises AlreadyExists for it, unless it has these bytes."""
@@ -426,7 +425,7 @@ def announced(channel: Channel, version: int) -> Index:
 
 def _again(kept: SideFiles, made: Store, record: FileRecord, source: Store) -> None:
     key, copy = f"{CARRIED}/{record.name}", kept.path(record)
-    pieces = pieces_of(source, key) if copy is None else durable.pieces_of(copy, follow_links=False)
+    pieces = source.pieces(key) if copy is None else durable.pieces_of(copy, follow_links=False)
     put(made, key, proven(record, pieces))
     if copy is None:
-        kept.keep(record, pieces_of(made, key))
+        kept.keep(record, made.pieces(key))

@@ -65,14 +65,6 @@ class Steps:
     signs: ByteArray
     tallies: NDArray[np.int64]
 
-    def __len__(self) -> int:
-        return len(self.magnitude)
-
-    @property
-    def histogram(self) -> NDArray[np.int64]:
-        """Changes per exponent."""
-        return self.tallies[:, 0]
-
 
 CONTEXT = np.dtype([("plan", np.uint8, 3), ("zero", np.uint8), ("size", "<u4")])
 """plan: coding, k (of runs: k of their lengths), k of what ends a run; bytes of the stream"""
@@ -96,7 +88,7 @@ class GroupedMagnitudes:
     def put(self, out: ByteArray, most: int) -> tuple[bytes, int] | None:
         """Heads of the contexts, and how many bytes of streams are in `out`; None if they exceed `most`."""
         steps = self.steps
-        values = scratch().take("grouped", np.uint32, len(steps))
+        values = scratch().take("grouped", np.uint32, len(steps.magnitude))
         sizes = kernels().put_magnitudes(
             steps.magnitude, steps.exponents, self.first, self.contexts, values, out, most
         )
@@ -163,11 +155,6 @@ _SAMPLED_WORDS = 1 << 16
 _HEAD_BITS = 8 * CLASS.size
 
 
-def expected_gap_bits(changed: int, words: int) -> float:
-    """Estimated bits of `fast` positions."""
-    return expected_bits(words - changed, changed)
-
-
 @dataclass(frozen=True)
 class _Class:
     """Words from exponent `lowest` on. `words` is an estimate if exponents were sampled."""
@@ -206,7 +193,7 @@ def classify(steps: Steps, old: Words, counted: Counted, kind: WordKind, *, exac
     """`old` with its padding."""
     every = 1 if exact or counted.words < _SAMPLED_WORDS else _SAMPLE
     words = kernels().exponents_of_all(old, counted.spans, every, kind) * (1.0 if every == 1 else every)
-    pairs = zip(words.tolist(), steps.histogram.tolist(), strict=True)
+    pairs = zip(words.tolist(), steps.tallies[:, 0].tolist(), strict=True)
     classes = [_Class(e, max(many, hit), hit) for e, (many, hit) in enumerate(pairs) if many or hit]
     return Classes(tuple(_merged(classes)), every == 1)
 

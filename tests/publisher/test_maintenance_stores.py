@@ -465,7 +465,7 @@ def test_what_is_damaged_is_found_and_restored_byte_for_byte(world: World, damag
         ("copy", "SHARD", "lost"),
         ("replace", f"weight_v000002/{INDEX}", "unavailable"),
         ("replace", f"weight_v000002/{INDEX}", "lost"),
-        ("open", "SHARD", "unavailable"),
+        ("pieces", "SHARD", "unavailable"),
         ("names", "weight_v000002", "torn"),
         ("list", "", "torn"),
     ],

@@ -28,7 +28,7 @@ from weightcast.shared.channel.directory_store import directory_of, may_map
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.run_files import is_adapter
-from weightcast.shared.channel.store import Store, joined, pieces_of
+from weightcast.shared.channel.store import Store, joined
 from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position, pack_lanes
 from weightcast.shared.checkpoint.update.fetch import Delta, NotThere, Patience, staging_bytes
 from weightcast.shared.checkpoint.update.plan import (
@@ -309,7 +309,7 @@ def full_weights(route: Route, version: int, base: Path | None, spool: Path) -> 
         names = _keys(files)
     target = spool / f"full-{version}"
     for key in names:
-        durable.replace(durable.make_within(target, key), pieces_of(files, key), sync=False)
+        durable.replace(durable.make_within(target, key), files.pieces(key), sync=False)
     return target
 
 
