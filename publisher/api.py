@@ -188,10 +188,9 @@ class Publisher:
             TypeError: An argument belongs into `options`.
         """
         if other:
-            raise TypeError(
-                f"Publisher.open() has no argument {', '.join(other)}: "
-                f"give options=PublisherOptions({', '.join(f'{name}=...' for name in other)})"
-            )
+            known = [f"{name}=..." for name in other if name in PublisherOptions.__dataclass_fields__]
+            hint = f": give options=PublisherOptions({', '.join(known)})" if known else ""
+            raise TypeError(f"Publisher.open() has no argument {', '.join(other)}{hint}")
         require_option("encoding", encoding, Encoding)
         require_option("options", options, PublisherOptions)
         if not 0 <= rank < world_size:

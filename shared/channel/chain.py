@@ -397,7 +397,7 @@ NO_WAY_ROUND = "cannot take this step until it is repaired"
 def _lost(version: int, anchors: Sequence[int]) -> str:
     over = [anchor for anchor in anchors if anchor >= version]
     if over:
-        return f"hosts below version {version} cannot take this step; the anchor of {over[0]} leads over it"
+        return f"hosts below version {version} cannot take this step; the anchor of {over[0]} leads past it"
     return (
         f"hosts below version {version} {NO_WAY_ROUND}: run `weightcast channel "
         f"repair` (with the publisher's --local if it is stopped)"

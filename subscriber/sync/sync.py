@@ -220,7 +220,7 @@ class Sync:
     def _go_around(self, damage: str) -> None:
         """What is damaged in the channel keeps a host only where no other way leads on."""
         self.host.around = (*self.host.around, damage)
-        self.host.degrade(f"another way is taken: {damage}")
+        self.host.degrade(f"a damaged source is avoided: {damage}")
         self.updater.release()
         self._apply.kept = None
 

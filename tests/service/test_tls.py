@@ -43,7 +43,7 @@ def ask(url: str, ca: Path | None = None, cert: Path | None = None) -> bytes:
 def test_the_daemon_answers_over_tls_alone(serve: Serve, ours: Authority) -> None:
     served = serve(token=TOKEN, tls_cert=ours.issue("daemon"))
     assert b'"version":7' in ask(served.url, ours.file)
-    with pytest.raises(NotInTime, match="http or https"):
+    with pytest.raises(NotInTime, match="use https"):
         ask(served.url.replace("https", "http"))
     tls = ServiceSettings(tls_cert=ours.issue("daemon")).server_tls()
     assert tls is not None and tls.minimum_version == ssl.TLSVersion.TLSv1_2
