@@ -217,7 +217,7 @@ class Store(Protocol):
 
     def pieces(self, key: str) -> Pieces:
         """The bytes of a large object, in order, as they are asked for. Raises NotFound, DamagedFile,
-        Unavailable, at the first piece already where there is no such object."""
+        Unavailable; where the object is missing, at the first piece."""
 
     def create(self, key: str, data: bytes) -> None:
         """Makes a small object, durable, at once. Exactly one of several creators succeeds; the others get
