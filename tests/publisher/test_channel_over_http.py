@@ -290,7 +290,7 @@ def test_what_a_store_over_http_promises(place: Place, server: Server | Served) 
     assert b"".join(store.pieces("some file")) == b"0123456789" and store.read("empty", 1) == b""
     found = store.stat("some file")
     assert found is not None and found.size == 10 and store.stat("other") is None
-    for use in (lambda: store.read("other", 1), lambda: store.open("other")):
+    for use in (lambda: store.read("other", 1), lambda: next(iter(store.pieces("other")))):
         with pytest.raises(NotFound):
             use()
     with pytest.raises(DamagedFile, match="9-byte"):
