@@ -173,13 +173,6 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
         return self
 
     @model_validator(mode="after")
-    def _check_transfer_patch(self) -> Self:
-        lives = [each for each in parse_engines(self.engine, self.local, self.draft) if each.via == "live"]
-        if self.transfer_patch and lives:
-            raise ValueError(f"transfer_patch: {lives[0].name} takes patches by via=live; remove either")
-        return self
-
-    @model_validator(mode="after")
     def _check_pre_read(self) -> Self:
         if self.pre_read is not None and isinstance(self.channel, str):
             raise ValueError(f"pre_read: {self.channel} is not a directory; leave the hook out")
