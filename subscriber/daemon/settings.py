@@ -170,13 +170,6 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
             raise ValueError("group_member: a URL is given twice")
         return self
 
-    @model_validator(mode="after")
-    def _check_transfer_patch(self) -> Self:
-        lives = [each for each in parse_engines(self.engine, self.local, self.draft) if each.via == "live"]
-        if self.transfer_patch and lives:
-            raise ValueError(f"transfer_patch: {lives[0].name} takes patches by via=live; remove either")
-        return self
-
     def missing(self) -> list[str]:
         places = [self.local, *([] if self.draft is None else [self.draft])]
         problems = [problem_of(partial(require_places, self.channel, place)) for place in places]

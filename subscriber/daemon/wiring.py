@@ -97,6 +97,9 @@ def open_engines(
             f"--reload rolling: {', '.join(mapping)} map the same files and must be paused together; "
             "use together, or copies=true for engines that copy their weights"
         )
+    lives = [spec.name for spec in specs if spec.via == "live"]
+    if settings.transfer_patch and lives:
+        raise BadEngineOption(f"--transfer-patch: {lives[0]} takes patches by via=live; remove either")
     others = [spec.name for spec in specs if spec.kind != "vllm"]
     if settings.adapters_plain_names and others:
         raise BadEngineOption(

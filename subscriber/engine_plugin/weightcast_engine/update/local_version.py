@@ -137,14 +137,11 @@ class CheckpointRank(EngineRank):
 
     _lanes: Mapping[str, Lanes] = {}
     """of the version that it holds"""
-    _wanted: Stand | None = None
-    """the local checkpoint's version, which a patch is to lead to"""
     refusal = ""
     """why the framework's last order was not carried out"""
 
     def __init__(self, engine: EngineHere, patches: Path, limit: int) -> None:
         super().__init__(engine, patches, limit)
-        self._orders = {**self._orders, "find": self._find, "named": self._require_named}
         # this class's own `obey` is the subscriber's way in
         self._front = Front(routes.FromWithin(super().obey, engine.gather))
 
@@ -153,8 +150,8 @@ class CheckpointRank(EngineRank):
             return OtherBase(DRIVEN, remedy=ONE_DRIVER).told()
         return super().obey(order)
 
-    def _look(self, order: Order) -> Answer:
-        return {**super()._look(order), "misplaced": f"{DRIVEN}: {ONE_DRIVER}", "refusal": self.refusal}
+    def do_look(self, order: Order) -> Answer:
+        return {**super().do_look(order), "misplaced": f"{DRIVEN}: {ONE_DRIVER}", "refusal": self.refusal}
 
     def load(
         self, version: int, root: str | None, load_all: Callable[[Iterable[tuple[str, Tensor]]], None]
@@ -190,10 +187,10 @@ class CheckpointRank(EngineRank):
         and written, by all ranks or by none. Raises Refusal; after any but InDoubt nothing has changed."""
         routes.at_once(self._front.transfer(wanted, str(wanted["version"])))
 
-    def _find(self, order: Order) -> Answer:
+    def do_find(self, order: Order) -> Answer:
         version, base = order["version"], order["base"]
         with read_version(self._engine.directory, version, order["root"]) as found:
-            self._wanted = found.stand
+            root = found.stand.root
         held = "an unknown version" if self._held is None else f"version {self._held.version}"
         if held != f"version {base}":
             raise OtherBase(f"the engine holds {held}, expected base {base}", remedy=_WITHOUT)
@@ -201,12 +198,12 @@ class CheckpointRank(EngineRank):
         if len(names) != 1:
             text = f"{self._patches} has {len(names)} patches of version {version}, expected 1"
             raise BadPatch(text, remedy=f"{_WITHOUT}, or give the subscriber --transfer-patch")
-        return {"file": names[0]}
+        return {"file": names[0], "root": root}
 
-    def _require_named(self, order: Order) -> Answer:
+    def do_named(self, order: Order) -> Answer:
         """The patch leads to the local checkpoint's version, and changes no tensor but those named."""
         patch, names = self._require_stage(order).patch(), order["names"]
-        if patch.target != self._wanted:
+        if patch.target != Stand(order["version"], order["root"]):
             raise BadPatch(
                 f"{patch.name} leads to other weights than the local checkpoint's", remedy=_WITHOUT
             )
@@ -224,10 +221,10 @@ class CheckpointRank(EngineRank):
             raise BadPatch(text, tensor=min(more))
         return {}
 
-    def _commit(self, order: Order) -> Answer:
+    def do_commit(self, order: Order) -> Answer:
         changed = {change.name: change.new for change in self._require_stage(order).patch().changes}
         self._lanes = {**self._lanes, **changed}
-        return super()._commit(order)
+        return super().do_commit(order)
 
     def _pieces(self, names: Sequence[str]) -> Mapping[str, Sequence[Piece]] | None:
         """Where these tensors are; None where one of them cannot be written in place."""

@@ -17,7 +17,7 @@ from weightcast_engine.update import strict_json
 from weightcast_engine.update.front import Controls, Front
 from weightcast_engine.update.patch_file import NAME
 from weightcast_engine.update.rank import Answer, Order
-from weightcast_engine.update.refusals import Refusal
+from weightcast_engine.update.refusals import BadPatch, Refusal
 
 PREFIX = "/v1/weightcast"
 BODY_LIMIT = 64 << 10
@@ -67,8 +67,16 @@ class FromWithin(Controls):
     async def rest(self, seconds: float) -> None:
         await end_of_step(seconds)
 
+    async def pause(self, policy: str) -> None:
+        raise BadPatch("pause by the engine's own route")
+
+    async def resume(self) -> None:
+        raise BadPatch("resume by the engine's own route")
+
     async def paused(self) -> bool:
         return True
+
+    async def relabel(self, label: str) -> None: ...
 
 
 async def look(front: Front) -> Reply:
