@@ -140,10 +140,14 @@ def anchor(channel: ChannelAddress, as_json: bool) -> None:
 def quantise(source: Path, target: Path, scheme: SchemeName, as_json: bool) -> None:
     """Quantise a checkpoint, with the quantization_config that engines need. Requires torch."""
     from weightcast.publisher.weights.quantise import quantise_checkpoint
+    from weightcast.shared.checkpoint.update.sources import open_base
 
     quantise_checkpoint(source, target, scheme)
-    facts = {"target": str(target), "scheme": scheme}
-    Output(json=as_json).result(facts, lambda console: console.print(facts_table(facts.items())))
+    before, after = (open_base(each).table.nbytes for each in (source, target))
+    facts = {"target": str(target), "scheme": scheme, "source_bytes": before, "bytes": after}
+    sizes = {"source": f"{before:,} bytes", "weights": f"{after:,} bytes ({after / max(before, 1):.1%})"}
+    shown = {"target": str(target), "scheme": scheme, **sizes}
+    Output(json=as_json).result(facts, lambda console: console.print(facts_table(shown.items())))
 
 
 @click.command

@@ -274,6 +274,8 @@ _NAME = "weightcast.key"
 def keygen(out: Path, as_json: bool) -> None:
     """Make a key that signs versions: the private one for the publisher, FILE.pub for the hosts."""
     file = out / _NAME if is_directory(out) else out
+    if not is_directory(file.parent):
+        raise Refused(f"directory {file.parent} is missing", remedy=f"make it: mkdir -p {file.parent}")
     key = make_key(file)
     facts = {
         "key_id": key.public.id,

@@ -153,10 +153,8 @@ def _publisher_problem(answer: Answer) -> tuple[str, str]:
     refused = _of(answer, "last_refused")
     if not answer.get("ready"):
         return _reasons(answer), str(_of(answer, "last_error").get("remedy", ""))
-    whose = refused.get("component", "main")
-    same = (each for each in _list(answer, "publications") if each.get("component", "main") == whose)
-    if refused.get("at", 0.0) > next(same, {}).get("at", 0.0):
-        ago = age(_now(answer) - refused["at"])
+    if answer.get("refused_since_version"):
+        ago = age(_now(answer) - refused.get("at", 0.0))
         return f"{refused.get('source')} was refused {ago} ago: {refused.get('message')}", refused.get(
             "remedy", ""
         )

@@ -331,6 +331,8 @@ def test_adapters_next_to_main(tmp_path: Path) -> None:
         hand_over.put(_as_numpy_bytes(places), step=1)
         with pytest.raises(Refused, match="config= is missing"):
             hand_over.put(adapter(3), component=MATH)
+        with pytest.raises(Refused, match="not for main"):
+            hand_over.put(_as_numpy_bytes(places), main_version=0)
         with pytest.raises(Refused, match="cannot be handed over"):
             hand_over.put(adapter(3), component="adapter/../main", config=CONFIG)
     (export / "adapter" / "a@b").mkdir()
@@ -346,8 +348,10 @@ def test_adapters_next_to_main(tmp_path: Path) -> None:
         with HandOver(export, sidecar=str(daemon.client.base_url)) as hand_over:
             hand_over.put(adapter(4, rank=8), component=MATH, config=CONFIG)
             wait_until(lambda: daemon.status()["totals"]["failures"] == 1)
-            hand_over.put(adapter(5), step=9, component=MATH, config=CONFIG | {"lora_alpha": 16})
+            given = {"component": MATH, "config": CONFIG | {"lora_alpha": 16}}
+            hand_over.put(adapter(5), step=9, main_version=0, **given)
             wait_until(lambda: len(daemon.status()["publications"]) == 4)
+            assert daemon.status()["publications"][0]["main_version"] == 0
         found = follow(places.channel, MATH, tmp_path / "math")
         assert found == (2, bytes_of(adapter(5)), CONFIG | {"lora_alpha": 16})
     finally:

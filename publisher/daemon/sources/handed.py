@@ -143,6 +143,9 @@ class HandOverJob(SourceJob):
         self.name = f"{source.export.slot(handed.slot)} #{handed.sequence}"
         self.step, self.component = handed.step, source.component
 
+    def main_version(self) -> int | None:
+        return self._handed.main_version
+
     def target(self, publisher: RunPublisher) -> RunPublisher:
         return publisher.component(self.component, lambda: tensors_of(self._weights(), self.component))
 
