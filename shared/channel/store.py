@@ -285,7 +285,7 @@ class Store(Protocol):
 
     def ignored(self) -> str:
         """Which condition of a write this store ignores, tried with an object that is removed again; empty:
-        none. Two publishers are not kept apart there. File systems are tried before anything is made on one."""
+        none. Two publishers are not kept apart there. File systems are tried before they are used."""
         return ""
 
     def now(self, prefix: str = "") -> float:
