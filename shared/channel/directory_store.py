@@ -298,9 +298,6 @@ class DirectoryStore(Store):
             durable.sync_directory(path.parent)
             return True
 
-    def ignored(self) -> str:
-        return ""  # a file system is tried before anything is made on it
-
     def now(self, prefix: str = "") -> float:
         path = self._path(prefix)
         with _mapped(path):

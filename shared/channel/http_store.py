@@ -100,9 +100,6 @@ class HttpStore(Store):
             return self
         return HttpStore(self._client, f"{self._url}/{quote(check_key(prefix))}", self.rates)
 
-    def present(self) -> bool:
-        return True
-
     def list(self, prefix: str = "") -> Iterator[Entry]:
         raise Refused(
             f"{self.place(prefix)} cannot be listed over HTTP",

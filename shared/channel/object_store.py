@@ -139,9 +139,6 @@ class ObjectStore(Store):
             return self
         return ObjectStore(self._client, self._url, self._key(prefix), self.rates, stitch=self._stitch)
 
-    def present(self) -> bool:
-        return True
-
     def list(self, prefix: str = "") -> Iterator[Entry]:
         with self._named(prefix) as key:
             found = obstore.list_with_delimiter(self._client, key)

@@ -196,6 +196,7 @@ class Store(Protocol):
     def present(self) -> bool:
         """Whether anything can be there: False for a directory that is not mounted or not made yet. Raises
         Refused for a file in its place."""
+        return True
 
     def names(self, prefix: str = "") -> list[str]:
         """One level below `prefix`, unsorted; empty where nothing is. A listing may be incomplete: nothing
@@ -284,7 +285,8 @@ class Store(Protocol):
 
     def ignored(self) -> str:
         """Which condition of a write this store ignores, tried with an object that is removed again; empty:
-        none. Two publishers are not kept apart there."""
+        none. Two publishers are not kept apart there. File systems are tried before they are used."""
+        return ""
 
     def now(self, prefix: str = "") -> float:
         """Unix time by the clock that dates objects. Raises StoreError where no clock can be read."""

@@ -112,7 +112,7 @@ def _changewise(
     if encoding == "small" and kind.exponent_mask and len(changes) >= _WORTH_CLASSES:
         grouped = sparse.grouped(changes, kind)
         for exact in (False, True):
-            classes = sparse.classify(grouped.steps, old, counted, kind, exact=exact)
+            classes = sparse.classify(grouped, old, counted, kind, exact=exact)
             small = sparse.encode_small(changes.index, old, counted, classes, grouped, kind, most)
             if small is not None:
                 return Mode.SMALL, small
