@@ -112,7 +112,7 @@ class PublisherOptions(CommonOptions):
     """called with the bytes done while the local checkpoint is seeded and catches up at `open`"""
 
 
-_DEFAULTS = PublisherOptions()
+DEFAULTS = PublisherOptions()
 
 
 class Publisher:
@@ -162,7 +162,7 @@ class Publisher:
         rank: int = 0,
         world_size: int = 1,
         encoding: Encoding = "fast",
-        options: PublisherOptions = _DEFAULTS,
+        options: PublisherOptions = DEFAULTS,
         component: str = MAIN,
         **other: Never,
     ) -> Self:
