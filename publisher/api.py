@@ -112,7 +112,7 @@ class PublisherOptions(CommonOptions):
     """called with the bytes done while the local checkpoint is seeded and catches up at `open`"""
 
 
-_DEFAULTS = PublisherOptions()
+DEFAULTS = PublisherOptions()
 
 
 class Publisher:
@@ -162,7 +162,7 @@ class Publisher:
         rank: int = 0,
         world_size: int = 1,
         encoding: Encoding = "fast",
-        options: PublisherOptions = _DEFAULTS,
+        options: PublisherOptions = DEFAULTS,
         component: str = MAIN,
         **other: Never,
     ) -> Self:
@@ -537,23 +537,14 @@ class Publisher:
         number = whole_step(step, self._world_size)
         weights = self._given(named_tensors, component, config)
         publisher, belongs = self._for(component, lambda: weights, main_version)
-        return publisher._submit(weights, number, when_busy, hold, belongs)
-
-    def _submit(
-        self,
-        weights: GivenWeights,
-        step: int | None,
-        when_busy: WhenBusy,
-        hold: Hold,
-        belongs: TrainedOn | None,
-    ) -> Handle:
+        lent = weights
         if hold == "copy":
             # not before the one in flight has let go of its own
-            self._submissions.make_way(when_busy)
-            weights = weights.copied()
-        source = WeightSource(lambda: weights, lent=True, copied=hold == "copy")
-        job = PublishJob(source, step, check_allowed=self._raise_held, trained_on=belongs)
-        return self._submissions.submit(job, when_busy)
+            publisher._submissions.make_way(when_busy)
+            lent = weights.copied()
+        source = WeightSource(lambda: lent, lent=True, copied=hold == "copy")
+        job = PublishJob(source, number, check_allowed=publisher._raise_held, trained_on=belongs)
+        return publisher._submissions.submit(job, when_busy)
 
     def wait(
         self,

@@ -63,21 +63,17 @@ _MADE = ("run_id", "created", "frozen", "aliases", "tensors", "elements", "full_
 @trusted_key_option
 @json_option
 def repair(
-    channel: ChannelAddress,
-    local: Path | None,
-    take_over: bool,
-    unfenced: bool,
-    sign_key: Path | None,
-    trusted_key: tuple[str, ...],
-    as_json: bool,
+    channel: ChannelAddress, local: Path | None, trusted_key: tuple[str, ...], as_json: bool, **others: Any
 ) -> None:
     """Repair a channel with its components, and move unreadable versions aside (to .trash). A running
     publisher does the repair; the command waits for it."""
+    from weightcast.publisher.api import PublisherOptions
     from weightcast.publisher.channel_repair import ask_for_repair, repair_channel
     from weightcast.publisher.components import component_local
     from weightcast.publisher.maintenance.repair import Repairs
 
     output = Output(json=as_json)
+    options = PublisherOptions(trusted_keys=trusted_key, **others)
     run, done = open_store(channel), Repairs()
     stores = [run]
     with output.progress(f"reading {channel}", None) as advance:
@@ -85,17 +81,9 @@ def repair(
             name = store.component
             own = local if name == MAIN or local is None else component_local(local, name)
             try:
-                found = repair_channel(
-                    store,
-                    own,
-                    take_over=take_over,
-                    unfenced=unfenced,
-                    advance=advance,
-                    sign_key=sign_key,
-                    trusted_keys=trusted_key,
-                )
+                found = repair_channel(store, own, options, advance)
             except OwnerAlive:
-                found = ask_for_repair(store, advance=advance, trusted_keys=trusted_key)
+                found = ask_for_repair(store, options, advance)
             if store is run and name == MAIN:
                 listed = read_components(Channel.open(run))
                 stores += [component_store(run, each.name) for each in listed]

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Annotated
 
 from fastapi import APIRouter, Header
-from pydantic import BaseModel
 
 from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.settings import PublisherSettings
@@ -73,22 +72,18 @@ def publication_routes(queue: Callable[[], Queue | None], wake: Callable[[], Non
     return router
 
 
-class RepairOrder(BaseModel):
-    ordered: bool = True
-
-
 def repair_routes(channel: ChannelAddress, wake: Callable[[], None]) -> APIRouter:
     router = APIRouter(route_class=StrictRoute)
 
     @router.post("/v1/repair", status_code=202)
-    def repair() -> RepairOrder:
+    def repair() -> dict[str, bool]:
         """Orders the publisher to repair its channel; `repair` in the status has the result."""
         try:
             pins.order(open_store(channel), "repair")
         except OSError as error:
             raise RetryLater(disk_text(error, channel), remedy="check the channel's mount") from error
         wake()
-        return RepairOrder()
+        return {"ordered": True}
 
     return router
 

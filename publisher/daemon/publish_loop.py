@@ -17,12 +17,11 @@ from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.components import TrainedOn, facts_of
 from weightcast.publisher.daemon.record import Meter, PublisherMetrics, Record
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.daemon.sources.adapters import WatchedAdapters
 from weightcast.publisher.daemon.sources.handed import HandOverSource
 from weightcast.publisher.daemon.sources.layouts import save_of
 from weightcast.publisher.daemon.sources.queue import Queue
 from weightcast.publisher.daemon.sources.source import LastContent, Source, SourceJob, read_back
-from weightcast.publisher.daemon.sources.watched import MAIN_VERSION, WatchedDirectory
+from weightcast.publisher.daemon.sources.watched import MAIN_VERSION, WatchedAdapters, WatchedDirectory
 from weightcast.publisher.daemon.status import ComponentStatus, PublisherStatus, UpkeepStatus
 from weightcast.publisher.maintenance.orders import Held
 from weightcast.publisher.maintenance.repair import ChannelCheck

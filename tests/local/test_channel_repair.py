@@ -111,7 +111,7 @@ def test_a_planted_fault(runs: Runs, run: Run, tmp_path: Path, kind: str, damage
     assert snapshot(run.channel, ()) == before, "looking changes nothing"
     assert bool(found) is ((kind, damage) not in UNSEEN), found
     assert all(problem.meaning and problem.message for problem in found)
-    done = repair_channel(open_store(run.channel), run.root / "pub", patience=0.0)
+    done = repair_channel(open_store(run.channel), run.root / "pub", PublisherOptions(take_over_seconds=0.0))
     assert bool(done.left) is ((kind, damage) in LOST), done
     assert bool(done.done) is (bool(found) and (kind, damage) not in NOTHING_TO_DO), done
     after = snapshot(run.channel, ())
@@ -196,7 +196,7 @@ def repair_channel_while_beating(run: Run, held: Any) -> None:
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        repair_channel(open_store(run.channel), patience=3.0)
+        repair_channel(open_store(run.channel), None, PublisherOptions(take_over_seconds=3.0))
     finally:
         stop.set()
         thread.join()

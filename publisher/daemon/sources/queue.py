@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from weightcast.publisher.daemon.sources.adapters import WatchedAdapters
 from weightcast.publisher.daemon.sources.source import (
     NO_CONTENT,
     LastContent,
@@ -22,7 +21,7 @@ from weightcast.publisher.daemon.sources.source import (
     SourceJob,
     read_back,
 )
-from weightcast.publisher.daemon.sources.watched import WatchedDirectory
+from weightcast.publisher.daemon.sources.watched import WatchedAdapters, WatchedDirectory
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
