@@ -18,6 +18,7 @@ import pytest
 from ports import free_port
 from vllm_world import (
     COMMAND,
+    FULL,
     LONG,
     REPOSITORY,
     SHORT,
@@ -34,7 +35,6 @@ from vllm_world import (
 )
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
-FULL = bool(os.environ.get("WEIGHTCAST_ENGINES_FULL"))
 full = pytest.mark.skipif(not FULL, reason="a start of its own: make test-engines-full")
 
 VARIANT = "llama-untied-single-fp32"

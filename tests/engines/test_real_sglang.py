@@ -20,11 +20,12 @@ import httpx
 import kept_beside
 import pytest
 import torch
-from live_world import install, lanes, make_live_models
+from live_world import lanes
 from ports import free_port
 from safetensors.torch import load_file
-from test_vllm_failures import has_wrong_shape
+from test_real_vllm import has_wrong_shape
 from vllm_world import (
+    FULL,
     HERE,
     IN_FLIGHT_TOKENS,
     LONG,
@@ -41,6 +42,7 @@ from vllm_world import (
     Server,
     World,
     copy_checkpoint,
+    make_models,
     one_shot,
     running,
     wait_until,
@@ -52,7 +54,6 @@ from weightcast.shared.digest.checksums import Lanes, root
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.subscriber.engines.sglang import ACTION, LOADER
 
-FULL = bool(os.environ.get("WEIGHTCAST_ENGINES_FULL"))
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.timeout(3600),
@@ -248,11 +249,6 @@ def served(
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return install(tmp_path_factory.mktemp("plugin"))
-
-
-@pytest.fixture(scope="module")
 def sglang(
     request: pytest.FixtureRequest,
     models: Path,
@@ -263,7 +259,7 @@ def sglang(
     variant, _, spread = request.param.partition(" on ")
     room = tmp_path_factory.mktemp("sglang")
     if variant in (EXPERTS, LATENT):
-        models = make_live_models(room / "models")
+        models = make_models("make_live_models.py", room / "models")
     with served(room, models / variant, site, judge, spread) as world:
         yield world
 
@@ -506,7 +502,7 @@ def test_latent_attention_is_patched_with_its_copies(
     site: Path, tmp_path: Path, judge: FreshLoad, spread: str
 ) -> None:
     """SGLang computes with the parts of `kv_b_proj`, which it copies after each load."""
-    model = make_live_models(tmp_path / "models") / LATENT
+    model = make_models("make_live_models.py", tmp_path / "models") / LATENT
     sizes = json.loads((model / "config.json").read_text())
     with served(tmp_path, model, site, judge, spread, NeverAsked) as world:
         start_patching(world)
@@ -521,7 +517,7 @@ def test_latent_attention_is_patched_with_its_copies(
 
 def test_ranks_with_different_experts_are_patched(site: Path, tmp_path: Path, judge: FreshLoad) -> None:
     """Expert parallel, which SGLang computes on a GPU alone: memory is all that is looked at."""
-    model = make_live_models(tmp_path / "models") / EXPERTS
+    model = make_models("make_live_models.py", tmp_path / "models") / EXPERTS
     with served(tmp_path, model, site, judge, "two ranks of experts", NeverAsked) as world:
         start_patching(world)
         for _ in range(3):

@@ -138,10 +138,10 @@ def world(models: Path, judge: FreshLoad, tmp_path_factory: pytest.TempPathFacto
 
 def test_versions_are_patched_into_the_workers_of_both_hosts(world: Over) -> None:
     before = world.live
-    for _ in range(5):
+    for _ in range(3):
         world.require_together(served_under_traffic(world))
     after = world.live
-    assert (after["way"], after["patches"] - before["patches"]) == ("live", 5)
+    assert (after["way"], after["patches"] - before["patches"]) == ("live", 3)
     assert after["reloads"] == before["reloads"], after["reason"]
     require_verified(world)
 
