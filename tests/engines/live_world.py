@@ -16,7 +16,17 @@ from typing import Any
 import httpx
 import torch
 from safetensors.torch import load_file
-from vllm_world import HERE, NO_KEEP_ALIVE, REPOSITORY, STEP_SECONDS, Answer, FreshLoad, Server, wait_until
+from vllm_world import (
+    HERE,
+    NO_KEEP_ALIVE,
+    REPOSITORY,
+    STEP_SECONDS,
+    Answer,
+    FreshLoad,
+    Server,
+    make_models,
+    wait_until,
+)
 
 sys.path.insert(0, str(HERE.parent / "engine_plugin"))
 
@@ -152,11 +162,16 @@ def strongly_changed(tensors: Tensors, seed: int, share: float) -> Tensors:
     return {name: one(tensor) if tensor.dim() > 1 else tensor for name, tensor in tensors.items()}
 
 
+def make_live_models(directory: Path) -> Path:
+    return make_models("make_live_models.py", directory)
+
+
 __all__ = [
     "LiveServer",
     "LiveWorld",
     "install",
     "lanes",
+    "make_live_models",
     "root",
     "some_changed",
     "write_patch",

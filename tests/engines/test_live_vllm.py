@@ -20,6 +20,7 @@ from live_world import (
     LiveWorld,
     Tensors,
     lanes,
+    make_live_models,
     root,
     strongly_changed,
     write_patch,
@@ -35,7 +36,6 @@ from vllm_world import (
     FreshLoad,
     copy_checkpoint,
     engine_python,
-    make_models,
     wait_until,
 )
 
@@ -46,7 +46,7 @@ IN_FLIGHT_TOKENS = 160
 
 @pytest.fixture(scope="module")
 def live_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_models("make_live_models.py", tmp_path_factory.mktemp("live-models"))
+    return make_live_models(tmp_path_factory.mktemp("live-models"))
 
 
 class Faulty(LiveServer):

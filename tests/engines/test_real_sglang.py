@@ -20,7 +20,7 @@ import httpx
 import kept_beside
 import pytest
 import torch
-from live_world import lanes
+from live_world import lanes, make_live_models
 from ports import free_port
 from safetensors.torch import load_file
 from test_real_vllm import has_wrong_shape
@@ -42,7 +42,6 @@ from vllm_world import (
     Server,
     World,
     copy_checkpoint,
-    make_models,
     one_shot,
     running,
     wait_until,
@@ -259,7 +258,7 @@ def sglang(
     variant, _, spread = request.param.partition(" on ")
     room = tmp_path_factory.mktemp("sglang")
     if variant in (EXPERTS, LATENT):
-        models = make_models("make_live_models.py", room / "models")
+        models = make_live_models(room / "models")
     with served(room, models / variant, site, judge, spread) as world:
         yield world
 
@@ -502,7 +501,7 @@ def test_latent_attention_is_patched_with_its_copies(
     site: Path, tmp_path: Path, judge: FreshLoad, spread: str
 ) -> None:
     """SGLang computes with the parts of `kv_b_proj`, which it copies after each load."""
-    model = make_models("make_live_models.py", tmp_path / "models") / LATENT
+    model = make_live_models(tmp_path / "models") / LATENT
     sizes = json.loads((model / "config.json").read_text())
     with served(tmp_path, model, site, judge, spread, NeverAsked) as world:
         start_patching(world)
@@ -517,7 +516,7 @@ def test_latent_attention_is_patched_with_its_copies(
 
 def test_ranks_with_different_experts_are_patched(site: Path, tmp_path: Path, judge: FreshLoad) -> None:
     """Expert parallel, which SGLang computes on a GPU alone: memory is all that is looked at."""
-    model = make_models("make_live_models.py", tmp_path / "models") / EXPERTS
+    model = make_live_models(tmp_path / "models") / EXPERTS
     with served(tmp_path, model, site, judge, "two ranks of experts", NeverAsked) as world:
         start_patching(world)
         for _ in range(3):

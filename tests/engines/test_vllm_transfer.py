@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_world import KEY, LiveServer, lanes
+from live_world import KEY, LiveServer, install, lanes
 from safetensors.torch import load_file
 from vllm_world import (
     KEY_VARIABLE,
@@ -54,13 +54,14 @@ class Framework:
 
 
 def test_a_framework_loads_versions_from_the_local_checkpoint(
-    models: Path, judge: FreshLoad, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Path, judge: FreshLoad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     local = tmp_path / "local"
     with ExitStack() as stack:
         run = stack.enter_context(Run(tmp_path, models / MODEL))
         one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", local)
+        site = install(tmp_path / "plugin")
         server = stack.enter_context(LiveServer(local, tmp_path, site, *CONFIG, dev_mode=True))
         host = stack.enter_context(running(Host(tmp_path, run.channel, run.base, local, "")))
         framework = Framework(server)
