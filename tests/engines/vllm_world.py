@@ -86,6 +86,17 @@ def tail_of(log: Path, lines: int = 40) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
+def living_groups() -> set[str]:
+    """Of processes, without those that have ended and were not waited for."""
+    found = set[str]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, group, *_ = stat.read_text().rpartition(")")[2].split()
+            if state not in "ZX":
+                found.add(group)
+    return found
+
+
 def reserved_port() -> socket.socket:
     """A port that nobody else is given while the socket is open. It does not listen: a server that sets
     SO_REUSEADDR too, as vLLM does, can, now and after a restart."""
@@ -162,6 +173,8 @@ class Process:
             self.child.wait(grace)
         self._signal(signal.SIGKILL)
         self.child.wait()
+        # a worker that was forked has the server's port open until it is gone
+        wait_until(lambda: str(self.child.pid) not in living_groups(), "the end of all its processes")
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
