@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-packages test-engines test-engines-full environments fuzz lint demo demo-vllm bench gpu-proof crash soak soak-gate mutants dist docs docs-serve clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-s3 test-stores test-nginx test-haproxy test-packages test-engines test-engines-full environments tools fuzz lint demo demo-vllm bench gpu-proof crash soak soak-gate mutants dist docs docs-serve clean
 
 install: $(STAMP) .typing/weightcast/integrations
 
@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/uv
 
 # More workers than two cores have work for: many tests wait for time-outs.
 test: install
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST_ARGS)
 
 # Real engines, in environments of their own (3.4 GB each). Full: more of its starts, and with both releases.
 ENGINES := .venv-vllm
@@ -125,9 +125,12 @@ test-monitoring: $(VENV)/.browser
 test-slurm: install
 	$(BIN)/python -m pytest -q -m slurm tests/slurm $(PYTEST_ARGS)
 
+# The test files with a mark, as few others have to be imported.
+files_of = $(shell grep -rlE 'mark\.$1\b|STORE_PARAMS|$2' tests --include='test_*.py')
+
 # Channels on a real S3 server, Ceph's object gateway (apt-get install radosgw ceph-mon ceph-osd ceph-mgr ceph-common), as root.
 test-s3: install
-	$(BIN)/python -m pytest -q -m s3 tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m s3 $(call files_of,s3,\bS3\b) $(PYTEST_ARGS)
 
 # Emulators of other object stores: Microsoft's azurite (Azure Blob Storage) and moto (S3).
 EMULATORS := .venv-stores
@@ -141,7 +144,7 @@ $(EMULATORS)/.installed: constraints-stores.txt Makefile | $(BIN)/uv
 	@touch $@
 
 test-stores: install $(EMULATORS)/.installed
-	$(BIN)/python -m pytest -q -n 2 -m stores tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 -m stores $(call files_of,stores,AZURE|MOTO|EMULATORS) $(PYTEST_ARGS)
 
 # Channels over HTTP, and gates, behind nginx with the files of deploy/nginx (apt-get install nginx-light).
 test-nginx: install
@@ -214,11 +217,12 @@ $(VENV)/.packages: $(STAMP)
 	@touch $@
 
 test-packages: $(VENV)/.packages
-	$(UV_SETTINGS) $(BIN)/python -m pytest -q -m packages tests/e2e $(PYTEST_ARGS)
+	$(UV_SETTINGS) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m packages tests/e2e/test_packages.py $(PYTEST_ARGS)
 
-# What every target of the gate installs, so that several can run at a time.
-environments: install $(ENGINES)/.installed $(SGLANG)/.installed $(TRAINERS)/.installed $(EMULATORS)/.installed \
-	$(VENV)/.browser $(VENV)/.packages $(VENV)/.docs
+# What the targets of the gate install, so that several can run at a time: into this environment, and into others.
+tools: $(VENV)/.browser $(VENV)/.packages $(VENV)/.docs
+
+environments: install $(ENGINES)/.installed $(SGLANG)/.installed $(TRAINERS)/.installed $(EMULATORS)/.installed
 
 # The website of docs/ in site/, with pages from the code; links and anchors are checked.
 $(VENV)/.docs: $(STAMP)

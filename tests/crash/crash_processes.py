@@ -336,15 +336,6 @@ def _become(log: Path) -> None:
     os.close(fd)
 
 
-def preload() -> None:
-    """Imports and compiles what every child needs."""
-    import weightcast.publisher.daemon.daemon
-    import weightcast.subscriber.daemon.daemon  # noqa: F401
-    from weightcast.shared.codec.warm_up import warm_up
-
-    warm_up()
-
-
 patience = 1.0
 """what every wait is multiplied by: more on a machine with other work"""
 

@@ -31,9 +31,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "tes
 import crash_processes  # noqa: E402
 import httpx  # noqa: E402
 from crash_failpoints import failpoints_of  # noqa: E402
-from crash_processes import NotReached, Order, preload  # noqa: E402
+from crash_processes import NotReached, Order  # noqa: E402
 from crash_scenarios import DISTURBED, RANDOM, SCENARIOS, Run, Scenario  # noqa: E402
 from crash_world import Shape, World  # noqa: E402
+from forked import import_weightcast  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from s3_gateway import Away, bucket_at, outages  # noqa: E402
@@ -546,7 +547,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def run_here(arguments: argparse.Namespace, seed: int, console: Console) -> dict[str, Any]:
     """The campaign in this process; its results."""
     crash_processes.patience = arguments.patience
-    preload()
+    import_weightcast()
     memory = Path("/dev/shm")
     place = arguments.root or (memory if os.access(memory, os.W_OK) else None)
     root = Path(tempfile.mkdtemp(prefix="weightcast-crash-", dir=place))

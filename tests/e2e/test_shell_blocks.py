@@ -98,7 +98,10 @@ def places(root: Path) -> dict[str, str]:
     """What is there for what pages name."""
     named = {
         "channel": ("/mnt/run7/channel", "/shared/run7"),
-        "base": ("/mnt/run7/base", "/models/base", "/data/base", "/data/model", "MODEL_DIR"),
+        "base": (
+            *("/mnt/run7/base", "/nvme/run7/base", "/models/base", "/data/base"),
+            *("/data/model", "MODEL_DIR"),
+        ),
         "publisher": (
             "/nvme/weightcast/publisher",
             "/var/lib/weightcast/publisher",

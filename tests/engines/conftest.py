@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from statistics import median
 
 import pytest
-from vllm_world import (
-    HERE,
-    LOGS,
-    START_SECONDS,
-    TIMES,
-    FreshLoad,
-    Starts,
-    World,
-    engine_python,
-    tail_of,
-)
+from live_world import install
+from vllm_world import HERE, LOGS, TIMES, FreshLoad, Starts, World, make_models, tail_of
 
 LOGS_SHOWN = 3
 
@@ -57,10 +47,7 @@ def _variant(item: pytest.Item) -> str:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models")
-    command = [engine_python(), HERE / "make_models.py", directory]
-    subprocess.run(command, check=True, capture_output=True, timeout=START_SECONDS)
-    return directory
+    return make_models("make_models.py", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
@@ -78,3 +65,15 @@ def starts(models: Path, judge: FreshLoad, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def world(starts: Starts, variant: str) -> World:
     return starts.world(variant)
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with weightcast-engine, and with `live_faults.py` for those who name it in VLLM_PLUGINS."""
+    site = install(tmp_path_factory.mktemp("plugin"))
+    (site / "live_faults.py").write_bytes((HERE / "live_faults.py").read_bytes())
+    found = site / "live_faults-1.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: live-faults\nVersion: 1\n")
+    (found / "entry_points.txt").write_text("[vllm.general_plugins]\nlive_faults = live_faults:register\n")
+    return site

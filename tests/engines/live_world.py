@@ -6,7 +6,6 @@ compared with fresh loads.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,17 @@ from typing import Any
 import httpx
 import torch
 from safetensors.torch import load_file
-from vllm_world import HERE, NO_KEEP_ALIVE, REPOSITORY, STEP_SECONDS, Answer, FreshLoad, Server, engine_python
+from vllm_world import (
+    HERE,
+    NO_KEEP_ALIVE,
+    REPOSITORY,
+    STEP_SECONDS,
+    Answer,
+    FreshLoad,
+    Server,
+    make_models,
+    wait_until,
+)
 
 sys.path.insert(0, str(HERE.parent / "engine_plugin"))
 
@@ -67,8 +76,15 @@ class LiveServer(Server):
         return self.routes.get(f"{self.url}/v1/weightcast").raise_for_status().json()
 
     def post(self, route: str, **body: Any) -> tuple[int, Any]:
-        reply = self.routes.post(f"/{route}", json=body)
-        return reply.status_code, reply.json()
+        """An order that came while another, or a look by the subscriber, was carried out is sent again."""
+        found = list[httpx.Response]()
+
+        def taken() -> bool:
+            found[:] = [self.routes.post(f"/{route}", json=body)]
+            return found[0].status_code != 503
+
+        wait_until(taken, f"{route} is taken")
+        return found[0].status_code, found[0].json()
 
     def must(self, route: str, **body: Any) -> Any:
         status, told = self.post(route, **body)
@@ -147,11 +163,7 @@ def strongly_changed(tensors: Tensors, seed: int, share: float) -> Tensors:
 
 
 def make_live_models(directory: Path) -> Path:
-    """The kinds of `make_live_models.py`."""
-    command = [engine_python(), HERE / "make_live_models.py", directory]
-    environment = {**os.environ, "PYTHONPATH": ""}
-    subprocess.run(command, check=True, capture_output=True, timeout=STEP_SECONDS, env=environment)
-    return directory
+    return make_models("make_live_models.py", directory)
 
 
 __all__ = [

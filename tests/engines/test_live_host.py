@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,11 @@ from typing import Any
 
 import httpx
 import pytest
+from live_world import KEY, LiveServer
 from ports import free_port
 from vllm_world import (
     COMMAND,
+    FULL,
     LONG,
     REPOSITORY,
     SHORT,
@@ -25,7 +27,6 @@ from vllm_world import (
     FreshLoad,
     Host,
     Run,
-    Server,
     World,
     answers_name_their_versions,
     one_shot,
@@ -34,28 +35,9 @@ from vllm_world import (
 )
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
-FULL = bool(os.environ.get("WEIGHTCAST_ENGINES_FULL"))
 full = pytest.mark.skipif(not FULL, reason="a start of its own: make test-engines-full")
 
 VARIANT = "llama-untied-single-fp32"
-KEY = "live-key"
-ENTRY_POINTS = """\
-[vllm.general_plugins]
-weightcast = weightcast_engine.vllm.hook:register
-
-[vllm.endpoint_plugins]
-weightcast = weightcast_engine.vllm.hook:WeightcastRoutes
-"""
-
-
-def with_plugin(directory: Path) -> Path:
-    """A directory for PYTHONPATH in which weightcast-engine is installed."""
-    facts = directory / "weightcast_engine-0.1.0.dist-info"
-    facts.mkdir(parents=True)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: weightcast-engine\nVersion: 0.1.0\n")
-    (facts / "entry_points.txt").write_text(ENTRY_POINTS)
-    (directory / "weightcast_engine").symlink_to(REPOSITORY / "subscriber/engine_plugin/weightcast_engine")
-    return directory
 
 
 @dataclass
@@ -70,30 +52,12 @@ class LiveWorld(World):
         return engine["live"]
 
 
-class PluginServer(Server):
-    """Without dev mode, with the plugin and an API key; patches lie where the subscriber puts them."""
-
-    def __init__(self, local: Path, room: Path, arguments: Sequence[str] = ()) -> None:
-        self._plugin = {
-            "VLLM_SERVER_DEV_MODE": "0",
-            "VLLM_PLUGINS": "weightcast",
-            "WEIGHTCAST_PATCH_DIR": str(local / ".weightcast" / "engine"),
-            "PYTHONPATH": str(with_plugin(room / "plugin")),
-            # several ranks on a machine with one NUMA node
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
-        super().__init__(local, room / "vllm.log", arguments=arguments, api_key=KEY)
-
-    def _environment(self) -> dict[str, str]:
-        return {**super()._environment(), **self._plugin}
-
-
 @contextmanager
-def served(root: Path, models: Path, judge: FreshLoad, *arguments: str) -> Iterator[LiveWorld]:
+def served(root: Path, models: Path, judge: FreshLoad, site: Path, *arguments: str) -> Iterator[LiveWorld]:
     local = root / "local"
     with Run(root, models / VARIANT) as run:
         one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", local)
-        with PluginServer(local, root, arguments) as server:
+        with LiveServer(local, root, site, *arguments) as server:
             option = f"vllm={server.url},via=live,name=live,api_key_env=LIVE_KEY"
             host = Host(root, run.channel, run.base, local, option)
             with running(host):
@@ -102,10 +66,12 @@ def served(root: Path, models: Path, judge: FreshLoad, *arguments: str) -> Itera
 
 
 @pytest.fixture(scope="module")
-def world(models: Path, judge: FreshLoad, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveWorld]:
+def world(
+    models: Path, judge: FreshLoad, site: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveWorld]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("LIVE_KEY", KEY)
-        with served(tmp_path_factory.mktemp("live"), models, judge) as world:
+        with served(tmp_path_factory.mktemp("live"), models, judge, site) as world:
             yield world
 
 
@@ -271,20 +237,20 @@ def _below(pid: int) -> list[int]:
 
 @full
 def test_two_workers_are_patched_as_one(
-    models: Path, judge: FreshLoad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Path, judge: FreshLoad, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIVE_KEY", KEY)
-    with served(tmp_path, models, judge, "--tensor-parallel-size", "2") as world:
+    with served(tmp_path, models, judge, site, "--tensor-parallel-size", "2") as world:
         patched_as_one(world)
 
 
 @full
 def test_data_parallel_replicas_are_patched_as_one(
-    models: Path, judge: FreshLoad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Path, judge: FreshLoad, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loaded from disk once, then patched; requests at one time are shared out among the replicas."""
     monkeypatch.setenv("LIVE_KEY", KEY)
-    with served(tmp_path, models, judge, "--data-parallel-size", "2") as world:
+    with served(tmp_path, models, judge, site, "--data-parallel-size", "2") as world:
         patched_as_one(world)
 
 

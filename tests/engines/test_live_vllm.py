@@ -19,7 +19,6 @@ from live_world import (
     LiveServer,
     LiveWorld,
     Tensors,
-    install,
     lanes,
     make_live_models,
     root,
@@ -29,6 +28,7 @@ from live_world import (
 from patch_writer import name_of
 from safetensors.torch import save_file
 from vllm_world import (
+    FULL,
     LONG,
     SHORT,
     STEP_SECONDS,
@@ -40,21 +40,8 @@ from vllm_world import (
 )
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
-FULL = bool(os.environ.get("WEIGHTCAST_ENGINES_FULL"))
-VERSIONS = 20
+VERSIONS = 20 if FULL else 8
 IN_FLIGHT_TOKENS = 160
-FAULTS = Path(__file__).resolve().with_name("live_faults.py")
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    site = install(tmp_path_factory.mktemp("plugin"))
-    (site / FAULTS.name).write_bytes(FAULTS.read_bytes())
-    found = site / "live_faults-1.dist-info"
-    found.mkdir()
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: live-faults\nVersion: 1\n")
-    (found / "entry_points.txt").write_text("[vllm.general_plugins]\nlive_faults = live_faults:register\n")
-    return site
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +295,7 @@ def test_what_others_make_vllm_load_is_known_by_nobody(
         assert status == 409
 
 
-def test_installing_the_plugin_adds_one_line_to_pip_freeze(site: Path, tmp_path: Path) -> None:
+def test_installing_the_plugin_adds_one_line_to_pip_freeze(site: Path) -> None:
     def frozen(path: str) -> set[str]:
         code = (
             "from importlib.metadata import distributions\n"
@@ -319,9 +306,9 @@ def test_installing_the_plugin_adds_one_line_to_pip_freeze(site: Path, tmp_path:
         done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
         return set(done.stdout.splitlines())
 
-    clean = install(tmp_path)
-    assert frozen(str(clean)) - frozen("") == {"weightcast-engine 0.1.0"}
-    assert frozen("") <= frozen(str(clean))
+    with_it, without = frozen(str(site)), frozen("")
+    assert with_it - without == {"weightcast-engine 0.1.0", "live-faults 1"}
+    assert without <= with_it
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("experts-fp32", "float32"), ("moe", "bfloat16")])
@@ -424,8 +411,7 @@ def test_8_bit_floats_are_refused_as_a_whole_and_loaded_from_disk(
         reload_from_disk(world)
         reloaded = server.ask(LONG)
         assert reloaded.logprobs != first.logprobs
-        server.restart()
-        require_same(server.ask(LONG), reloaded)
+        require_same_from_disk(world, reloaded)
 
 
 def turned(tensor: torch.Tensor) -> torch.Tensor:

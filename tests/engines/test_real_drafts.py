@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_world import KEY, LiveServer, install
+from live_world import KEY, LiveServer
 from safetensors.torch import load_file, save_file
 from vllm_world import LONG, SHORT, FreshLoad, Host, Run, World, one_shot, running, wait_until
 
@@ -59,7 +59,7 @@ class Drafting(World):
 
 @contextmanager
 def drafting(
-    root: Path, base: Path, judge: FreshLoad, method: str, first: Callable[[Path], Path] | None
+    root: Path, base: Path, judge: FreshLoad, site: Path, method: str, first: Callable[[Path], Path] | None
 ) -> Iterator[Drafting]:
     """`first`: makes the draft model's first version of the base; None: it is in the main checkpoint."""
     local = root / "local"
@@ -72,7 +72,6 @@ def drafting(
             run.publisher.publish(first(run.base), component="draft")
         where = ("--channel", run.channel, "--base", run.base, "--local", local, *followed)
         one_shot("sync", *where)
-        site = install(root / "plugin")
         with LiveServer(local, root, site, "--speculative-config", json.dumps(speculative)) as server:
             option = f"vllm={server.url},via=live,name=live,api_key_env=LIVE_KEY"
             host = Host(root, run.channel, run.base, local, option, extra=followed)
@@ -82,9 +81,11 @@ def drafting(
 
 
 @pytest.fixture(scope="module")
-def world(models: Path, judge: FreshLoad, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafting]:
+def world(
+    models: Path, judge: FreshLoad, site: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Drafting]:
     root = tmp_path_factory.mktemp("draft")
-    with drafting(root, models / VARIANT, judge, "draft_model", lambda base: base) as world:
+    with drafting(root, models / VARIANT, judge, site, "draft_model", lambda base: base) as world:
         yield world
 
 
@@ -120,15 +121,17 @@ def test_an_engine_that_restarted_drafts_as_before(world: Drafting) -> None:
     assert world.acceptance() > FULL
 
 
-def test_a_draft_in_the_main_checkpoint_moves_with_it(models: Path, judge: FreshLoad, tmp_path: Path) -> None:
-    with drafting(tmp_path, models / VARIANT, judge, "draft_model", None) as world:
+def test_a_draft_in_the_main_checkpoint_moves_with_it(
+    models: Path, judge: FreshLoad, site: Path, tmp_path: Path
+) -> None:
+    with drafting(tmp_path, models / VARIANT, judge, site, "draft_model", None) as world:
         for _ in range(2):
             world.host.wait_served(world.run.publish())
             assert world.acceptance() > FULL
 
 
 def test_a_head_that_shares_embeddings_leaves_the_main_models_alone(
-    models: Path, judge: FreshLoad, tmp_path: Path
+    models: Path, judge: FreshLoad, site: Path, tmp_path: Path
 ) -> None:
     """vLLM gives an EAGLE head the main model's embeddings where its own are equal at the start. Then its
     later versions must not be loaded into them."""
@@ -152,7 +155,7 @@ def test_a_head_that_shares_embeddings_leaves_the_main_models_alone(
         (directory / "config.json").write_text(json.dumps(config))
         return directory
 
-    with drafting(tmp_path, models / VARIANT, judge, "eagle", head) as world:
+    with drafting(tmp_path, models / VARIANT, judge, site, "eagle", head) as world:
         world.wait_drafted(1)
         world.host.wait_served(world.run.publish())
         world.run.publisher.publish(head(world.run.base, seed=2), component="draft")

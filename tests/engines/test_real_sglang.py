@@ -22,11 +22,12 @@ import httpx
 import kept_beside
 import pytest
 import torch
-from live_world import install, lanes, make_live_models
+from live_world import lanes, make_live_models
 from ports import free_port
 from safetensors.torch import load_file
-from test_vllm_failures import has_wrong_shape
+from test_real_vllm import has_wrong_shape
 from vllm_world import (
+    FULL,
     HERE,
     IN_FLIGHT_TOKENS,
     LONG,
@@ -54,7 +55,6 @@ from weightcast.shared.digest.checksums import Lanes, root
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.subscriber.engines.sglang import ACTION, LOADER
 
-FULL = bool(os.environ.get("WEIGHTCAST_ENGINES_FULL"))
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.timeout(3600),
@@ -253,11 +253,6 @@ def served(
             with running(host):
                 host.wait_served(0)
                 yield SGLangWorld(room, run, server, host, judge)
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return install(tmp_path_factory.mktemp("plugin"))
 
 
 @pytest.fixture(scope="module")

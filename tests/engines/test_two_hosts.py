@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from live_world import KEY, LiveServer
 from test_live_host import (
-    KEY,
     VARIANT,
     LiveWorld,
-    PluginServer,
     full,
     killed_and_back,
     require_verified,
@@ -76,14 +75,14 @@ class SecondNode(Server):
         self._stop_node()
 
 
-class PatchedOverTwo(SecondNode, PluginServer):
-    def __init__(self, local: Path, there: Path, room: Path) -> None:
+class PatchedOverTwo(SecondNode, LiveServer):
+    def __init__(self, local: Path, there: Path, room: Path, site: Path) -> None:
         self.there = there
-        PluginServer.__init__(self, local, room, NODES)
+        LiveServer.__init__(self, local, room, site, *NODES)
 
 
 class ReloadedOverTwo(SecondNode):
-    def __init__(self, local: Path, there: Path, room: Path) -> None:
+    def __init__(self, local: Path, there: Path, room: Path, site: Path) -> None:
         self.there = there
         arguments = (*NODES, "--enable-lora", "--max-lora-rank", str(MOST_RANK), "--max-cpu-loras", "4")
         super().__init__(local, room / "vllm.log", arguments=arguments, environment=ALLOWED)
@@ -101,13 +100,13 @@ class Over(LiveWorld):
 
 
 @contextmanager
-def two_hosts(root: Path, models: Path, judge: FreshLoad, live: bool) -> Iterator[Over]:
+def two_hosts(root: Path, models: Path, judge: FreshLoad, site: Path, live: bool) -> Iterator[Over]:
     local, there = root / "local", root / "second" / "local"
     with ExitStack() as stack:
         run = stack.enter_context(Run(root, models / VARIANT))
         for directory in (local, there):
             one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", directory)
-        server = stack.enter_context((PatchedOverTwo if live else ReloadedOverTwo)(local, there, root))
+        server = stack.enter_context((PatchedOverTwo if live else ReloadedOverTwo)(local, there, root, site))
         port = str(stack.enter_context(reserved_port()).getsockname()[1])
         patch = ("--group-patch",) if live else ()
         member = Host(
@@ -129,19 +128,21 @@ def two_hosts(root: Path, models: Path, judge: FreshLoad, live: bool) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def world(models: Path, judge: FreshLoad, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Over]:
+def world(
+    models: Path, judge: FreshLoad, site: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Over]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("LIVE_KEY", KEY)
-        with two_hosts(tmp_path_factory.mktemp("hosts"), models, judge, live=True) as world:
+        with two_hosts(tmp_path_factory.mktemp("hosts"), models, judge, site, live=True) as world:
             yield world
 
 
 def test_versions_are_patched_into_the_workers_of_both_hosts(world: Over) -> None:
     before = world.live
-    for _ in range(5):
+    for _ in range(3):
         world.require_together(served_under_traffic(world))
     after = world.live
-    assert (after["way"], after["patches"] - before["patches"]) == ("live", 5)
+    assert (after["way"], after["patches"] - before["patches"]) == ("live", 3)
     assert after["reloads"] == before["reloads"], after["reason"]
     require_verified(world)
 
@@ -202,9 +203,11 @@ def test_an_engine_whose_second_node_dies_comes_back_current(world: Over) -> Non
 
 
 @full
-def test_each_node_loads_its_own_hosts_files(models: Path, judge: FreshLoad, tmp_path: Path) -> None:
+def test_each_node_loads_its_own_hosts_files(
+    models: Path, judge: FreshLoad, site: Path, tmp_path: Path
+) -> None:
     """Also of adapters, which both hosts have exported before the first node is asked to load one."""
-    with two_hosts(tmp_path, models, judge, live=False) as world:
+    with two_hosts(tmp_path, models, judge, site, live=False) as world:
         for _ in range(3):
             version = served_under_traffic(world)
             World.require(world, version)

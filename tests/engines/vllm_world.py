@@ -7,6 +7,7 @@ questions of its users (`/v1`), and whether it is paused.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,6 +28,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from forked import Forked, origin, run_weightcast, weightcast
 from safetensors.torch import load_file, save_file
 
 from weightcast.publisher.api import Publisher
@@ -38,6 +41,24 @@ NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
 """an idle connection may be dropped by the server just when it is used again"""
 START_SECONDS = 1500.0
 COMMAND = Path(sys.executable).with_name("weightcast")
+FULL = bool(os.environ.get("WEIGHTCAST_ENGINES_FULL"))
+ENGINE_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # its threads would all be bound to the first core, with every other vLLM on the machine
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+ENGINE_MODULES = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "transformers.models.auto.modeling_auto",
+)
 STEP_SECONDS = 420.0
 """a hundred times what an idle machine takes: nothing here may fail because a machine is busy"""
 IN_FLIGHT_TOKENS = 240
@@ -65,6 +86,17 @@ def tail_of(log: Path, lines: int = 40) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
+def living_groups() -> set[str]:
+    """Of processes, without those that have ended and were not waited for."""
+    found = set[str]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, group, *_ = stat.read_text().rpartition(")")[2].split()
+            if state not in "ZX":
+                found.add(group)
+    return found
+
+
 def reserved_port() -> socket.socket:
     """A port that nobody else is given while the socket is open. It does not listen: a server that sets
     SO_REUSEADDR too, as vLLM does, can, now and after a restart."""
@@ -81,6 +113,31 @@ def engine_python() -> Path:
     return python
 
 
+@functools.cache
+def _imported() -> Any:
+    """A process that has imported vLLM, which is half of a start."""
+    return origin(engine_python(), ENGINE_MODULES, {**os.environ, **ENGINE_ENVIRONMENT})
+
+
+def child_of(command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
+    """Forked from a process with what it imports, where there is one."""
+    program, *words = command
+    if program == COMMAND:
+        return weightcast(*words, **options)
+    if program == engine_python() and not FULL:
+        return Forked(words, _imported(), **options)
+    return subprocess.Popen([str(word) for word in command], **options)
+
+
+def make_models(script: str, directory: Path) -> Path:
+    """By a script of this folder, with the engines' libraries."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with child_of([engine_python(), HERE / script, directory], **options) as child:
+        said, _ = child.communicate(timeout=START_SECONDS)
+    assert child.returncode == 0, said
+    return directory
+
+
 @dataclass
 class Process:
     """A child in a group of its own, with a log."""
@@ -93,8 +150,8 @@ class Process:
         if log not in LOGS:
             LOGS.append(log)
         with log.open("ab") as stream:
-            child = subprocess.Popen(
-                [str(word) for word in command],
+            child = child_of(
+                command,
                 env={**os.environ, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
@@ -116,6 +173,8 @@ class Process:
             self.child.wait(grace)
         self._signal(signal.SIGKILL)
         self.child.wait()
+        # a worker that was forked has the server's port open until it is gone
+        wait_until(lambda: str(self.child.pid) not in living_groups(), "the end of all its processes")
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -135,7 +194,7 @@ class FreshLoad:
 
     def __init__(self, log: Path) -> None:
         with log.open("ab") as stream:
-            self._child = subprocess.Popen(
+            self._child = child_of(
                 [engine_python(), HERE / "fresh_load.py"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -145,21 +204,24 @@ class FreshLoad:
             )
         self._log = log
         self._one_at_a_time = threading.Lock()
+        self._known = defaultdict[tuple[Path, Path | None], dict[str, Judged]](dict)
 
     def judge(
         self, directory: Path, sequences: Sequence[tuple[list[int], list[int]]], adapter: Path | None = None
     ) -> list[Judged]:
+        """Once per sequence: a version's directory never changes."""
         assert self._child.stdin is not None and self._child.stdout is not None
-        asked = {"directory": str(directory), "adapter": adapter and str(adapter), "sequences": sequences}
         with self._one_at_a_time:
-            print(
-                json.dumps(asked),
-                file=self._child.stdin,
-                flush=True,
-            )
-            line = self._child.stdout.readline()
-        assert line, self._log.read_text(errors="replace")
-        return [Judged(**found) for found in json.loads(line)]
+            known = self._known[directory, adapter]
+            new = [both for both in sequences if str(both) not in known]
+            if new:
+                asked = {"directory": str(directory), "adapter": adapter and str(adapter), "sequences": new}
+                print(json.dumps(asked), file=self._child.stdin, flush=True)
+                line = self._child.stdout.readline()
+                assert line, self._log.read_text(errors="replace")
+                judged = (Judged(**found) for found in json.loads(line))
+                known |= dict(zip(map(str, new), judged, strict=True))
+            return [known[str(both)] for both in sequences]
 
     def __enter__(self) -> FreshLoad:
         return self
@@ -238,18 +300,7 @@ class Server:
         self.process = self._start()
 
     def _environment(self) -> dict[str, str]:
-        return {
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            # its threads would all be bound to the first core, with every other vLLM on the machine
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_HOST_IP": "127.0.0.1",
-            **self._more,
-        }
+        return {"VLLM_SERVER_DEV_MODE": "1", **ENGINE_ENVIRONMENT, **self._more}
 
     def _start(self) -> Process:
         command = [engine_python(), HERE / "vllm_server.py", *self._words()]
@@ -368,9 +419,7 @@ class Server:
 
 def one_shot(*words: str | Path, code: int = 0) -> str:
     """A `weightcast` command; its output."""
-    done = subprocess.run(
-        [COMMAND, *map(str, words)], capture_output=True, text=True, timeout=STEP_SECONDS, check=False
-    )
+    done = run_weightcast(*words)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
@@ -733,7 +782,7 @@ def answers_name_their_versions(world: World, gate: Server, updates: str) -> Non
         with ThreadPoolExecutor(1) as pool:
             publishing = pool.submit(world.run.publish)
             while world.host.served != version + 1:
-                answers.append(gate.ask(LONG, 600, headers=pinned))
+                answers.append(gate.ask(LONG, IN_FLIGHT_TOKENS, headers=pinned))
             publishing.result()
         answers.append(gate.ask(LONG, headers={"Weightcast-Min-Version": str(version + 1)}))
         assert answers[-1].label["version"] == version + 1

@@ -20,8 +20,9 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "faults"), str(TESTS / "crash"), str(TESTS)]
 
-from crash_processes import Child, Order, fork, preload  # noqa: E402
+from crash_processes import Child, Order, fork  # noqa: E402
 from faulty_fs import serve  # noqa: E402
+from forked import import_weightcast  # noqa: E402
 
 from weightcast.shared.cli.main import main as main_command  # noqa: E402
 
@@ -96,7 +97,7 @@ def name_machine(name: str) -> None:
 
 
 def main() -> None:
-    preload()
+    import_weightcast()
     keeper = Keeper()
     print(json.dumps({"pid": os.getpid()}), flush=True)
     for line in sys.stdin:

@@ -37,9 +37,10 @@ from core_cases import Model, bytes_of, place_of, read_checkpoint, rot, tensor, 
 from crash_engines import Copying  # noqa: E402
 from crash_model import ChannelSeen, channel_violations  # noqa: E402
 from crash_observe import digest_of, see_channel, see_pointer  # noqa: E402
-from crash_processes import Child, fork, preload  # noqa: E402
+from crash_processes import Child, fork  # noqa: E402
 from doubles import Answer, Call, Drop, serve  # noqa: E402
 from field_channel import Encoding, FieldChannel  # noqa: E402
+from forked import import_weightcast  # noqa: E402
 from hosts import Weights  # noqa: E402
 from http_faults import Fault, http_faults  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -623,7 +624,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     Soak.patience = options.patience
-    preload()
+    import_weightcast()
     root = Path(tempfile.mkdtemp(prefix="weightcast-soak-"))
     try:
         with bucket_at(options.channel, root / "s3") as channel:

@@ -39,13 +39,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.fixture
-def run(made: Run, tmp_path: Path) -> Run:
-    shutil.copytree(made.channel, tmp_path / "channel")
-    shutil.copytree(made.base, tmp_path / "base")
-    return Run(tmp_path, made.models)
-
-
 def shard(run: Run, directory: str) -> Path:
     (found,) = (run.channel / directory).glob("*.safetensors")
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,6 @@ INDEX = "model.safetensors.index.json"
 @pytest.fixture(scope="module", params=["fast", "xor"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return make_run(tmp_path_factory.mktemp("run"), 2, encoding=request.param)
-
-
-@pytest.fixture
-def run(made: Run, tmp_path: Path) -> Run:
-    shutil.copytree(made.channel, tmp_path / "channel")
-    shutil.copytree(made.base, tmp_path / "base")
-    return Run(tmp_path, made.models)
 
 
 def newest(run: Run) -> Path:

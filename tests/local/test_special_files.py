@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,13 +33,6 @@ IN_LOCAL = ["model.safetensors", ".weightcast/state.json", ".weightcast/base.jso
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return make_run(tmp_path_factory.mktemp("run"), 1)
-
-
-@pytest.fixture
-def run(made: Run, tmp_path: Path) -> Run:
-    shutil.copytree(made.channel, tmp_path / "channel")
-    shutil.copytree(made.base, tmp_path / "base")
-    return Run(tmp_path, made.models)
 
 
 @pytest.fixture(autouse=True)

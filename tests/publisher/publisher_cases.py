@@ -103,7 +103,9 @@ def make_place(root: Path, model: Model | None = None, *, config: str = "{}", **
     return place
 
 
-STORE_PARAMS = ["directory", "memory", S3, AZURE]
+TWINS = ["directory", "memory"]
+"""for faults that this process brings about: a server takes no part in them"""
+STORE_PARAMS = [*TWINS, S3, AZURE]
 
 
 def make_store(request: pytest.FixtureRequest, root: Path) -> Store:

@@ -18,7 +18,7 @@ from core_cases import Model, bytes_of, every_dtype, read_checkpoint, some_chang
 from disk_errors import watched
 from faulty_store import Fault, FaultyStore
 from opening import open_publisher
-from publisher_cases import STORE_PARAMS, make_store
+from publisher_cases import STORE_PARAMS, TWINS, make_store
 
 from weightcast.publisher import init_channel
 from weightcast.publisher.api import Publisher, PublisherOptions
@@ -154,6 +154,7 @@ def test_wide_deltas_and_anchors_are_made_and_used(world: World) -> None:
         pass
 
 
+@pytest.mark.parametrize("world", TWINS, indirect=True)
 @pytest.mark.parametrize("fault", ["unavailable", "lost"])
 @pytest.mark.parametrize("name", ["weight_v000002/from_v000000", "weight_v000002/anchor"])
 def test_what_fails_is_made_at_the_next_step(world: World, name: str, fault: Fault) -> None:
@@ -220,6 +221,7 @@ def test_versions_are_pruned_and_the_trash_is_emptied(world: World) -> None:
     assert world.trash() == []
 
 
+@pytest.mark.parametrize("world", TWINS, indirect=True)
 @pytest.mark.parametrize(
     ("verb", "key", "fault"),
     [
@@ -441,6 +443,7 @@ DAMAGES: dict[str, Callable[[World], None]] = {
 }
 
 
+@pytest.mark.parametrize("world", TWINS, indirect=True)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_damaged_is_found_and_restored_byte_for_byte(world: World, damage: str) -> None:
     world.run(3, carry_config=True)
@@ -455,6 +458,7 @@ def test_what_is_damaged_is_found_and_restored_byte_for_byte(world: World, damag
         pass
 
 
+@pytest.mark.parametrize("world", TWINS, indirect=True)
 @pytest.mark.parametrize(
     ("verb", "key", "fault"),
     [
@@ -568,6 +572,7 @@ def test_an_order_of_another_run_is_refused(world: World) -> None:
         assert publisher.version == 2
 
 
+@pytest.mark.parametrize("world", TWINS, indirect=True)
 @pytest.mark.parametrize("fault", [None, "unavailable", "lost"])
 def test_a_channel_is_signed_anew(world: World, fault: Fault | None) -> None:
     with world.publisher(replace(SPANS, anchor_every=2)) as publisher:
@@ -588,6 +593,7 @@ def test_a_channel_is_signed_anew(world: World, fault: Fault | None) -> None:
         sign_channel(world.store, PrivateKey.generate())
 
 
+@pytest.mark.parametrize("world", TWINS, indirect=True)
 @pytest.mark.parametrize("damage", ["gone", "cut", "of another key", "of another version"])
 def test_a_damaged_signature_is_found_and_restored(world: World, damage: str, tmp_path: Path) -> None:
     key, signature = PrivateKey.generate(), f"weight_v000002/{INDEX}.sig"

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -331,12 +330,9 @@ POINTS = {
     "s3": (*OF_ANY, "object.begun", "object.written", "index.deleted"),
 }
 """of a mirror, by the kind of its destination"""
-KINDS = [("directory", "directory"), ("directory", "s3"), ("s3", "s3")]
+KINDS = ["directory", S3]
 CHILD = Path(__file__).with_name("mirror_child.py")
-
-
-def marks(kinds: tuple[str, str]) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.s3] if "s3" in kinds else []
+PassBy = Callable[[str, int, str], tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
@@ -350,51 +346,41 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@dataclass(frozen=True)
-class Sites:
-    """Where `grown` is mirrored from and to."""
-
-    source: Store
-    """`a` and `early` are within it"""
-    to: Store
-
-    def pass_by(self, point: str, number: int, name: str) -> tuple[int, str]:
-        source = self.source.within(name).place()
-        return ended(start(CHILD, point, number, source, self.to.place(), 2))
-
-
 @pytest.fixture
-def sites(grown: Run, make_store: MakeStore, kinds: tuple[str, str]) -> Sites:
-    source, to = DirectoryStore(grown.root), make_store(kinds[1], "b")
-    if kinds[0] == "directory":
-        return Sites(source, to)
-    copied = make_store(kinds[0], "grown")
-    for name in ("a", "early"):
-        for key, data in objects(source, name).items():
-            copied.create(key, data)
-    return Sites(copied, to)
+def pass_by(grown: Run, to: Store) -> PassBy:
+    """Mirrors `a` or `early` in a process that is killed at a failpoint, at which it arrives so often."""
+
+    def mirror(point: str, number: int, name: str) -> tuple[int, str]:
+        source = DirectoryStore(grown.root).within(name).place()
+        return ended(start(CHILD, point, number, source, to.place(), 2))
+
+    return mirror
 
 
-@pytest.mark.parametrize("kinds", [pytest.param(kinds, marks=marks(kinds)) for kinds in KINDS])
-def test_the_failpoints_of_a_mirror(sites: Sites, kinds: tuple[str, str]) -> None:
-    assert sites.pass_by("", 0, "early")[0] == 0
-    sites.to.delete(f"weight_v000004/{INDEX}")
-    code, said = sites.pass_by("", 0, "a")
+@pytest.mark.parametrize("to", KINDS, indirect=True)
+def test_the_failpoints_of_a_mirror(pass_by: PassBy, to: Store) -> None:
+    assert pass_by("", 0, "early")[0] == 0
+    to.delete(f"weight_v000004/{INDEX}")
+    code, said = pass_by("", 0, "a")
     passed = {word.partition("=")[0] for word in said.splitlines()[-1].split()}
-    assert code == 0 and passed == {*POINTS[kinds[1]]}, said
+    assert code == 0 and passed == {*POINTS["directory" if isinstance(to, DirectoryStore) else "s3"]}, said
 
 
 @pytest.mark.parametrize(
-    ("kinds", "point"),
-    [pytest.param(kinds, point, marks=marks(kinds)) for kinds in KINDS for point in POINTS[kinds[1]]],
+    ("to", "point"),
+    [
+        pytest.param(kind, point, marks=[pytest.mark.s3] if kind == "s3" else [])
+        for kind, points in POINTS.items()
+        for point in points
+    ],
+    indirect=["to"],
 )
-def test_killed_at(
-    grown: Run, sites: Sites, make_store: MakeStore, kinds: tuple[str, str], point: str
-) -> None:
-    to, whole = sites.to, make_store(kinds[1], "whole")
+def test_killed_at(grown: Run, pass_by: PassBy, make_store: MakeStore, to: Store, point: str) -> None:
+    kind = "directory" if isinstance(to, DirectoryStore) else "s3"
+    whole = make_store(kind, "whole")
     times = 7 if point.startswith("object") else 1
     for number, source in ((1, "early"), (2, "a"), (3, "a")):
-        code, said = sites.pass_by(point, number * times, source)
+        code, said = pass_by(point, number * times, source)
         assert code in (-signal.SIGKILL, 0), said
         if to.stat("channel.json") is not None:
             assert verify(Channel.open(to)) == []
@@ -410,7 +396,7 @@ def test_killed_at(
     if isinstance(to, DirectoryStore):
         left = [path for path in to.directory.rglob("*") if path.is_dir()]
         assert not [path for path in left if ".parts" in path.name or re.search(r"\.\d+-", path.name)]
-    grown.arrives(to, f"new-{'-'.join(kinds)}-{point}", base=False)
+    grown.arrives(to, f"new-{kind}-{point}", base=False)
 
 
 @pytest.mark.parametrize("pair", [("directory", "directory"), ("directory", "memory")])

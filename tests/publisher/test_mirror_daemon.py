@@ -87,16 +87,8 @@ def run(tmp_path: Path) -> Run:
     return Run.begin(tmp_path, DirectoryStore(tmp_path / "a"))
 
 
-@pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.s3)])
-def places(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
-    """Of a source and two mirrors."""
-    root = tmp_path if request.param == "directory" else request.getfixturevalue("bucket")
-    return [f"{root}/{name}" for name in ("a", "b", "c")]
-
-
-def test_hosts_behind_two_mirrors_follow_while_one_is_killed(
-    places: list[str], tmp_path: Path, weightcast: Command
-) -> None:
+def test_hosts_behind_two_mirrors_follow_while_one_is_killed(tmp_path: Path, weightcast: Command) -> None:
+    places = [str(tmp_path / name) for name in ("a", "b", "c")]
     source, *mirrors = map(open_store, places)
     run, arrived = Run.begin(tmp_path, source), threading.Event()
     versions = [0] * HOSTS

@@ -10,7 +10,7 @@ import pytest
 from core_cases import Model, all_changed, some_changed, write_checkpoint
 from disk_errors import watched
 from faulty_store import Fault, FaultyStore
-from publisher_cases import ENCODINGS, STORE_PARAMS, StorePlace, make_store, numpy_model
+from publisher_cases import ENCODINGS, STORE_PARAMS, TWINS, StorePlace, make_store, numpy_model
 from sharded_world import along, cut_model, published, world_of
 
 from weightcast.publisher import init_channel
@@ -125,6 +125,7 @@ FAILPOINTS = (
 )
 
 
+@pytest.mark.parametrize("inner", TWINS, indirect=True)
 @pytest.mark.parametrize("reopened", [False, True])
 @pytest.mark.parametrize("name", FAILPOINTS)
 def test_a_failure_at_any_step_is_recovered_from(
@@ -177,6 +178,7 @@ FAULTS: tuple[tuple[str, str, Fault], ...] = (
 )
 
 
+@pytest.mark.parametrize("inner", TWINS, indirect=True)
 @pytest.mark.parametrize(("verb", "key", "fault"), FAULTS)
 def test_a_fault_of_the_store_is_recovered_from(
     inner: Store, tmp_path: Path, model: Model, rng: np.random.Generator, verb: str, key: str, fault: Fault
@@ -202,6 +204,7 @@ def test_a_fault_of_the_store_is_recovered_from(
     place.arrives(model, Channel.open(store).pointed())
 
 
+@pytest.mark.parametrize("inner", TWINS, indirect=True)
 @pytest.mark.parametrize("fault", ["unavailable", "lost"])
 @pytest.mark.parametrize("key", ["base.json", "channel.json"])
 def test_an_init_whose_answer_was_lost_may_be_repeated(

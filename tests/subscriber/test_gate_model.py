@@ -21,7 +21,7 @@ from gate_kit import Engine, Gateway, Host, events, gates_of
 from hosts import Run, Site
 from waiting import wait_until
 
-REQUESTS = int(os.environ.get("GATE_REQUESTS", "1000"))
+REQUESTS = int(os.environ.get("GATE_REQUESTS", "500"))
 HOSTS = int(os.environ.get("GATE_HOSTS", "3"))
 CALLERS = int(os.environ.get("GATE_CALLERS", "24"))
 SLACK_FDS = 80

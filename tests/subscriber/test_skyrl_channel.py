@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from field_channel import FieldChannel
-from hosts import Host, SGLang, Site, Weights, on_disk
-from test_field_drop_in import host_of
+from hosts import SGLang, Site, Weights, on_disk
+from test_field_drop_in import host_of, serves
 
 from weightcast.publisher import init_channel
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, UnknownFormat, WeightcastError
@@ -31,12 +31,6 @@ def base(site: Site) -> Weights:
 @pytest.fixture
 def trainer(site: Site, base: Weights) -> FieldChannel:
     return FieldChannel(site.root / "channel", base, "skyrl")
-
-
-def serves(host: Host, engine: SGLang, weights: Weights, version: int) -> bool:
-    assert host.state.position.version == version
-    assert on_disk(host.local) == engine.held == weights.digest()
-    return True
 
 
 def step(trainer: FieldChannel, seed: int, **how: Any) -> Weights:
