@@ -217,8 +217,8 @@ class Store(Protocol):
         """`length` bytes from `offset` on, fewer only at the end of the object."""
 
     def pieces(self, key: str) -> Pieces:
-        """The bytes of a large object, in order, as they are asked for. Raises NotFound, DamagedFile,
-        Unavailable; where the object is missing, at the first piece."""
+        """Streams a large object, in order. Raises NotFound, DamagedFile, Unavailable; for a missing object
+        when the first piece is asked for."""
 
     def create(self, key: str, data: bytes) -> None:
         """Makes a small object, durable, at once. Exactly one of several creators succeeds; the others get
