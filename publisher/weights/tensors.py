@@ -279,7 +279,7 @@ class GivenWeights(NewWeights):
 
 
 def _in_host_memory(one: _Given) -> Words | None:
-    """All words of a tensor that is given whole and lies in one run."""
+    """All words of a whole, contiguous tensor."""
     tensor, kind = one.tensor, one.spec.kind.numpy
     if one.spec is not one.whole:
         return None
