@@ -58,10 +58,24 @@ class _Tensor:
 
     @property
     def words(self) -> int:
+        """Of the ring, of two bytes."""
         return self.shape[0] * self.shape[1]
 
 
 _Shapes = dict[str, tuple[int, int]]
+"""by name, counted in words of two bytes"""
+_SCALES = "_scale_inv"
+"""ends names of tensors in F32"""
+
+
+def form(name: str, shape: tuple[int, int]) -> tuple[str, tuple[int, int]]:
+    """Dtype and shape as they are stored."""
+    return ("F32", (shape[0], shape[1] // 2)) if name.endswith(_SCALES) else ("BF16", shape)
+
+
+def _place(name: str) -> tuple[bool, str]:
+    """Files have their tensors in this order, as the safetensors library writes them."""
+    return not name.endswith(_SCALES), name
 
 
 def _of_layers(nbytes: int) -> _Shapes:
@@ -72,18 +86,21 @@ def _of_layers(nbytes: int) -> _Shapes:
     return {"model.embed_tokens.weight": (rows, width), **square}
 
 
-def _of_experts(nbytes: int, count: int) -> _Shapes:
-    rows = max(1, nbytes // count // (2 * _NARROW))
-    names = (f"model.layers.{n // 1000}.experts.{n % 1000}.weight" for n in range(count))
-    return dict.fromkeys(names, (rows, _NARROW))
+def _of_experts(nbytes: int, count: int, scales: bool) -> _Shapes:
+    """`scales`: half of them, four bytes for 128 by 128 bytes of weights."""
+    weights = count // 2 if scales else count
+    rows = max(1, nbytes // weights // (2 * _NARROW))
+    names = [f"model.layers.{n // 1000}.experts.{n % 1000}.weight" for n in range(weights)]
+    small = dict.fromkeys((f"{name}{_SCALES}" for name in names if scales), (1, max(2, rows // 128 * 2)))
+    return dict.fromkeys(names, (rows, _NARROW)) | small
 
 
 class Model:
     """About `nbytes` of weights: one embedding of a sixteenth, square layers, norms that never change; or
-    `experts` of equal size."""
+    `experts` of equal size, or with `scales` that much smaller tensors between them."""
 
-    def __init__(self, nbytes: int, seed: int, experts: int = 0) -> None:
-        shapes = _of_experts(nbytes, experts) if experts else _of_layers(nbytes)
+    def __init__(self, nbytes: int, seed: int, experts: int = 0, scales: bool = False) -> None:
+        shapes = _of_experts(nbytes, experts, scales) if experts else _of_layers(nbytes)
         layers = 0 if experts else len(shapes) - 1
         width = next(iter(shapes.values()))[1]
         period = min(_PERIOD, nbytes // 2)
@@ -134,15 +151,16 @@ class Model:
     def _write_shard(self, path: Path, shapes: dict[str, tuple[int, int]]) -> None:
         """By name, as the safetensors library does."""
         header, end = {}, 0
-        for name, shape in sorted(shapes.items()):
-            size = 2 * shape[0] * shape[1]
-            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        for name in sorted(shapes, key=_place):
+            size = 2 * shapes[name][0] * shapes[name][1]
+            dtype, shape = form(name, shapes[name])
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
             end += size
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for name, pieces in sorted(self._all(), key=lambda one: one[0]):
+            for name, pieces in sorted(self._all(), key=lambda one: _place(one[0])):
                 for piece in pieces if name in shapes else ():
                     file.write(piece.data)
 
@@ -595,6 +613,8 @@ class Scenario:
     contenders: tuple[str, ...] = ("fast", "small", "field")
     experts: int = 0
     """so many tensors of one size are the model; 0: few large ones"""
+    scales: bool = False
+    """half of them are scales"""
 
     def in_order(self) -> tuple[Block, ...]:
         return (WARM_UP, *self.blocks)
@@ -612,7 +632,7 @@ class _Measured:
 class _Run:
     def __init__(self, scenario: Scenario, root: Path, seed: int, say: Say) -> None:
         self.scenario, self.root, self.say = scenario, root, say
-        self.model = Model(scenario.nbytes, seed, scenario.experts)
+        self.model = Model(scenario.nbytes, seed, scenario.experts, scenario.scales)
         self.base = self.model.write(root / "base")
         self.contenders = [contender(name, root, self.base, scenario.threads) for name in scenario.contenders]
         self.measured: dict[tuple[int, str], _Measured] = {}

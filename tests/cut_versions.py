@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from channel_paths import Layout
 
 from weightcast.shared.base.elements import Part, TensorTable, grid
 from weightcast.shared.channel.delta import ChunkStep, ShardWriter, begin_shard
 from weightcast.shared.channel.directory_store import open_store
-from weightcast.shared.channel.index import Index, VersionTotals, write_index
+from weightcast.shared.channel.index import FileRecord, Index, VersionTotals, write_index
 from weightcast.shared.channel.layout import INDEX_NAME, write_pointer
 from weightcast.shared.channel.run_files import TensorRecords
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
@@ -42,19 +43,20 @@ def _index(
     local: LocalCheckpoint, new: ReadCheckpoint, directory: Path, number: int, parts: Sequence[Part]
 ) -> Index:
     table, base, sums = local.table, local.state.position, StepSums(len(local.table))
-    shards: dict[str, str] = {}
-    files, chunks = [], []
+    held = np.zeros(len(table), np.int64)
+    files: list[FileRecord] = []
+    chunks = []
     for part in parts:
         name = f"model-{part.number:05d}-of-{len(parts):05d}.safetensors"
         count = sum(1 for _ in grid(table, part))
         writer = begin_shard("fast", open_store(directory), name, table, count)
         for step in _steps(local, new, part, writer):
             sums.add(step.sums)
-            shards |= {table[tensor].name: name for tensor in step.sums.tensors.tolist()}
+            held[step.sums.tensors] = len(files)
         written = writer.close()
         files += written.files
         chunks += written.chunks
-    lanes = sums.after(unpack_lanes(base.lanes))
+    lanes, moved = sums.after(unpack_lanes(base.lanes)), sums.changed
     return Index(
         run_id=local.state.run_id,
         version=number,
@@ -67,9 +69,8 @@ def _index(
         encoding="fast",
         step=None,
         created=time.time(),
-        weight_map=shards,
         files=tuple(files),
-        tensors=TensorRecords.numbered(table, sums.changed, lanes[sums.changed], sums.words[sums.changed]),
+        tensors=TensorRecords.numbered(table, moved, lanes[moved], sums.words[moved], held[moved]),
         parts=tuple(parts),
         chunks=tuple(chunks),
         totals=VersionTotals(0, table.elements, table.nbytes, sum(file.size for file in files)),

@@ -148,7 +148,6 @@ class _MultiStep:
             encoding=self.encoding,
             step=self.main.step,
             created=time.time(),
-            weight_map={name: file.name for file in files.files for name in tensors.names},
             files=files.files,
             tensors=tensors,
             parts=self.main.parts,

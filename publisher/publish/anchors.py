@@ -50,12 +50,11 @@ def write_weights(
     beside: Mapping[str, Path],
     advance: Advance | None = None,
     check: Callable[[], None] | None = None,
-) -> tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]]:
-    """Shards and the files `beside` them, into a draft; the weight map; raw lanes of what was written, in
-    table order. `check`: as of `put`."""
+) -> tuple[tuple[FileRecord, ...], Sequence[int], list[Lanes]]:
+    """Shards and the files `beside` them, into a draft; how many tensors each shard has, in table order; raw
+    lanes of what was written. `check`: as of `put`."""
     files = made.directory
     lanes = [Lanes()] * len(table)
-    weight_map: dict[str, str] = {}
     records: list[FileRecord] = []
 
     def shard(place: str, tensors: Sequence[int]) -> Iterator[bytes | memoryview]:
@@ -79,9 +78,8 @@ def write_weights(
         name = made.prefix + (ADAPTER_MODEL if is_adapter(table.component) else own)
         records.append(upload(files, name, shard(files.place(name), tensors)))
         failpoint("anchor.synced", files.place(name))
-        weight_map.update((table[tensor].name, name) for tensor in tensors)
     records += [put(files, name, durable.pieces_of(path), check) for name, path in beside.items()]
-    return tuple(records), weight_map, lanes
+    return tuple(records), [len(tensors) for tensors in shards], lanes
 
 
 def _shards(table: TensorTable) -> Iterator[list[int]]:
@@ -110,15 +108,14 @@ def anchor_index(
     epoch: int,
     step: int | None,
     base: Base,
-    written: tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]],
+    written: tuple[tuple[FileRecord, ...], Sequence[int], list[Lanes]],
     main: str = "",
 ) -> Index:
     """`base`: tells which files are side files; `main`: digest of the version's own index, whose anchor this
     is."""
-    records, weight_map, lanes = written
-    table, known = base.table, {record.name for record in base.files}.union(weight_map.values())
+    records, shards, lanes = written
+    table, known = base.table, {record.name for record in (*base.files, *records[: len(shards)])}
     files = tuple(record for record in records if record.name in known)
-    names = tuple(spec.name for spec in table)
     return Index(
         run_id=base.run_id,
         version=version,
@@ -131,10 +128,12 @@ def anchor_index(
         encoding=None,
         step=step,
         created=time.time(),
-        weight_map=weight_map,
         files=files,
         tensors=TensorRecords(
-            names, np.array(lanes, np.uint64).reshape(-1, 2), np.zeros(len(table), np.int64)
+            table.names,
+            np.array(lanes, np.uint64).reshape(-1, 2),
+            np.zeros(len(table), np.int64),
+            np.repeat(np.arange(len(shards)), shards),
         ),
         parts=(table.whole,),
         chunks=(),

@@ -117,8 +117,6 @@ class PartWriter:
             encoding=self.options.encoding,
             step=self.attempt.step,
             created=self.attempt.created,
-            # a part has one shard, or none where nothing changed
-            weight_map={name: file.name for file in written.files for name in tensors.names},
             files=written.files,
             tensors=tensors,
             parts=(part,),

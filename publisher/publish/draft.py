@@ -127,21 +127,24 @@ def assemble(
         for i, shard in enumerate(shards)
     }
     recorded = unpack_lanes(base.lanes)
-    lanes, changed, listed = recorded.copy(), np.zeros(len(table), np.int64), np.zeros(len(table), np.bool_)
-    for one in drafts:
+    lanes, changed, held = recorded.copy(), np.zeros(len(table), np.int64), np.full(len(table), -1)
+    # a part has one shard, or none where nothing changed
+    for shard, one in enumerate(one for one in drafts if one.files):
         numbers = one.tensors.numbers(table)
         lanes[numbers] = one.tensors.lanes
         changed[numbers] += one.tensors.changed
-        listed[numbers] = True
+        held[numbers] = shard
+    listed = held >= 0
     for number, proven in _proven(table, recorded, [one.sums for one in parts]).items():
         if listed[number]:
             lanes[number] = proven
-    tensors = TensorRecords.numbered(table, np.flatnonzero(listed), lanes[listed], changed[listed])
+    tensors = TensorRecords.numbered(
+        table, np.flatnonzero(listed), lanes[listed], changed[listed], held[listed]
+    )
     index = replace(
         drafts[0],
         root=root(table, lanes),
         files=tuple(replace(shard, name=renamed[shard.name]) for shard in shards),
-        weight_map={name: renamed[file] for one in drafts for name, file in one.weight_map.items()},
         tensors=tensors,
         checksums={name: text for one in drafts for name, text in one.checksums.items()},
         parts=tuple(Part(number, one.parts[0].segments) for number, one in enumerate(drafts)),

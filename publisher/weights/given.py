@@ -40,7 +40,8 @@ class _Torch:
     """The module, imported at its first use: trainers and checkpoints of other kinds do without."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module("torch"), name)
+        found = vars(self)[name] = getattr(importlib.import_module("torch"), name)
+        return found
 
 
 torch: Any = _Torch()
@@ -82,7 +83,7 @@ class RawTensor:
 
     @property
     def flat(self) -> Any:
-        return np.frombuffer(memoryview(self.data).cast("B"), np.uint8)
+        return np.frombuffer(self.data, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,9 @@ class CastTensor:
         return self.convert(self.tensor, self.dtype)
 
 
+_OWN = RawTensor, CastTensor
+
+
 def pairs_of(named_tensors: object) -> Iterator[tuple[str, Any]]:
     """Raises Refused for what is neither a mapping nor an iterable of names with their tensors."""
     pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
@@ -140,7 +144,7 @@ def _no_pairs(given: object) -> Refused:
 
 def dtype_of(name: str, tensor: Any) -> str:
     """Its safetensors name. Raises Refused."""
-    if isinstance(tensor, RawTensor | CastTensor):
+    if isinstance(tensor, _OWN):
         return tensor.dtype
     layout = str(getattr(tensor, "layout", "torch.strided")).removeprefix("torch.")
     if layout != "strided" or getattr(tensor, "is_nested", False):
@@ -168,8 +172,8 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
             f"{name} is a shard of a distributed tensor",
             remedy="give tensor.full_tensor(), or open a Publisher on every rank",
         )
-    shape = tuple(int(size) for size in tensor.shape)
-    if isinstance(tensor, RawTensor | CastTensor):
+    shape = tuple(map(int, tensor.shape))
+    if isinstance(tensor, _OWN):
         itemsize = DTYPES[dtype][0] if dtype in DTYPES else 0
     else:
         itemsize = int(tensor.dtype.itemsize)

@@ -171,8 +171,7 @@ def refuse_local(checkpoint: Path, local: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Given:
+class _Given(NamedTuple):
     """A tensor of the caller's: a numpy array or a torch tensor on any device. `whole`: the tensor whose
     piece `box` it is."""
 
@@ -268,12 +267,8 @@ class GivenWeights(NewWeights):
 
     @cached_property
     def _in_memory(self) -> Sequence[Words | None]:
-        """Words of each tensor of the table that is given whole, as bytes; then None, for no tensor."""
-        given = (self._given[name] for name in self.table.names)
-        raw = (one.tensor if one.spec is one.whole else None for one in given)
-        kinds = (spec.kind.numpy for spec in self.table)
-        pairs = zip(raw, kinds, strict=True)
-        return [*(one.flat.view(kind) if isinstance(one, RawTensor) else None for one, kind in pairs), None]
+        """Of each tensor of the table; then None, for no tensor."""
+        return [*(_in_host_memory(self._given[name]) for name in self.table.names), None]
 
     def equal(self, name: str, other: str) -> bool:
         return _equal(self._given[name], self._given[other])
@@ -281,6 +276,21 @@ class GivenWeights(NewWeights):
     def close(self) -> None:
         self._flat.cache_clear()
         vars(self).pop("_in_memory", None)
+
+
+def _in_host_memory(one: _Given) -> Words | None:
+    """All words of a whole, contiguous tensor."""
+    tensor, kind = one.tensor, one.spec.kind.numpy
+    if one.spec is not one.whole:
+        return None
+    if isinstance(tensor, RawTensor):
+        return np.frombuffer(tensor.data, kind)
+    if isinstance(tensor, np.ndarray):
+        return tensor.reshape(-1).view(kind) if tensor.flags.c_contiguous else None
+    if isinstance(tensor, CastTensor) or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    words: Words = _flat(tensor).view(torch.uint8).numpy().view(kind)
+    return words
 
 
 def _copy(one: _Given) -> np.ndarray[Any, np.dtype[np.uint8]]:

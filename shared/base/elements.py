@@ -8,17 +8,18 @@ element counts, are what codec, digest and journal speak of; for all dtypes up t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.base.choices import MAIN as MAIN
 
+Made = TypeVar("Made")
 Words = NDArray[np.unsignedinteger]
 """1-D array of uint8, uint16 or uint32."""
 ByteArray = NDArray[np.uint8]
@@ -117,6 +118,10 @@ class TensorTable:
         return self.specs[self.numbers[name]]
 
     @cached_property
+    def dtypes(self) -> frozenset[str]:
+        return frozenset(spec.dtype for spec in self.specs)
+
+    @cached_property
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs)
 
@@ -161,6 +166,18 @@ class TensorTable:
 
     def __getitem__(self, number: int) -> TensorSpec:
         return self.specs[number]
+
+
+def once_per_table(make: Callable[[TensorTable], Made]) -> Callable[[TensorTable], Made]:
+    """Keeps what is made of a table with the table itself: comparing equal tables takes longer."""
+
+    def made(table: TensorTable) -> Made:
+        known = vars(table)
+        if make.__qualname__ not in known:
+            known[make.__qualname__] = make(table)
+        return cast(Made, known[make.__qualname__])
+
+    return made
 
 
 class Segment(NamedTuple):

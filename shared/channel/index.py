@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import numpy as np
 from annotated_types import Ge, MaxLen
@@ -31,6 +31,7 @@ from weightcast.shared.base.elements import (
     Part,
     Segment,
     TensorTable,
+    once_per_table,
 )
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.base.progress import Advance
@@ -50,7 +51,6 @@ from weightcast.shared.channel.run_files import (
     run_id,
     side_records,
     write_file_records,
-    write_lane_rows,
 )
 from weightcast.shared.channel.run_files import FileRecord as FileRecord
 from weightcast.shared.channel.store import Store
@@ -192,8 +192,8 @@ class VersionTotals:
 
 @dataclass(frozen=True)
 class Index:
-    """One version. `digest` is the BLAKE3 of the exact index bytes, hex; `weight_map` names the shard of
-    each changed tensor; `parts` is the split the chunk grid is computed from."""
+    """One version. `digest` is the BLAKE3 of the exact index bytes, hex; `parts` is the split the chunk grid
+    is computed from."""
 
     run_id: str
     version: int
@@ -212,7 +212,6 @@ class Index:
     """the trainer's step: information only"""
     created: float
     """unix time on the publisher's clock"""
-    weight_map: Mapping[str, str]
     files: tuple[FileRecord, ...]
     tensors: TensorRecords
     parts: tuple[Part, ...]
@@ -234,6 +233,13 @@ class Index:
 
     carried: tuple[FileRecord, ...] = ()
     """config files that hosts of this version have in place of the base's, in `carried/` of its directory"""
+
+    @cached_property
+    def weight_map(self) -> Mapping[str, str]:
+        """Names the shard of each changed tensor."""
+        names = [file.name for file in self.files]
+        held = map(names.__getitem__, self.tensors.files.tolist())
+        return dict(zip(self.tensors.names, held, strict=True))
 
     @property
     def all_files(self) -> tuple[FileRecord, ...]:
@@ -325,34 +331,34 @@ def _marked(number: int) -> bytes:
     return f'"{_MARK}":{number}'.encode()
 
 
-@lru_cache(maxsize=2)
-def _keys(table: TensorTable) -> tuple[bytes, ...]:
-    """Names as they begin a row."""
-    return tuple(_text(name) + b":" for name in table.names)
+@once_per_table
+def _keys(table: TensorTable) -> Any:
+    """Names as they begin a row, for kernels."""
+    return kernels().Texts.of(_text(name) + b":" for name in table.names)
 
 
 def _text(text: str) -> bytes:
     return json.dumps(text, ensure_ascii=False).encode()
 
 
+def _file_texts(files: Iterable[FileRecord]) -> Any:
+    return kernels().Texts.of(_text(file.name) for file in files)
+
+
 def _read_rows(
     data: bytes, top: Members, table: TensorTable, files: Sequence[FileRecord]
-) -> tuple[TensorRecords, dict[str, str]] | None:
-    """Records and weight map of an index whose `top` was read without. None where the kernel cannot read
-    them, or where they are not the members that they seem to be."""
-    found, rows, keys = _rows_of(data), Members(top.object(_OURS), _OURS).object("tensors"), _keys(table)
+) -> TensorRecords | None:
+    """Those of an index whose `top` was read without. None where kernels cannot read them, or where they are
+    not the members that they seem to be."""
+    found, rows = _rows_of(data), Members(top.object(_OURS), _OURS).object("tensors")
     if found is None or [top.object("weight_map"), rows] != [{_MARK: 0}, {_MARK: 1}]:
         return None
-    files_at, at = found
+    (files_at, at), keys = found, _keys(table)
     read = kernels().read_tensors(data, at.start, at.stop, keys)
-    texts, known = data[files_at].split(b',"'), {_text(file.name): file.name for file in files}
-    texts[0] = texts[0][1:]
-    if read is None or len(texts) != len(read[0]):
+    if read is None:
         return None
-    records, pairs = TensorRecords.numbered(table, *read), zip(texts, read[0].tolist(), strict=True)
-    held = [known.get(text.removeprefix(keys[number][1:])) for text, number in pairs]
-    weight_map = {name: file for name, file in zip(records.names, held, strict=True) if file is not None}
-    return (records, weight_map) if len(weight_map) == len(held) else None
+    held = kernels().read_files(data, files_at.start, files_at.stop, keys, read[0], _file_texts(files))
+    return None if held is None else TensorRecords.numbered(table, read[0], read[1], read[2], held)
 
 
 def write_index(index: Index, table: TensorTable) -> bytes:
@@ -363,24 +369,19 @@ def write_index(index: Index, table: TensorTable) -> bytes:
     data = write_object({"metadata": _metadata(index), "weight_map": {_MARK: 0}, _OURS: facts})
     for number, rows in enumerate(_written_rows(index, table)):
         before, _, after = data.partition(_marked(number))
-        data = b"".join((before, b",".join(rows), after))
+        data = b"".join((before, rows, after))
     return data
 
 
-def _written_rows(index: Index, table: TensorTable) -> Iterator[Iterable[bytes]]:
+def _written_rows(index: Index, table: TensorTable) -> Iterator[memoryview]:
     """Those of `weight_map` and of `tensors`, in the order of the table."""
-    found, every = index.tensors, _keys(table)
+    found, keys, digests = index.tensors, _keys(table), index.checksums
     order = np.argsort(found.numbers(table))
-    records = TensorRecords.numbered(
-        table, found.numbers(table)[order], found.lanes[order], found.changed[order]
-    )
-    keys = [every[number] for number in records.numbers(table).tolist()]
-    files = {file.name: _text(file.name) for file in index.files}
-    yield (key + files[index.weight_map[name]] for key, name in zip(keys, records.names, strict=True))
-    digests = [f',"{index.checksums[name]}"]'.encode() for name in records.names if index.checksums]
-    ends = digests or [b"]"] * len(keys)
-    columns = keys, write_lane_rows(records.lanes), records.changed.tolist(), ends
-    yield map(b'%b["%b",%d%b'.__mod__, zip(*columns, strict=True))
+    numbers = found.numbers(table)[order]
+    yield kernels().write_files(keys, numbers, _file_texts(index.files), found.files[order])
+    names = [found.names[row] for row in order.tolist()] if digests else ()
+    tails = "".join(f',"{digests[name]}"]' for name in names).encode() or b"]" * len(order)
+    yield kernels().write_tensors(keys, numbers, found.lanes[order], found.changed[order], tails)
 
 
 def _metadata(index: Index) -> dict[str, str]:
@@ -478,9 +479,7 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str |
     if quick is None and _MARK in facts.object("tensors"):
         return _parsed(data, table, what, read_top(data, what, rows=True), run)
     rows = {} if quick is not None else facts.object("tensors")
-    records, weight_map = (
-        (_tensor_records(rows, what), top.text_map("weight_map")) if quick is None else quick
-    )
+    records = _tensor_records(rows, top.text_map("weight_map"), files, what) if quick is None else quick
     totals = facts.array("totals")
     if len(totals) != 4 or any(type(n) is not int or not 0 <= n <= MAX_INTEGER for n in totals):
         raise facts.bad("totals", "four numbers")
@@ -490,7 +489,6 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str |
         run_id=run_id(facts),
         kind=_kind(facts, what),
         encoding=_encoding(top, facts, what),
-        weight_map=weight_map,
         files=files,
         tensors=records,
         parts=parse_parts(facts, table, what),
@@ -536,7 +534,15 @@ def _unknown(value: object, known: Iterable[str], what: str) -> UnknownFormat:
     )
 
 
-def _tensor_records(rows: Mapping[str, object], what: str) -> TensorRecords:
+def _tensor_records(
+    rows: Mapping[str, object], weight_map: Mapping[str, str], files: Sequence[FileRecord], what: str
+) -> TensorRecords:
+    if rows.keys() != weight_map.keys():
+        raise DamagedFile(f"{what}: weight_map and tensor records name different tensors")
+    known = {file.name: number for number, file in enumerate(files)}
+    held = [known.get(weight_map[name], -1) for name in rows]
+    if -1 in held:
+        raise DamagedFile(f"{what}: weight_map names a file that is not listed")
     lanes: list[object] = []
     changed: list[int] = []
     for name, row in rows.items():
@@ -546,7 +552,8 @@ def _tensor_records(rows: Mapping[str, object], what: str) -> TensorRecords:
             raise DamagedFile(f"{what}: {row[1]} changes in tensor {name[:80]!r}")
         lanes.append(row[0])
         changed.append(row[1])
-    return TensorRecords(tuple(rows), parse_lane_rows(lanes, what), np.array(changed, np.int64))
+    columns = np.array(changed, np.int64), np.array(held, np.int64)
+    return TensorRecords(tuple(rows), parse_lane_rows(lanes, what), *columns)
 
 
 def _checksums(rows: Mapping[str, object], what: str) -> dict[str, str]:
@@ -600,16 +607,15 @@ def _check_lineage(index: Index, table: TensorTable, what: str) -> None:
 
 
 def _check_tensors(index: Index, table: TensorTable, what: str) -> None:
-    names = tuple(index.weight_map)
-    if index.tensors.names != names and index.tensors.keys() != index.weight_map.keys():
-        raise DamagedFile(f"{what}: weight_map and tensor records name different tensors")
     if index.kind == "anchor" and len(index.tensors) != len(table):
         raise DamagedFile(f"{what}: an anchor of {len(index.tensors)} tensors, the run has {len(table)}")
-    if index.checksums.keys() != (set(names) if index.encoding in ("xor", "overwrite") else set()):
+    if index.checksums.keys() != (
+        set(index.tensors.names) if index.encoding in ("xor", "overwrite") else set()
+    ):
         raise DamagedFile(f"{what}: checksums do not fit encoding {index.encoding}")
-    if not {file.name for file in index.files}.issuperset(index.weight_map.values()):
-        raise DamagedFile(f"{what}: weight_map names a file that is not listed")
     records = index.tensors
+    if not {*records.files.tolist()} <= {*range(len(index.files))}:
+        raise DamagedFile(f"{what}: a tensor in a file that is not listed")
     try:
         most = table.sizes[records.numbers(table)]
     except KeyError as error:
@@ -629,14 +635,17 @@ def _check_root(index: Index, table: TensorTable, what: str) -> None:
 
 
 def _check_chunks(index: Index, table: TensorTable, what: str) -> None:
-    dtypes = {spec.dtype for spec in table}
     if index.kind == "anchor" and index.chunks:
         raise DamagedFile(f"{what}: an anchor with chunks")
     if len({chunk.key for chunk in index.chunks}) != len(index.chunks):
         raise DamagedFile(f"{what}: a chunk is listed twice")
     for chunk in index.chunks:
         key = chunk.key
-        if key.part >= len(index.parts) or key.dtype not in dtypes or not 0 < chunk.changed <= CHUNK_WORDS:
+        if (
+            key.part >= len(index.parts)
+            or key.dtype not in table.dtypes
+            or not 0 < chunk.changed <= CHUNK_WORDS
+        ):
             raise DamagedFile(f"{what}: impossible chunk {key.part}.{key.dtype[:40]!r}.{key.number}")
 
 

@@ -173,20 +173,27 @@ class TensorRecord(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TensorRecords(Mapping[str, TensorRecord]):
-    """Records by name. `names` are unique; `lanes`: uint64[n, 2]; `changed`: int64[n]."""
+    """Records by name. `names` are unique; `lanes`: uint64[n, 2]; `changed`, `files`: int64[n], of the latter
+    the number of the tensor's file among the index's."""
 
     names: tuple[str, ...]
     lanes: LanesArray
     changed: NDArray[np.int64]
+    files: NDArray[np.int64]
 
     @classmethod
     def numbered(
-        cls, table: TensorTable, numbers: NDArray[np.int64], lanes: LanesArray, changed: NDArray[np.int64]
+        cls,
+        table: TensorTable,
+        numbers: NDArray[np.int64],
+        lanes: LanesArray,
+        changed: NDArray[np.int64],
+        files: NDArray[np.int64] | None = None,
     ) -> TensorRecords:
-        """Of tensors of a table by their numbers."""
+        """Of tensors of a table by their numbers. `files`: None for a single one."""
         every = len(numbers) == len(table)
         names = table.names if every else tuple(map(table.names.__getitem__, numbers.tolist()))
-        made = cls(names, lanes, changed)
+        made = cls(names, lanes, changed, np.zeros(len(names), np.int64) if files is None else files)
         made._numbered[:] = [(table, numbers)]
         return made
 

@@ -29,7 +29,16 @@ def warm_up() -> None:
         _both_ways(chunk, old, new, "small")
         new[::2] ^= 1  # step bytes
         _both_ways(chunk, old, new, "fast")
+    _rows()
     mark_complete()
+
+
+def _rows() -> None:
+    keys, files, number = kernels().Texts.of([b'"a":']), kernels().Texts.of([b'"b"']), np.zeros(1, np.int64)
+    written = bytes(kernels().write_files(keys, number, files, number))
+    kernels().read_files(written, 0, len(written), keys, number, files)
+    written = bytes(kernels().write_tensors(keys, number, np.zeros((1, 2), np.uint64), number, b"]"))
+    kernels().read_tensors(written, 0, len(written), keys)
 
 
 def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> None:

@@ -11,14 +11,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from weightcast.shared.base.elements import MAIN, ByteArray, Chunk, TensorTable
+from weightcast.shared.base.elements import MAIN, ByteArray, Chunk, TensorTable, once_per_table
 from weightcast.shared.kernels.constants import MIX_A, MIX_B
 from weightcast.shared.kernels.load import kernels
 
@@ -154,18 +154,21 @@ def root(table: TensorTable, lanes: Sequence[Lanes] | LanesArray) -> str:
     raw = np.array(lanes, np.uint64).reshape(-1, 2)
     # a tensor's lanes are bound to its length in bytes
     numbers = table.sizes.astype(np.uint64) * np.uint64(2) + np.uint64(1)
-    final = np.stack([mix_a(raw[:, 0], numbers), mix_b(raw[:, 1], numbers)], 1).astype("<u8").tobytes()
-    key = blake3(derive_key_context=CONTEXT)
-    each = np.frombuffer(final, "V16").tolist()
-    key.update(b"".join(chain.from_iterable(zip(_heads(table), each, strict=True))))
-    return key.hexdigest()
+    final = np.stack([mix_a(raw[:, 0], numbers), mix_b(raw[:, 1], numbers)], 1).astype("<u8")
+    form, places = _root_form(table)
+    text = form.copy()
+    sliding_window_view(text, 16, writeable=True)[places] = final.view(np.uint8)
+    return blake3(text[:-16].data, derive_key_context=CONTEXT).hexdigest()
 
 
-@lru_cache(maxsize=2)
-def _heads(table: TensorTable) -> tuple[bytes, ...]:
-    """Of each tensor what comes before its lanes: the same in every version."""
+@once_per_table
+def _root_form(table: TensorTable) -> tuple[ByteArray, NDArray[np.int64]]:
+    """What the root digests, the same in every version but for the lanes, room behind it, and where those
+    are."""
     component = _text("" if table.component == MAIN else table.component)
-    return tuple(component + _text(spec.name) + _form(spec.dtype, spec.shape) for spec in table)
+    rows = [component + _text(spec.name) + _form(spec.dtype, spec.shape) + bytes(16) for spec in table]
+    text = np.frombuffer(b"".join([*rows, bytes(16)]), np.uint8)
+    return text, np.cumsum([len(row) for row in rows], dtype=np.int64) - 16
 
 
 def _text(text: str) -> bytes:

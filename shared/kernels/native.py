@@ -14,7 +14,7 @@ from weightcast.shared.kernels.journal import (
 )
 from weightcast.shared.kernels.mix import hash_pieces
 from weightcast.shared.kernels.rice import plan_contexts, put_magnitudes, put_values, take_gaps, take_values
-from weightcast.shared.kernels.rows import read_tensors
+from weightcast.shared.kernels.rows import Texts, read_files, read_tensors, write_files, write_tensors
 from weightcast.shared.kernels.scan import (
     add_steps,
     escapes,

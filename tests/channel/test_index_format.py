@@ -46,7 +46,8 @@ TABLE = TensorTable.of(
 
 def records(**each: TensorRecord) -> TensorRecords:
     lanes = np.array([record.lanes for record in each.values()], np.uint64).reshape(-1, 2)
-    return TensorRecords(tuple(each), lanes, np.array([record.changed for record in each.values()], np.int64))
+    changed = np.array([record.changed for record in each.values()], np.int64)
+    return TensorRecords(tuple(each), lanes, changed, np.zeros(len(each), np.int64))
 
 
 SHARD = "model-00000-of-00001.safetensors"
@@ -63,7 +64,6 @@ DELTA = Index(
     encoding="fast",
     step=None,
     created=1.5,
-    weight_map={"a": SHARD, "b": SHARD},
     files=FILES,
     tensors=records(a=TensorRecord(Lanes(1, (1 << 64) - 1), 3), b=TensorRecord(Lanes(0xAB, 2), 1)),
     parts=(TABLE.whole,),
@@ -87,14 +87,11 @@ ANCHOR = replace(
     parent="",
     encoding=None,
     root=root(TABLE, np.zeros((len(TABLE), 2), np.uint64)),
-    weight_map={spec.name: SHARD for spec in TABLE},
     tensors=records(**{spec.name: TensorRecord(Lanes(), 0) for spec in TABLE}),
     parts=(),
     chunks=(),
 )
-EMPTY = replace(
-    DELTA, weight_map={}, tensors=records(), chunks=(), files=(), totals=VersionTotals(0, 211, 432, 0)
-)
+EMPTY = replace(DELTA, tensors=records(), chunks=(), files=(), totals=VersionTotals(0, 211, 432, 0))
 PIECES = replace(
     DELTA,
     parts=(
@@ -309,7 +306,7 @@ def test_duplicate_keys_are_refused() -> None:
 @pytest.mark.parametrize(
     "index",
     [
-        replace(ANCHOR, weight_map={}, tensors=records()),
+        replace(ANCHOR, tensors=records()),
         replace(ANCHOR, chunks=DELTA.chunks),
         replace(ANCHOR, base_version=0),
         replace(FIELD, checksums={}),
@@ -421,10 +418,9 @@ MANY = TensorTable.of([TensorSpec(f'layer.{n}.\u00e4"}}', "BF16", (64,), 128) fo
 def many(kept: int) -> Index:
     numbers = np.flatnonzero(np.arange(len(MANY)) % kept == 0)
     lanes = np.random.default_rng(4).integers(0, 1 << 64, (len(numbers), 2), np.uint64)
-    found = TensorRecords.numbered(MANY, numbers, lanes, numbers % 65)
+    found = TensorRecords.numbered(MANY, numbers, lanes, numbers % 65, np.arange(len(numbers)) % 2)
     files = (FileRecord(SHARD, 9, "ab" * 32), FileRecord(f"2{SHARD}", 9, "ab" * 32))
-    weight_map = {name: files[n % 2].name for n, name in enumerate(found.names)}
-    return replace(DELTA, weight_map=weight_map, tensors=found, files=files, chunks=(), parts=(MANY.whole,))
+    return replace(DELTA, tensors=found, files=files, chunks=(), parts=(MANY.whole,))
 
 
 @pytest.mark.parametrize("kept", [1, 2])
