@@ -32,7 +32,7 @@ from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import anchor_key
-from weightcast.shared.channel.store import Store, joined, pieces_of
+from weightcast.shared.channel.store import Store, joined
 
 from .files import (
     DEFAULT,
@@ -195,7 +195,7 @@ def _plain_get(client: Client, target: Path) -> None:
 def _download(files: Store, target: Path) -> None:
     name = next(name for name in files.names() if name.endswith(".safetensors"))
     with target.open("wb") as file:
-        for piece in pieces_of(files, name):
+        for piece in files.pieces(name):
             file.write(piece)
 
 

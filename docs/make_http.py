@@ -1,9 +1,10 @@
-"""Prints the HTTP routes of both daemons as a page, from their OpenAPI: python docs/make_http.py"""
+"""Prints the HTTP routes of the daemons as a page, from their OpenAPI: python docs/make_http.py"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -12,27 +13,33 @@ from pydantic import BaseModel
 from weightcast.publisher.daemon.daemon import publication_routes, repair_routes
 from weightcast.publisher.daemon.status import PublisherStatus
 from weightcast.publisher.fleet.routes import fleet_routes
+from weightcast.publisher.mirror.mirror import MirrorStatus
+from weightcast.publisher.mirror.served import served
 from weightcast.shared.daemon.http import docs_text, make_app
 from weightcast.shared.daemon.metrics import new_registry
-from weightcast.subscriber.groups.messages import HOLD_PATH, RELEASE_PATH
+from weightcast.subscriber.gateway.daemon import GatewayStatus
+from weightcast.subscriber.groups.messages import ADAPTERS_PATH, HOLD_PATH, RELEASE_PATH
 from weightcast.subscriber.status import HostStatus
+from weightcast.subscriber.sync.adapters import Adapters
 from weightcast.subscriber.sync.group_follower import Post
 
 NOTHING: Any = None
 TOP = """\
 # HTTP routes
 
-Each daemon shows its own as text under `/docs` and as OpenAPI 3.1 under `/openapi.json`. The publisher
-listens on port 8340, the subscriber on 8341. Failures are a `Failure`. Tokens:
-[security](../security.md#the-http-side). Status fields: [status](../status.md). Routes of the gate:
-[gate](../gate.md); of the engine plugin:
+Each daemon shows its own as text under `/docs` and as OpenAPI 3.1 under `/openapi.json`. Ports: publisher
+8340, subscriber 8341, mirror 8342, gateway 8343. Failures are a `Failure`. Tokens:
+[security](../security.md#the-http-side). Status fields: [status](../status.md). Further routes of gate and
+gateway: [gate](../gate.md#routes-of-its-own); of the engine plugin:
 [live patch](../live-patch.md#the-plugin).
 """
 
 
 def document() -> str:
     return f"{TOP}\n" + "\n".join(
-        line for app in (publisher(), subscriber()) for line in _markdown(list(docs_text(app.openapi())))
+        line
+        for app in (publisher(), subscriber(), mirror(), gateway())
+        for line in _markdown(list(docs_text(app.openapi())))
     )
 
 
@@ -51,8 +58,20 @@ def subscriber() -> FastAPI:
     routes.post(HOLD_PATH, name="hold")(post.take)
     routes.get(HOLD_PATH, name="look")(post.look)
     routes.post(RELEASE_PATH, name="release")(post.release)
+    routes.post(ADAPTERS_PATH, name="adapters")(object.__new__(Adapters).share)
     app.include_router(routes)
     return app
+
+
+def mirror() -> FastAPI:
+    """With the files that `--serve` offers."""
+    app = _app("Mirror", MirrorStatus)
+    app.include_router(served(Path()))
+    return app
+
+
+def gateway() -> FastAPI:
+    return _app("Gateway", GatewayStatus)
 
 
 def _app(title: str, status: type[BaseModel]) -> FastAPI:

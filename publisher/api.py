@@ -56,7 +56,7 @@ from weightcast.publisher.weights.given import whole_step
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
 from weightcast.shared.base.choices import Encoding, Layout
 from weightcast.shared.base.elements import MAIN, TensorTable
-from weightcast.shared.base.errors import Refused
+from weightcast.shared.base.errors import Refused, on_error
 from weightcast.shared.base.options import require_option
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
@@ -79,14 +79,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PublisherOptions(CommonOptions):
-    """What most runs leave as it is."""
+    """Settings that most runs leave at their defaults."""
 
     take_over: bool = False
-    """take the channel from an owner that seems alive"""
+    """take the channel even if its owner seems alive"""
     unfenced: bool = False
-    """publish also to a store that ignores conditions of writes: nothing keeps a second publisher out"""
+    """accept a store without conditional writes: nothing then keeps a second publisher out"""
     take_over_seconds: float = 60.0
-    """an owner that was silent for this long counts as gone"""
+    """after this many silent seconds an owner counts as gone"""
     until: Until = "patched"
     """`out`: `publish` returns when the pointer names the version. Rank 0's local checkpoint follows in a
     thread; the next call waits for it, as `settle` does"""
@@ -98,21 +98,21 @@ class PublisherOptions(CommonOptions):
     trusted_keys: Sequence[str | Path] = ()
     """further keys whose versions are continued, as text or files"""
     publish_rate: Rate = NO_RATE
-    """of bytes that are written to the channel: `Rate(bytes_per_second)`; several publishers may share one"""
+    """limit for bytes written to the channel: `Rate(bytes_per_second)`; several publishers may share one"""
     visible_seconds: float = 30.0
-    """files that the channel names may stay invisible this long before they count as lost"""
+    """how long files of the channel may stay invisible before they count as lost"""
     layout: Layout = "plain"
     """`stitch`: the channel is ROOT/updates, and Stitch's replicas follow ROOT too"""
     upkeep: UpkeepOptions | None = None
-    """what rank 0 makes beside the versions, in a thread that gives way to publications"""
+    """multi-step deltas, anchors and pruning by rank 0, in a thread that yields to publications"""
     upkeep_thread: bool = True
-    """False: what is due is made when a `RunPublisher` is asked to"""
+    """False: maintenance runs only when a `RunPublisher` is asked to"""
 
     advance: Advance | None = None
     """called with the bytes done while the local checkpoint is seeded and catches up at `open`"""
 
 
-_DEFAULTS = PublisherOptions()
+DEFAULTS = PublisherOptions()
 
 
 class Publisher:
@@ -162,21 +162,21 @@ class Publisher:
         rank: int = 0,
         world_size: int = 1,
         encoding: Encoding = "fast",
-        options: PublisherOptions = _DEFAULTS,
+        options: PublisherOptions = DEFAULTS,
         component: str = MAIN,
         **other: Never,
     ) -> Self:
         """Opens a channel as its publisher.
 
         Args:
-            channel: Made by `init_channel` or `weightcast channel init`.
-            local: This publisher's own local checkpoint, seeded from `base` when it is new. Ranks on rank 0's
-                machine may share its.
+            channel: A directory or URL, created by `init_channel` or `weightcast channel init`.
+            local: This publisher's own local checkpoint, seeded from `base` when it is new. Ranks on one
+                machine may share it.
             base: The checkpoint directory that the run starts from.
-            rank: This process.
+            rank: The number of this process.
             world_size: How many processes publish a version together.
-            encoding: Of the deltas.
-            options: What most runs leave as it is.
+            encoding: How deltas are encoded: `fast`, `small`, `xor` or `overwrite`.
+            options: Settings that most runs leave at their defaults.
             component: `adapter/NAME` or `draft`: publishes this alone, and neither owns `main` nor keeps its
                 weights. It must be in the run: `weightcast channel component add`.
 
@@ -188,10 +188,9 @@ class Publisher:
             TypeError: An argument belongs into `options`.
         """
         if other:
-            raise TypeError(
-                f"Publisher.open() has no argument {', '.join(other)}: "
-                f"give options=PublisherOptions({', '.join(f'{name}=...' for name in other)})"
-            )
+            known = [f"{name}=..." for name in other if name in PublisherOptions.__dataclass_fields__]
+            hint = f": give options=PublisherOptions({', '.join(known)})" if known else ""
+            raise TypeError(f"Publisher.open() has no argument {', '.join(other)}{hint}")
         require_option("encoding", encoding, Encoding)
         require_option("options", options, PublisherOptions)
         if not 0 <= rank < world_size:
@@ -381,7 +380,7 @@ class Publisher:
 
     @property
     def channel(self) -> Path:
-        """Raises Refused for a channel that is not in a directory."""
+        """The channel's directory. Raises Refused for one in an object store."""
         return directory_of(self.store)
 
     @property
@@ -408,7 +407,7 @@ class Publisher:
 
     @property
     def config_changed(self) -> tuple[str, ...]:
-        """Config files of the checkpoint published last that are not those that hosts have."""
+        """Config files of the last published checkpoint that differ from those that hosts have."""
         return () if self._owner is None else tuple(self._owner.configs)
 
     @property
@@ -422,7 +421,7 @@ class Publisher:
         return None if state is None else state.position.version
 
     def state_dict(self) -> dict[str, object]:
-        """For the trainer's checkpoint: where its weights are in the channel. Waits for submissions."""
+        """The position in the channel, for the trainer's checkpoint. Waits for submissions."""
         self._submissions.drain()
         return position(self.store)
 
@@ -538,23 +537,14 @@ class Publisher:
         number = whole_step(step, self._world_size)
         weights = self._given(named_tensors, component, config)
         publisher, belongs = self._for(component, lambda: weights, main_version)
-        return publisher._submit(weights, number, when_busy, hold, belongs)
-
-    def _submit(
-        self,
-        weights: GivenWeights,
-        step: int | None,
-        when_busy: WhenBusy,
-        hold: Hold,
-        belongs: TrainedOn | None,
-    ) -> Handle:
+        lent = weights
         if hold == "copy":
             # not before the one in flight has let go of its own
-            self._submissions.make_way(when_busy)
-            weights = weights.copied()
-        source = WeightSource(lambda: weights, lent=True, copied=hold == "copy")
-        job = PublishJob(source, step, check_allowed=self._raise_held, trained_on=belongs)
-        return self._submissions.submit(job, when_busy)
+            publisher._submissions.make_way(when_busy)
+            lent = weights.copied()
+        source = WeightSource(lambda: lent, lent=True, copied=hold == "copy")
+        job = PublishJob(source, number, check_allowed=publisher._raise_held, trained_on=belongs)
+        return publisher._submissions.submit(job, when_busy)
 
     def wait(
         self,
@@ -646,25 +636,19 @@ class Publisher:
             return self._adapted(ComponentWeights(directory, self.store.component, self._of.base), rules)
         weights, local = CheckpointWeights(directory), self._updater.local
         own = self._updater.base_dir if local is None else local.checkpoint.directory
-        try:
+        with on_error(weights.close):
             check_config(directory / CONFIG, own, self.run[1].files)
             base = self.run[1] if local is None else local.base
             configs = changed_configs(weights.checkpoint, own, base)
             carry = carried_bytes(directory, configs) if self._options.carry_config else {}
             weights.facts = replace(weights.facts, configs=configs, carry=carry)
-        except BaseException:
-            weights.close()
-            raise
         return self._adapted(weights, rules)
 
     def _adapted(self, weights: NewWeights, rules: ExportRules) -> NewWeights:
         """`weights` as `rules` change them; closed where that is refused."""
         file, base = self.run
-        try:
+        with on_error(weights.close):
             return adapt(weights, rules, file, base.table)
-        except BaseException:
-            weights.close()
-            raise
 
     def settle(self) -> PublishReport | None:
         """Waits until the local checkpoint has followed the last version that was submitted or, with
@@ -699,12 +683,14 @@ class Publisher:
                 self._upkeep.wake()
 
     def _obey_orders(self) -> Rollback | None:
-        """Carries out what was ordered, a repair and a rollback. Returns the order that holds publishing, if
-        one does. The pointer is put where this publisher last had it, should another one have put it back."""
+        """Carries out what was ordered, a repair and a rollback; an ordered anchor is left to the upkeep.
+        Returns the order that holds publishing, if one does. The pointer is put where this publisher last had
+        it, should another one have put it back."""
         self._obey_repair()
         if self._claim is not None:
             put_pointer_right(self._claim)
-        self._obey_anchor()
+        if self._upkeep is not None:
+            self._upkeep.obey()
         channel = Channel.open(self.store)
         order = standing(channel)
         if order is None or self._lone is None:
@@ -749,13 +735,6 @@ class Publisher:
             raise
         pins.end_order(self.store, "repair")
         return done
-
-    def _obey_anchor(self) -> None:
-        """Writes an anchor of the newest version if an operator ordered it (`weightcast channel anchor`)."""
-        if self._lone is not None and pins.is_ordered(self.store, "anchor"):
-            self._lone.recover()
-            self._lone.write_anchor()
-            pins.end_order(self.store, "anchor")
 
     def _work_in_background(self) -> Upkeep | None:
         """From now on what is due is made in a thread. None on ranks other than 0."""

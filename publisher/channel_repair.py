@@ -4,10 +4,10 @@ publisher that owns it; signing what is there, when signing begins and when a ke
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from weightcast.publisher.api import PublisherOptions
+from weightcast.publisher.api import DEFAULTS, PublisherOptions
 from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.shared.base.elements import MAIN
@@ -38,48 +38,33 @@ _WAIT_SECONDS = 600.0
 def repair_channel(
     store: Store,
     local: Path | None = None,
-    *,
-    take_over: bool = False,
-    patience: float = 60.0,
-    unfenced: bool = False,
+    options: PublisherOptions = DEFAULTS,
     advance: Advance | None = None,
-    sign_key: Path | None = None,
-    trusted_keys: Sequence[str | Path] = (),
 ) -> Repairs:
-    """`local`: the publisher's own local checkpoint, for what only its bytes can restore; `unfenced`: as of
-    PublisherOptions.
+    """`local`: the publisher's own local checkpoint, for what only its bytes can restore.
 
     Raises OwnerAlive while a publisher owns the channel, and what `repair` raises."""
-    trust = Trust.load(trusted_keys)
+    trust = Trust.load(options.trusted_keys)
     if is_sound(store, advance, trust):
         return Repairs()
 
     def write_anchor() -> int | None:
         held.release()
-        with RunPublisher.open(
-            store,
-            local=local or "",
-            options=PublisherOptions(unfenced=unfenced, sign_key=sign_key, trusted_keys=trusted_keys),
-        ) as own:
+        with RunPublisher.open(store, local=local or "", options=options) as own:
             return own.version if own.write_anchor() else None
 
-    require_fences(store, unfenced=unfenced)
-    held = claim(store, this_process(), take_over=take_over, patience=patience)
+    require_fences(store, unfenced=options.unfenced)
+    held = claim(store, this_process(), take_over=options.take_over, patience=options.take_over_seconds)
     try:
         return repair(held, local, write_anchor, advance=advance, trust=trust)
     finally:
         held.release()
 
 
-def ask_for_repair(
-    store: Store,
-    *,
-    advance: Advance | None = None,
-    trusted_keys: Sequence[str | Path] = (),
-) -> Repairs:
+def ask_for_repair(store: Store, options: PublisherOptions, advance: Advance | None) -> Repairs:
     """Orders the running publisher to repair its channel, and waits until it has. Raises NotInTime after ten
     minutes; the order stays."""
-    trust = Trust.load(trusted_keys)
+    trust = Trust.load(options.trusted_keys)
     before = faults(store, advance, trust)
     _have_done(store, "repair", "see its log and status; or stop it and repeat this command with --local")
     left = faults(store, advance, trust)
@@ -98,12 +83,14 @@ def _have_done(store: Store, work: pins.Work, remedy: str) -> None:
                 remedy=remedy,
             )
         time.sleep(_POLL_SECONDS)
+    if (refused := pins.refusal(store)) is not None:
+        raise refused
 
 
 def ask_for_anchor(store: Store) -> int | None:
     """Orders the running publisher to write full weights of the newest version, and waits until it has.
     Returns the version; None: no publisher runs, and the next one obeys. Raises NotInTime as
-    `ask_for_repair`."""
+    `ask_for_repair`, and what the owner refused it with."""
     channel, owner = Channel.open(store), owner_of(store)
     channel.require_ours()
     pointer = channel.pointer()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -15,7 +16,13 @@ from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import OwnerAlive, claim, require_fences, this_process
-from weightcast.shared.channel.components import component_store, read_components
+from weightcast.shared.channel.components import (
+    Component,
+    add_component,
+    component_store,
+    read_components,
+    retire_component,
+)
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import Pointer, index_key
 from weightcast.shared.channel.signing import load_private_key
@@ -32,7 +39,7 @@ from weightcast.shared.cli.options import (
     trusted_key_option,
     unfenced_option,
 )
-from weightcast.shared.cli.output import Output, facts_table, time_text
+from weightcast.shared.cli.output import Output, facts_table, or_dash, time_text
 from weightcast.shared.daemon.environment import working_threads
 from weightcast.shared.files.hf_checkpoint import left_text, side_files
 from weightcast.shared.files.paths import ChannelAddress, printable
@@ -41,6 +48,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from weightcast.publisher.maintenance.repair import Repairs
+    from weightcast.publisher.publish.commit import Signer
 
 _MADE = ("run_id", "created", "frozen", "aliases", "tensors", "elements", "full_bytes", "root")
 
@@ -55,21 +63,17 @@ _MADE = ("run_id", "created", "frozen", "aliases", "tensors", "elements", "full_
 @trusted_key_option
 @json_option
 def repair(
-    channel: ChannelAddress,
-    local: Path | None,
-    take_over: bool,
-    unfenced: bool,
-    sign_key: Path | None,
-    trusted_key: tuple[str, ...],
-    as_json: bool,
+    channel: ChannelAddress, local: Path | None, trusted_key: tuple[str, ...], as_json: bool, **others: Any
 ) -> None:
     """Repair a channel with its components, and move unreadable versions aside (to .trash). A running
     publisher does the repair; the command waits for it."""
+    from weightcast.publisher.api import PublisherOptions
     from weightcast.publisher.channel_repair import ask_for_repair, repair_channel
     from weightcast.publisher.components import component_local
     from weightcast.publisher.maintenance.repair import Repairs
 
     output = Output(json=as_json)
+    options = PublisherOptions(trusted_keys=trusted_key, **others)
     run, done = open_store(channel), Repairs()
     stores = [run]
     with output.progress(f"reading {channel}", None) as advance:
@@ -77,17 +81,9 @@ def repair(
             name = store.component
             own = local if name == MAIN or local is None else component_local(local, name)
             try:
-                found = repair_channel(
-                    store,
-                    own,
-                    take_over=take_over,
-                    unfenced=unfenced,
-                    advance=advance,
-                    sign_key=sign_key,
-                    trusted_keys=trusted_key,
-                )
+                found = repair_channel(store, own, options, advance)
             except OwnerAlive:
-                found = ask_for_repair(store, advance=advance, trusted_keys=trusted_key)
+                found = ask_for_repair(store, options, advance)
             if store is run and name == MAIN:
                 listed = read_components(Channel.open(run))
                 stores += [component_store(run, each.name) for each in listed]
@@ -132,10 +128,14 @@ def anchor(channel: ChannelAddress, as_json: bool) -> None:
 def quantise(source: Path, target: Path, scheme: SchemeName, as_json: bool) -> None:
     """Quantise a checkpoint, with the quantization_config that engines need. Requires torch."""
     from weightcast.publisher.weights.quantise import quantise_checkpoint
+    from weightcast.shared.checkpoint.update.sources import open_base
 
     quantise_checkpoint(source, target, scheme)
-    facts = {"target": str(target), "scheme": scheme}
-    Output(json=as_json).result(facts, lambda console: console.print(facts_table(facts.items())))
+    before, after = (open_base(each).table.nbytes for each in (source, target))
+    facts = {"target": str(target), "scheme": scheme, "source_bytes": before, "bytes": after}
+    sizes = {"source": f"{before:,} bytes", "weights": f"{after:,} bytes ({after / max(before, 1):.1%})"}
+    shown = {"target": str(target), "scheme": scheme, **sizes}
+    Output(json=as_json).result(facts, lambda console: console.print(facts_table(shown.items())))
 
 
 @click.command
@@ -421,3 +421,77 @@ def resume(channel: ChannelAddress, as_json: bool) -> None:
 
 def _say(text: str, facts: dict[str, object], as_json: bool) -> None:
     Output(json=as_json).result(facts, lambda console: console.print(text))
+
+
+name_argument = click.argument("name", help="adapter/NAME or draft.")
+
+
+@click.command
+@name_argument
+@channel_option
+@option("--like", type=path, required=True, help="Directory of an adapter or draft with the same tensors.")
+@sign_key_option
+@json_option
+def add_to_run(name: str, channel: ChannelAddress, like: Path, sign_key: Path | None, as_json: bool) -> None:
+    """Add an adapter or draft model to a run by its tensors. Its first publication does this too."""
+    from weightcast.publisher.components import init_component, tensors_in
+
+    opened, signer = _signed(channel, sign_key)
+    init_component(opened, name, partial(tensors_in, like, name), signer.key)
+    _say_state(add_component(opened, name), as_json)
+
+
+@click.command
+@name_argument
+@channel_option
+@sign_key_option
+@json_option
+def retire_from_run(name: str, channel: ChannelAddress, sign_key: Path | None, as_json: bool) -> None:
+    """End an adapter or draft model: nothing more is published, and hosts unload adapters. Versions stay."""
+    opened, signer = _signed(channel, sign_key)
+    _say_state(retire_component(opened, name, signer.key), as_json)
+
+
+def _signed(channel: ChannelAddress, sign_key: Path | None) -> tuple[Channel, Signer]:
+    from weightcast.publisher.publish.commit import Signer
+
+    store, signer = open_store(channel), Signer.load(sign_key)
+    signer.check_owner(store)
+    return Channel.open(store), signer
+
+
+def _say_state(component: Component, as_json: bool) -> None:
+    _say(f"{component.name} is {component.state}", vars(component), as_json)
+
+
+@click.command
+@channel_option
+@json_option
+def log_components(channel: ChannelAddress, as_json: bool) -> None:
+    """List adapters and draft model of a run with their newest versions."""
+    from weightcast.publisher.components import facts_of
+
+    opened = Channel.open(open_store(channel))
+    rows = [facts_of(opened, each) for each in read_components(opened)]
+    facts = {"channel": str(channel), "components": rows}
+    Output(json=as_json).result(facts, lambda console: _table(console, rows))
+
+
+def _table(console: Console, rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("component", "state", "version", "trained on", "step", "bytes", "full", "added"):
+        table.add_column(title, justify="left" if title in ("component", "state") else "right")
+    for row in rows:
+        table.add_row(
+            row["name"],
+            row["state"],
+            str(row["version"]),
+            or_dash(row["main_version"]),
+            or_dash(row["step"]),
+            or_dash(row["bytes"], "{:,}"),
+            f"{row['full_bytes']:,}",
+            time_text(row["added"]),
+        )
+    console.print(table)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from weightcast.shared.base.choices import CARRY_CONFIG, MAIN, Encoding, Layout, NonFinite, SchemeName
+from weightcast.shared.base.choices import CARRY_CONFIG, MAIN, Encoding, Layout, NonFinite, SchemeName, size
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.cli.options import (
     channel_option,
@@ -19,7 +19,6 @@ from weightcast.shared.cli.options import (
     option,
     path,
     sign_key_option,
-    size,
     threads_option,
     trusted_key_option,
     unfenced_option,

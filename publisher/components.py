@@ -24,7 +24,7 @@ from weightcast.publisher.weights.config import (
 from weightcast.publisher.weights.match import AS_PEFT_SAVES, OF_A_MODEL, bare_name
 from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
 from weightcast.shared.base.elements import TensorTable
-from weightcast.shared.base.errors import NotInTime, Refused
+from weightcast.shared.base.errors import NotInTime, Refused, on_error
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import claim, this_process
@@ -253,7 +253,7 @@ class ComponentWeights(CheckpointWeights):
     ) -> None:
         """`run`: the base of main."""
         super().__init__(directory, follow_links=follow_links, adapter=is_adapter(component))
-        try:
+        with on_error(self.close):
             names, config = [path.name for path in self.checkpoint.other_files], config_of(component)
             misses = is_adapter(component) and self.checkpoint.weight_files[0].name != ADAPTER_MODEL
             if misses or config not in names:
@@ -268,6 +268,3 @@ class ComponentWeights(CheckpointWeights):
             configs = {n: digest for n, digest in digests.items() if n == config or digest != known.get(n)}
             carry = carried_bytes(directory, configs, component)
             self.facts = replace(self.facts, configs=configs, carry=carry)
-        except BaseException:
-            self.close()
-            raise

@@ -24,7 +24,7 @@ from weightcast.publisher.resume import Resumed
 from weightcast.publisher.submit import Handle, Hold, WhenBusy
 from weightcast.publisher.trainer.precision import cast_like
 from weightcast.shared.base.elements import MAIN
-from weightcast.shared.base.errors import Refused
+from weightcast.shared.base.errors import Refused, on_error
 from weightcast.shared.channel.index import Encoding
 
 Export = Callable[[Any], Mapping[str, Any] | Iterable[tuple[str, Any]]]
@@ -121,11 +121,8 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._submitted = state.global_step
         self.publisher = self._open(**ranks)
         position = _position_in(state.stateful_callbacks.get(type(self).__name__))
-        try:
+        with on_error(self.close):
             self.resumed = None if position is None else self.publisher.load_state_dict(position)
-        except BaseException:
-            self.close()
-            raise
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._handle is not None:

@@ -1,33 +1,26 @@
-"""The command `sync`, in a module of its own: it imports no more than it needs, and for help only options."""
+"""The command `sync`, in a module of its own: it imports no more than it needs, for help only settings."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from weightcast.shared.base.errors import EngineFailed
-from weightcast.shared.cli.options import (
-    Number,
-    channel_option,
-    json_option,
-    local_option,
-    option,
-    path,
-    threads_option,
-    trusted_key_option,
-)
+from weightcast.shared.cli.options import Number, json_option, option
 from weightcast.shared.cli.output import Output, facts_table, or_dash
+from weightcast.shared.cli.settings_options import options_of_settings
 from weightcast.shared.daemon.logs import setup_logs, size_text
+from weightcast.shared.daemon.settings import load_settings
 from weightcast.shared.files.paths import printable, require_places
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,48 +29,14 @@ if TYPE_CHECKING:
     from weightcast.subscriber.sync.sync import Sync
 
 _LOOK_SECONDS = 0.5
+_SETTINGS = (
+    "channel", "local", "base", "base_version", "draft", "engine", "target", "adapters", "adapters_kept",
+    "adapters_plain_names", "allow_base_drift", "threads", "visible_deadline", "fetch_rate", "trusted_key",
+)  # fmt: skip
+"""of the daemon that are options here"""
 
 
 @click.command
-@channel_option
-@local_option
-@option("--base", type=path, envvar="WEIGHTCAST_BASE", help="HF checkpoint that the run starts from.")
-@option("--draft", type=path, envvar="WEIGHTCAST_DRAFT", help="Local checkpoint of the run's draft model.")
-@option(
-    "--base-version",
-    type=click.IntRange(min=0),
-    default=0,
-    envvar="WEIGHTCAST_BASE_VERSION",
-    help="Version whose weights --base has, for a foreign run that was resumed.",
-)
-@option(
-    "--engine",
-    multiple=True,
-    envvar="WEIGHTCAST_ENGINE",
-    help="Inference engine KIND=URL[,KEY=VALUE...]; repeatable.",
-)
-@option(
-    "--target",
-    default="latest",
-    envvar="WEIGHTCAST_TARGET",
-    help="What to reach: latest, a version or a tag.",
-)
-@option("--adapters", multiple=True, help="LoRA adapters to follow, by name or pattern; repeatable; none; *.")
-@option("--adapters-kept", type=click.IntRange(1, 64), help="Versions of each that engines keep loaded; 2.")
-@option("--adapters-plain-names", is_flag=True, default=None, help="vLLM also serves the newest as NAME.")
-@option(
-    "--allow-base-drift",
-    is_flag=True,
-    default=None,
-    help="Load adapters over other main weights than they were trained on.",
-)
-@threads_option
-@option(
-    "--visible-deadline",
-    type=Number(min=0.1),
-    envvar="WEIGHTCAST_VISIBLE_DEADLINE",
-    help="Seconds to wait for a version's files to become visible on this host; unset: 120.",
-)
 @option(
     "--wait-channel",
     type=Number(min=0),
@@ -90,41 +49,23 @@ _LOOK_SECONDS = 0.5
     default=0.0,
     help="Seconds to wait for engines that do not serve yet.",
 )
-@option(
-    "--fetch-rate",
-    metavar="SIZE",
-    envvar="WEIGHTCAST_FETCH_RATE",
-    help="Bytes per second to read from the channel, e.g. 50MB; 0: no limit.",
-)
-@trusted_key_option
 @option("--rehash", is_flag=True, help="Read every byte first and repair what differs.")
 @json_option
-def sync(
-    wait_channel: float,
-    wait_engine: float,
-    engine: Sequence[str],
-    trusted_key: Sequence[str],
-    rehash: bool,
-    as_json: bool,
-    **flags: Any,
-) -> None:
+def sync(wait_channel: float, wait_engine: float, rehash: bool, as_json: bool, **flags: Any) -> None:
     """Bring a local checkpoint (and engines) to the target once, then end."""
-    from weightcast.shared.daemon.settings import load_settings
-    from weightcast.subscriber.daemon.settings import SubscriberSettings
     from weightcast.subscriber.daemon.wiring import open_engines, open_lead, options_of
     from weightcast.subscriber.sync.host import Callbacks
     from weightcast.subscriber.sync.sync import Sync
 
     setup_logs(level="error")
-    local: Path = flags["local"]
-    require_places(flags["channel"], local)
-    settings = load_settings(SubscriberSettings, {**flags, "engine": engine, "trusted_key": trusted_key})
+    settings = load_settings(SubscriberSettings, flags)
+    require_places(settings.channel, settings.local)
     lead = open_lead(settings)
     engines = open_engines(settings, lead)
     # asked for by name: also a follower comes to the target
     options = replace(options_of(settings), group_follower=False)
     output = Output(json=as_json)
-    with _term_as_interrupt(), output.progress(f"{local.absolute()}", None) as advance:
+    with _term_as_interrupt(), output.progress(str(options.local), None) as advance:
         one = Sync(options, engines, lead, Callbacks(show=_tell_wait_once(), advance=advance))
         try:
             status = _first(one, rehash, wait_channel)
@@ -136,6 +77,9 @@ def sync(
             one.close()
     output.result(status, lambda console: _show(console, status))
     _judge(status)
+
+
+sync.params[:0] = options_of_settings(SubscriberSettings, _SETTINGS)
 
 
 def _first(one: Sync, rehash: bool, seconds: float) -> HostStatus:

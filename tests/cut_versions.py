@@ -17,8 +17,8 @@ from weightcast.shared.channel.run_files import TensorRecords
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.checkpoint.state.state import unpack_lanes
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
-from weightcast.shared.codec.changes import compare
-from weightcast.shared.digest.checksums import StepSums, root, span_sums
+from weightcast.shared.codec.changes import changes_of
+from weightcast.shared.digest.checksums import StepSums, root
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
 
 Cut = Callable[[TensorTable], Sequence[Part]]
@@ -81,9 +81,9 @@ def _steps(
 ) -> Iterator[ChunkStep]:
     for chunk in grid(local.table, part):
         old, words = local.chunk_words(chunk), gather(chunk, new.words_in)
-        changes = compare(old, words)
+        changes, sums = changes_of(chunk, old, words)
         if len(changes):
-            step = ChunkStep(changes, span_sums(chunk, old, changes.index, changes.new))
+            step = ChunkStep(changes, sums)
             prepared = writer.prepare(chunk, old, words, changes)
             writer.append(chunk, prepared, words, step)
             yield step

@@ -8,14 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from io import BytesIO
 from typing import Literal, TypeVar
 
 from weightcast.shared.channel.store import (
-    Body,
     Changed,
     Entry,
     NotFound,
+    Pieces,
     Stat,
     Store,
     Unavailable,
@@ -47,7 +46,7 @@ class _Script:
     """objects before they were last replaced, by key"""
 
 
-class FaultyStore:
+class FaultyStore(Store):
     def __init__(
         self,
         inner: Store,
@@ -58,6 +57,7 @@ class FaultyStore:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._inner, self._prefix, self.component = inner, prefix, inner.component
+        self.renames, self.is_static = inner.renames, inner.is_static
         self._script = _Script() if script is None else script
         self._seconds, self._sleep = seconds, sleep
 
@@ -108,14 +108,6 @@ class FaultyStore:
             return bytes([data[0] ^ 1]) + data[1:]
         return data
 
-    @property
-    def renames(self) -> bool:
-        return self._inner.renames
-
-    @property
-    def is_static(self) -> bool:
-        return self._inner.is_static
-
     def place(self, key: str = "") -> str:
         return self._inner.place(key)
 
@@ -150,13 +142,12 @@ class FaultyStore:
     def read_range(self, key: str, offset: int, length: int) -> bytes:
         return self._body(self._fault("read_range", key), key, self._inner.read_range(key, offset, length))
 
-    def open(self, key: str) -> Body:
-        fault = self._fault("open", key)
-        return (
-            self._inner.open(key)
-            if fault is None
-            else BytesIO(self._body(fault, key, _all(self._inner, key)))
-        )
+    def pieces(self, key: str) -> Pieces:
+        fault = self._fault("pieces", key)
+        if fault is None:
+            yield from self._inner.pieces(key)
+        else:
+            yield self._body(fault, key, _all(self._inner, key))
 
     def create(self, key: str, data: bytes) -> None:
         fault = self._fault("create", key)
@@ -224,8 +215,4 @@ class FaultyStore:
 
 
 def _all(store: Store, key: str) -> bytes:
-    data, room = b"", memoryview(bytearray(1 << 16))
-    with store.open(key) as body:
-        while count := body.readinto(room):
-            data += room[:count]
-    return data
+    return b"".join(store.pieces(key))

@@ -77,8 +77,8 @@ def problem_of(words: list[str]) -> str:
         return ""
     try:
         context = command.make_context(words[0], list(rest))
-        side = words[words[:2] == ["config", "show"] and 2]
-        if side in DAEMONS and words[-1] != "sync":
+        side = "subscriber" if words[0] == "sync" else words[words[:2] == ["config", "show"] and 2]
+        if side in DAEMONS and words[1:] != ["sync"]:
             flags = {key: value for key, value in context.params.items() if key in DAEMONS[side].model_fields}
             load_settings(DAEMONS[side], flags)
     except click.MissingParameter as missing:

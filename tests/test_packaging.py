@@ -67,7 +67,12 @@ def test_the_package_list_is_the_folders() -> None:
 def test_the_public_names_can_be_discovered(tmp_path: Path) -> None:
     code = "import weightcast, weightcast.publisher as p; print(*dir(p)); print(*dir(weightcast)); help(p)"
     names, top, *text = run(code, cwd=tmp_path).splitlines()
-    assert names.split() == sorted(publisher.__all__) and "__version__" in top.split()
+    assert names.split() == sorted(publisher.__all__) and top.split() == [
+        "__version__",
+        "client",
+        "integrations",
+        "publisher",
+    ]
     shown = "\n".join(text)
     assert all(f" {name}(" in shown for name in publisher.__all__)
 

@@ -9,17 +9,15 @@ from contextlib import ExitStack
 from typing import Annotated
 
 from fastapi import APIRouter, Header
-from pydantic import BaseModel, ConfigDict, Field
 
 from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.daemon.sources.queue import Job, Queue
+from weightcast.publisher.daemon.sources.queue import KEY_LIMIT, Job, PublishRequest, Queue
 from weightcast.publisher.daemon.sources.source import new_request
 from weightcast.publisher.daemon.status import PublisherStatus, host_status
 from weightcast.publisher.fleet.metrics import FleetMetrics
 from weightcast.publisher.fleet.routes import PAGE_PATHS, fleet_routes, page_routes
 from weightcast.publisher.fleet.view import FleetView
-from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.claims import process_began
@@ -34,31 +32,6 @@ from weightcast.shared.files.paths import ChannelAddress
 
 _RENAMED_KEPT = 4096
 """names, until the next step: an older one has to settle"""
-_PATH_LIMIT = 4096
-_KEY_LIMIT = 255
-
-
-class PublishRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    checkpoint: str = Field(
-        min_length=1, max_length=_PATH_LIMIT, description="Absolute path of a checkpoint."
-    )
-    step: int | None = Field(None, ge=0, lt=1 << 63, description="The trainer's step: information only.")
-    component: str = Field(
-        MAIN,
-        max_length=80,
-        description="What the directory is: adapter/NAME (as peft saves it), draft, or main.",
-    )
-    main_version: int | None = Field(
-        None,
-        ge=0,
-        lt=1 << 63,
-        description="Version of main on which the component was trained; the newest if absent.",
-    )
-    key: str | None = Field(
-        None, min_length=1, max_length=_KEY_LIMIT, description="Idempotency key, if the header is not set."
-    )
 
 
 def publication_routes(queue: Callable[[], Queue | None], wake: Callable[[], None]) -> APIRouter:
@@ -74,7 +47,7 @@ def publication_routes(queue: Callable[[], Queue | None], wake: Callable[[], Non
     @router.post("/v1/publish", status_code=202, responses={409: {"model": Failure}, 429: {"model": Failure}})
     def publish(
         request: PublishRequest,
-        idempotency_key: Annotated[str | None, Header(min_length=1, max_length=_KEY_LIMIT)] = None,
+        idempotency_key: Annotated[str | None, Header(min_length=1, max_length=KEY_LIMIT)] = None,
     ) -> Job:
         """Queues a publication. The same key (header `Idempotency-Key`, or `key`) gives the same one while
         the checkpoint has the same content, which is compared first. Other content is a new version."""
@@ -99,22 +72,18 @@ def publication_routes(queue: Callable[[], Queue | None], wake: Callable[[], Non
     return router
 
 
-class RepairOrder(BaseModel):
-    ordered: bool = True
-
-
 def repair_routes(channel: ChannelAddress, wake: Callable[[], None]) -> APIRouter:
     router = APIRouter(route_class=StrictRoute)
 
     @router.post("/v1/repair", status_code=202)
-    def repair() -> RepairOrder:
+    def repair() -> dict[str, bool]:
         """Orders the publisher to repair its channel; `repair` in the status has the result."""
         try:
             pins.order(open_store(channel), "repair")
         except OSError as error:
             raise RetryLater(disk_text(error, channel), remedy="check the channel's mount") from error
         wake()
-        return RepairOrder()
+        return {"ordered": True}
 
     return router
 

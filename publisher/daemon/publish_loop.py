@@ -17,12 +17,11 @@ from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.components import TrainedOn, facts_of
 from weightcast.publisher.daemon.record import Meter, PublisherMetrics, Record
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.daemon.sources.adapters import WatchedAdapters
 from weightcast.publisher.daemon.sources.handed import HandOverSource
 from weightcast.publisher.daemon.sources.layouts import save_of
 from weightcast.publisher.daemon.sources.queue import Queue
 from weightcast.publisher.daemon.sources.source import LastContent, Source, SourceJob, read_back
-from weightcast.publisher.daemon.sources.watched import MAIN_VERSION, WatchedDirectory
+from weightcast.publisher.daemon.sources.watched import MAIN_VERSION, WatchedAdapters, WatchedDirectory
 from weightcast.publisher.daemon.status import ComponentStatus, PublisherStatus, UpkeepStatus
 from weightcast.publisher.maintenance.orders import Held
 from weightcast.publisher.maintenance.repair import ChannelCheck
@@ -39,6 +38,7 @@ from weightcast.shared.base.errors import (
     Stopped,
     WeightcastError,
     WrongRun,
+    on_error,
 )
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel, NoChannel
@@ -274,7 +274,7 @@ class PublishLoop:
             self._publisher = open_publisher(settings, self._stop, self._meter)
         finally:
             self._meter.end()
-        try:
+        with on_error(self.close):
             queue = Queue(
                 paths.room / _QUEUE,
                 settings.roots,
@@ -292,9 +292,6 @@ class PublishLoop:
             self._resume()
             self.queue = queue
             self._show()
-        except BaseException:
-            self.close()
-            raise
         self._background = self._publisher.work_in_background()
         log.info("channel taken", channel=str(settings.channel), epoch=self._publisher.epoch)
         if self._publisher.left_behind:

@@ -23,6 +23,7 @@ from weightcast.shared.daemon.logs import get_log, size_text
 from weightcast.shared.daemon.metrics import CRASH, OTHER, Metrics, VerifyMetrics, error_kinds, one_of
 from weightcast.shared.daemon.status import SOFTWARE, Failure
 
+_NON_FINITE = "if training broke: `weightcast channel rollback`; --non-finite refuse holds back such versions"
 _WENT_BACK = "if it is a copy: keep copies out of --watch, and publish the newest checkpoint again"
 PHASES = ("recover", "read", "diff", "ranks", "copy", "stage", "commit", "patch", "anchor", OTHER)
 CAUSES = ("step", "skip", "anchor")
@@ -224,8 +225,11 @@ def _log_published(done: Publication) -> None:
         **{what: count for what, count in done.adapted.items() if count},
         **{f"{phase}_s": round(seconds, 4) for phase, seconds in done.seconds.items()},
     )
+    if done.non_finite_elements:
+        reason = "elements became NaN or infinite"
+        about.warning(reason, elements=done.non_finite_elements, remedy=_NON_FINITE)
     if done.not_carried:
-        reason = "config changed beside the weights: hosts keep the base's"
+        reason = "config changed next to the weights: hosts keep the base's"
         about.warning(reason, files=list(done.not_carried), remedy=CONFIG_REMEDY)
     if len(done.not_carried) < len(done.config_changed):
         about.info("config carried", files=list(done.carried))

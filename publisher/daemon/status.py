@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import BaseModel
+from pydantic import BaseModel, computed_field
 
 from weightcast.publisher.daemon.sources.layouts import Unpublished
 from weightcast.publisher.daemon.sources.queue import Job
@@ -156,6 +156,14 @@ class PublisherStatus(BaseModel, frozen=True):
     kernels: KernelStatus = KernelStatus()
     loop: LoopStatus = LoopStatus()
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def refused_since_version(self) -> bool:
+        """no version of its component was published after the last refusal"""
+        refused = self.last_refused
+        same = [each.at for each in self.publications if refused and each.component == refused.component]
+        return refused is not None and refused.at > max(same, default=0.0)
+
     def readiness(self) -> Readiness:
         return Readiness(ready=self.ready, reasons=self.not_ready_reasons)
 
@@ -165,8 +173,6 @@ class PublisherStatus(BaseModel, frozen=True):
         counts = {name.removesuffix("_count"): n for name, n in inbox.items() if name.endswith("_count")}
         waiting = () if self.inbox is None else tuple(each.name for each in self.inbox.waiting)
         doing = self.publishing
-        refused = self.last_refused
-        same = [each.at for each in self.publications if refused and each.component == refused.component]
         return PublisherLine(
             ready=self.ready,
             reasons=self.not_ready_reasons,
@@ -177,7 +183,7 @@ class PublisherStatus(BaseModel, frozen=True):
             waiting=(*(job.checkpoint for job in self.queue), *waiting) if self.held else (),
             notes=tuple(self._notes()),
             last_refused=self._refused(now),
-            refused_since_version=refused is not None and refused.at > max(same, default=0.0),
+            refused_since_version=self.refused_since_version,
         )
 
     def _notes(self) -> Iterator[str]:

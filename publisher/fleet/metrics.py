@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
 from typing import get_args
 
@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from weightcast.publisher.fleet.lag_history import LAGS, MORE, UNKNOWN, lag_counts
-from weightcast.publisher.fleet.versions import CatchUp, CatchUpRow, Joiner, Versions
+from weightcast.publisher.fleet.versions import CatchUpRow, Joiner
 from weightcast.publisher.fleet.view import ChannelPage
 from weightcast.shared.daemon.fleet import Fleet, Standing
 from weightcast.shared.daemon.metrics import PREFIX, Metrics
@@ -36,26 +36,18 @@ class FleetMetrics(Collector):
         text = "Hosts that neither stopped nor are lost, by versions behind."
         lags = lag_counts(fleet)
         yield _family("hosts_behind", text, "behind", {each: lags[each] for each in (*LAGS, MORE, UNKNOWN)})
-        yield from _costs(page.catch_up)
-        yield from _chain(page.versions)
-
-
-def _costs(catch_up: CatchUp) -> Iterable[Metric]:
-    rows: dict[str, CatchUpRow | Joiner] = {str(row.lag): row for row in catch_up.rows}
-    rows["new"] = catch_up.joiner
-    costs = {lag: rows.get(lag, Joiner()) for lag in COSTS}
-    text = "What a host that many versions behind, or a new one, would read; NaN where nothing leads on."
-    yield _family("catch_up_bytes", text, "behind", {lag: cost.bytes for lag, cost in costs.items()})
-    text = "And how long it would take, estimated from what hosts report; NaN until one did."
-    yield _family("catch_up_seconds", text, "behind", {lag: cost.seconds for lag, cost in costs.items()})
-
-
-def _chain(versions: Versions) -> Iterable[Metric]:
-    chain = list(takewhile(lambda row: not row.anchor, versions.versions))
-    text = "Versions since the last full weights in the channel, or the base."
-    yield GaugeMetricFamily(f"{PREFIX}_chain_versions", text, value=len(chain))
-    nbytes = sum(row.bytes for row in chain)
-    yield GaugeMetricFamily(f"{PREFIX}_chain_bytes", "Bytes of their deltas.", value=nbytes)
+        rows: dict[str, CatchUpRow | Joiner] = {str(row.lag): row for row in page.catch_up.rows}
+        rows["new"] = page.catch_up.joiner
+        costs = {lag: rows.get(lag, Joiner()) for lag in COSTS}
+        text = "What a host that many versions behind, or a new one, would read; NaN where nothing leads on."
+        yield _family("catch_up_bytes", text, "behind", {lag: cost.bytes for lag, cost in costs.items()})
+        text = "And how long it would take, estimated from what hosts report; NaN until one did."
+        yield _family("catch_up_seconds", text, "behind", {lag: cost.seconds for lag, cost in costs.items()})
+        chain = list(takewhile(lambda row: not row.anchor, page.versions.versions))
+        text = "Versions since the last full weights in the channel, or the base."
+        yield GaugeMetricFamily(f"{PREFIX}_chain_versions", text, value=len(chain))
+        nbytes = sum(row.bytes for row in chain)
+        yield GaugeMetricFamily(f"{PREFIX}_chain_bytes", "Bytes of their deltas.", value=nbytes)
 
 
 def _family(what: str, help: str, label: str, values: Mapping[str, float | None]) -> Metric:

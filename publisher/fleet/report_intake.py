@@ -84,16 +84,13 @@ class ReportIntake:
         if last is not None and now - last < PER_HOST_SECONDS:
             raise TooMany
         if last is None and len(self._taken) >= REPORTS_LIMIT:
-            self._forget(now - SILENT_SECONDS)
+            while self._taken and next(iter(self._taken.values())) < now - SILENT_SECONDS:
+                del self._taken[next(iter(self._taken))]
         if last is None and len(self._taken) >= REPORTS_LIMIT:
             raise Refused(f"more than {REPORTS_LIMIT} hosts report", remedy="restart the publisher")
         # the order is that of the last reports
         self._taken.pop(key, None)
         self._taken[key] = now
-
-    def _forget(self, since: float) -> None:
-        while self._taken and next(iter(self._taken.values())) < since:
-            del self._taken[next(iter(self._taken))]
 
     def write(self) -> None:
         """For one thread. What cannot be written keeps nothing else from it, and is kept for the next time,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
-from importlib.resources import files
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response, StreamingResponse
+from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
 
 from weightcast.publisher.fleet.lag_history import LagHistory
@@ -158,21 +157,7 @@ class _Streams:
             self._open -= 1
 
 
-_TYPES = {
-    "index.html": "text/html; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
-    "page.css": "text/css; charset=utf-8",
-    "icon.svg": "image/svg+xml",
-    "licenses.txt": "text/plain; charset=utf-8",
-}
-
-
-def _path(name: str) -> str:
-    return "/" if name == "index.html" else f"/page/{name}"
-
-
-PAGE_PATHS = frozenset(map(_path, _TYPES))
-
+PAGE_PATHS = frozenset({"/", "/page/page.js", "/page/page.css", "/page/icon.svg", "/page/licenses.txt"})
 _HEADERS = {
     # Scripts, styles, fonts, pictures and requests: from this publisher or not at all.
     "Content-Security-Policy": (
@@ -185,23 +170,22 @@ _HEADERS = {
 }
 
 
+class _Page(StaticFiles):
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_HEADERS)
+        return response
+
+
 def page_routes() -> APIRouter:
-    """Reads the page once. Raises OSError where the package was installed without it."""
+    """Fails where the package was installed without the page."""
     router = APIRouter(include_in_schema=False)
-    built = files("weightcast.publisher") / "page" / "dist"
-    for name, media_type in _TYPES.items():
-        serve = _serving((built / name).read_bytes(), media_type)
-        router.add_api_route(_path(name), serve, methods=["GET", "HEAD"], response_class=Response)
+    page = _Page(packages=[("weightcast.publisher", "page/dist")])
+
+    async def serve(request: Request) -> Response:
+        name = request.url.path.removeprefix("/page/").removeprefix("/")
+        return await page.get_response(name or "index.html", request.scope)
+
+    for path in PAGE_PATHS:
+        router.add_api_route(path, serve, methods=["GET", "HEAD"], response_class=Response)
     return router
-
-
-def _serving(content: bytes, media_type: str) -> Callable[[str | None], Response]:
-    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    headers = {**_HEADERS, "ETag": tag}
-
-    def serve(if_none_match: Annotated[str | None, Header()] = None) -> Response:
-        if if_none_match is not None and tag in if_none_match:  # the tag is quoted: it is part of no other
-            return Response(status_code=304, headers=headers)
-        return Response(content, media_type=media_type, headers=headers)
-
-    return serve

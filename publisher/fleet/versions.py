@@ -1,5 +1,5 @@
-"""The versions of a channel, for people who look: every index is read once, newest first, at a pace that
-leaves the cores to publishing. Then without IO: rows, what catching up costs, what pruning would do."""
+"""The versions of a channel, for people who look: every index is read once, newest first, a few at a
+time. Then without IO: rows, what catching up costs, what pruning would do."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.reports import Update
 from weightcast.shared.channel.store import Store
 from weightcast.shared.daemon.fleet import Host
+from weightcast.shared.daemon.timing import Due
 
 ROWS_LIMIT = 1000
 """versions whose indexes are read"""
-_SHARE, _AT_ONCE_SECONDS = 10, 0.2
-"""after reading for so long, as many times as long without"""
+_AT_ONCE_SECONDS = 0.2
+"""of reading indexes in one look"""
 _LOOK_SECONDS = 10.0
-_LOOK_SHARE = 20
 _NEWEST = 16
 """versions that are looked at again also while nobody watches: anchors are added to them later"""
 _MORE = 64
@@ -74,8 +74,7 @@ class VersionHistory:
         self._held: dict[int, Shown] = {}
         self._facts: dict[int, VersionFacts] = {}
         self._pointer = self._lay_there = 0
-        self._looked_until = self._newest_until = self._read_until = -1.0
-        """when the next look at all directories, that at the newest, and the reading of indexes may begin"""
+        self._look_due = Due(_LOOK_SECONDS, clock)
 
     def read(self, *, look_around: bool) -> History:
         """`look_around`: at all versions that were there before, not only at the newest, for what was added
@@ -86,7 +85,7 @@ class VersionHistory:
         if pointer is None or self._channel.foreign:
             return History(complete=True)
         self._look(self._channel, pointer, look_around)
-        self._read_indexes(self._channel, pointer)
+        self._read_indexes(self._channel)
         wanted = sorted(self._held, reverse=True)[:ROWS_LIMIT]
         return History(
             pointer.version,
@@ -98,44 +97,32 @@ class VersionHistory:
         )
 
     def _look(self, channel: Channel, pointer: Pointer, look_around: bool) -> None:
-        began = self._clock()
+        again = self._look_due.take()
         many = len(self._held) > 2 * self._lay_there + _MORE
-        asked = look_around and began >= self._looked_until
-        all_of_them = many or asked or pointer.version < self._pointer
-        again = _NEWEST if began >= self._newest_until else 0
-        above = 0 if all_of_them else max(0, self._pointer - again)
+        all_of_them = many or (again and look_around) or pointer.version < self._pointer
+        above = 0 if all_of_them else max(0, self._pointer - (_NEWEST if again else 0))
         if above == pointer.version:
             return
         found = held_versions(channel, pointer, above)
-        if above:
-            self._held = {version: held for version, held in self._held.items() if version <= above} | found
-        else:
-            self._held, self._lay_there = found, len(found)
+        if not above:
+            self._lay_there = len(found)
+        self._held = {version: held for version, held in self._held.items() if version <= above} | found
         self._facts = {version: facts for version, facts in self._facts.items() if version in self._held}
         self._pointer = pointer.version
-        now = self._clock()
-        due = now + max(_LOOK_SECONDS, _LOOK_SHARE * (now - began))
-        if all_of_them:
-            self._looked_until = due
-        if all_of_them or again:
-            self._newest_until = due
 
-    def _read_indexes(self, channel: Channel, pointer: Pointer) -> None:
+    def _read_indexes(self, channel: Channel) -> None:
+        until = self._clock() + _AT_ONCE_SECONDS
         for version in sorted(self._held, reverse=True)[:ROWS_LIMIT]:
-            began = self._clock()
             if version in self._facts:
                 continue
-            if self._read_until - began > _SHARE * _AT_ONCE_SECONDS and version != pointer.version:
-                return
             index = None
             # what cannot be read or was removed is found out by the next scan of all directories
             with contextlib.suppress(WeightcastError, OSError):
                 index = channel.own_index(version)
-            if index is None:
-                continue
-            self._facts[version] = VersionFacts(index.step, index.created, index.totals, index.root)
-            now = self._clock()
-            self._read_until = max(self._read_until, began) + _SHARE * (now - began)
+            if index is not None:
+                self._facts[version] = VersionFacts(index.step, index.created, index.totals, index.root)
+            if self._clock() > until:
+                return
 
 
 _PREPARING = ("plan", "fetch", "stage", "patch")

@@ -6,6 +6,7 @@ grid with the words of the base version. What was written is decoded again befor
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from weightcast.publisher.maintenance.replay_log import ReplayLog
 from weightcast.publisher.publish.commit import Files, begin_beside, commit_draft, verify_files
 from weightcast.publisher.publish.diff import changed_elements, totals_of
 from weightcast.shared.base.elements import Chunk, TensorTable, Words, grid
-from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.base.errors import DamagedFile, on_error
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter, begin_shard, open_delta
@@ -57,17 +58,12 @@ def write_multi_step(
     store, name = claim.store, multi_step_key(main.version, base.version)
     draft, delta = begin_beside(claim, name), _MultiStep(log, main, base, encoding)
     failpoint("skip.begun", store.place(draft.key))
-    try:
+    with contextlib.suppress(AlreadyExists), on_error(draft.discard):
         data = delta.written(draft)
         index = parse_index(data, log.table)
         delta.prove(draft.directory, index)
         failpoint("skip.written", store.place(draft.key))
         commit_draft(claim, draft.key, name, index, data, key)
-    except AlreadyExists:
-        draft.discard()
-    except BaseException:
-        draft.discard()
-        raise
     failpoint("skip.committed", store.place(name))
 
 
@@ -78,25 +74,16 @@ def write_steps(
 ) -> PartFiles:
     """Encodes chunks from their old words and their new ones; `add` is called with what changes. Leaves
     nothing behind when it raises."""
-    try:
+    with on_error(writer.abandon):
         for chunk, old, new in steps:
-            _append(writer, chunk, old, new, add)
+            changes, sums = changes_of(chunk, old, new)
+            if not len(changes):
+                writer.append(chunk, b"", new, None)
+                continue
+            step = ChunkStep(changes, sums)
+            add(chunk, step)
+            writer.append(chunk, writer.prepare(chunk, old, new, changes), new, step)
         return writer.close()
-    except BaseException:
-        writer.abandon()
-        raise
-
-
-def _append(
-    writer: ShardWriter, chunk: Chunk, old: Words, new: Words, add: Callable[[Chunk, ChunkStep], None]
-) -> None:
-    changes, sums = changes_of(chunk, old, new)
-    if not len(changes):
-        writer.append(chunk, b"", new, None)
-        return
-    step = ChunkStep(changes, sums)
-    add(chunk, step)
-    writer.append(chunk, writer.prepare(chunk, old, new, changes), new, step)
 
 
 class _Accumulator:

@@ -13,13 +13,14 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
 
 from weightcast.shared.base.elements import Chunk, TensorTable, Words
-from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError
+from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, on_error
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.index import INDEX_LIMIT
 from weightcast.shared.channel.layout import digits, index_key
@@ -52,11 +53,8 @@ class KeptJournals:
         with contextlib.suppress(WeightcastError, OSError):
             self._directory.mkdir(exist_ok=True)
             self.drop(number)
-            try:
+            with on_error(partial(self.drop, number)):
                 self._keep(number, step, channel)
-            except BaseException:
-                self.drop(number)
-                raise
 
     def _keep(self, number: int, step: Step, channel: Store) -> None:
         os.link(self.paths.journal(step.journal), self.journal(number))
@@ -160,12 +158,8 @@ class ReplayLog:
         self._seen: tuple[int, int] | None = None
         self._kept: Mapping[int, Step] = {}
         self._undos: dict[int, _Undo] = {}
-        try:
-            with self.local.reading():
-                self._refresh()
-        except BaseException:
-            self.close()
-            raise
+        with on_error(self.close), self.local.reading():
+            self._refresh()
 
     def close(self) -> None:
         for undo in self._undos.values():
@@ -264,7 +258,7 @@ class _Undo:
 
     def __init__(self, path: Path, step: Step, table: TensorTable) -> None:
         self._journal = JournalReader(path, table)
-        try:
+        with on_error(self.close):
             header = self._journal.header
             if (header.journal, header.target_root) != (step.journal, step.target.root):
                 raise DamagedFile(f"{path}: the journal of another step")
@@ -273,9 +267,6 @@ class _Undo:
                 self._places.setdefault(place.tensor, []).append(place)
             for places in self._places.values():
                 places.sort(key=lambda place: place.first)
-        except BaseException:
-            self.close()
-            raise
         self._last: tuple[PackedRecord, Record] | None = None
 
     def close(self) -> None:

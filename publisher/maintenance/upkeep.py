@@ -1,4 +1,4 @@
-"""What is made beside the versions, after them: deltas from older versions, anchors.
+"""What is made beside the versions, after them: deltas from older versions, anchors, ordered ones too.
 
 `Upkeep.step` makes at most one thing; who calls it, and when, is decided elsewhere. Everything is found out
 anew from the channel and the kept journals: a kill costs the work of one step.
@@ -7,6 +7,7 @@ anew from the channel and the kept journals: a kill costs the work of one step.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -28,9 +29,10 @@ from weightcast.publisher.maintenance.replay_log import KeptJournals, ReplayLog
 from weightcast.publisher.maintenance.retention import GRACE_SECONDS, Retention, cheapest
 from weightcast.publisher.publish.anchors import Full, write_anchor
 from weightcast.publisher.publish.commit import Signer, drop_strays, drop_unfinished
-from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.options import check_options
+from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import is_half_pruned, versions_in
 from weightcast.shared.channel.channel import Channel, look
 from weightcast.shared.channel.claims import Claim
@@ -48,7 +50,7 @@ from weightcast.shared.checkpoint.state.state import Step
 from weightcast.shared.checkpoint.update.buffer_reuse import drop as drop_spares
 from weightcast.shared.checkpoint.update.buffer_reuse import make_ready, spare_bytes
 from weightcast.shared.codec.container import StepEncoding
-from weightcast.shared.daemon.timing import Due
+from weightcast.shared.daemon.timing import Backoff, Due
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import exists
 
@@ -117,6 +119,9 @@ _HOSTS_EVERY = 3600.0
 """seconds"""
 _SHORTEST_REST = 1.0
 """seconds"""
+_PAUSES = Backoff(5.0, 300.0)
+"""after failures, before an order alone is reason to try again"""
+_log = logging.getLogger("weightcast.upkeep")
 
 
 @dataclass(frozen=True)
@@ -218,6 +223,8 @@ class Upkeep:
         self._working = False
         self.problem = ""
         """why the last step in the thread made nothing; empty when all is well"""
+        self._failures, self._again = 0, 0.0
+        """since the last success; not before this time of the monotonic clock for an order"""
         self.made = ""
         """what was made there last"""
 
@@ -229,6 +236,16 @@ class Upkeep:
 
     def wake(self) -> None:
         self._wanted.set()
+
+    def obey(self) -> None:
+        """Makes what is due if an operator ordered an anchor: in the thread, or here where none runs. What
+        fails is tried again, and keeps nobody from publishing. Called by the publishing thread."""
+        if time.monotonic() < self._again or not pins.is_ordered(self._store, "anchor"):
+            return
+        if self._thread is None:
+            self._work()
+        else:
+            self.wake()
 
     @property
     def busy(self) -> bool:
@@ -260,7 +277,7 @@ class Upkeep:
         try:
             while not self._stop.is_set():
                 made = self.step()
-                self.problem = ""
+                self.problem, self._failures, self._again = "", 0, 0.0
                 if not made:
                     break
                 self.made = made
@@ -268,7 +285,11 @@ class Upkeep:
         except Exception as error:
             # what went wrong beside the versions is no reason to publish none
             known = disk_error(error, "a file") if isinstance(error, OSError) else error
-            self.problem = f"{type(known).__name__}: {known}"
+            problem, self._failures = f"{type(known).__name__}: {known}", self._failures + 1
+            self._again = time.monotonic() + _PAUSES.pause(self._failures)
+            if problem != self.problem and not self._stop.is_set():
+                _log.warning("maintenance of %s failed: %s", self._store.place(), problem)
+            self.problem = problem
 
     def keep(self, step: Step, seconds: float) -> None:
         """Keeps the journal of a step that was just staged and patched, in so many seconds. Called by the
@@ -318,7 +339,8 @@ class Upkeep:
             if self._hosts_due.take():
                 forget_hosts(self._claim, time.time())
         finally:
-            made = "" if self._options.idle else self._make_or_prune()
+            idle = self._options.idle and not pins.is_ordered(self._store, "anchor")
+            made = "" if idle else self._make_or_prune()
         return made
 
     def _make_or_prune(self) -> str:
@@ -378,13 +400,22 @@ class Upkeep:
         self._follow_chain(channel, pointer, log.table.nbytes)
         positions = log.positions()
         version = due_anchor(pointer.version, self._chain, log.table.nbytes, self._options, positions.keys())
-        if version is None:
+        if version is None and not pins.is_ordered(self._store, "anchor"):
             return ""
-        full = Full(positions[version], log.local.base, log.words_at(version), log.local.side_files)
-        write_anchor(full, self._claim, self._signer.key)
+        at = pointer.version if version is None else version
+        full = Full(positions[at], log.local.base, log.words_at(at), log.local.side_files)
+        try:
+            write_anchor(full, self._claim, self._signer.key)
+        except Refused as error:
+            self._claim.check()  # the order may be another owner's now
+            if pins.is_ordered(self._store, "anchor"):
+                pins.refuse_order(self._store, "anchor", error)
+            raise
+        if version is None:
+            pins.end_order(self._store, "anchor")
         self._chain = Chain()
-        self._wrote("anchor", anchor_key(version))
-        return f"anchor of version {version}"
+        self._wrote("anchor", anchor_key(at))
+        return f"anchor of version {at}"
 
     def _wrote(self, cause: str, key: str) -> None:
         shown = look(self._store.within(key))

@@ -37,7 +37,7 @@ from weightcast.publisher.publish.commit import (
     put_pointer_right,
 )
 from weightcast.shared.base.elements import TensorTable
-from weightcast.shared.base.errors import DamagedFile, Forked, Refused, RetryLater, WrongRun
+from weightcast.shared.base.errors import DamagedFile, Forked, Refused, RetryLater, WrongRun, on_error
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
@@ -75,16 +75,20 @@ from weightcast.shared.channel.run_files import (
     write_channel_file,
 )
 from weightcast.shared.channel.signing import SIGNATURE_LIMIT, Trust, signature_key
-from weightcast.shared.channel.store import AlreadyExists, NotFound, Store, pieces_of, read_if_there
+from weightcast.shared.channel.store import AlreadyExists, NotFound, Store, read_if_there
 from weightcast.shared.checkpoint.verify.hashing import proven
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.status import SOFTWARE, FollowerStatus
 from weightcast.shared.daemon.timing import Due
+from weightcast.shared.files.durable import Piece
 
 LOOK_SECONDS = 30.0
 _FILES_AT_ONCE = 4
 _REPAIR_SOURCE = "run `weightcast channel repair` on the source; the mirror goes on once it is right"
 _SIGNATURE = signature_key(INDEX_NAME)
+_NO_ANCHOR = Refused(
+    "a mirror copies anchors and writes none", remedy="order it of the source: `weightcast channel anchor`"
+)
 _NEW_DESTINATION = "give a new destination (--to), or restore the source"
 log = get_log("mirror")
 
@@ -145,14 +149,11 @@ class Mirror:
         # no lower than those whose files are copied: they would look like a newer owner's
         above = current_epoch(source)
         self.claim = claim(store, this_process(), take_over=options.take_over, above=above)
-        try:
+        with on_error(self.claim.release):
             self._opened()
             self._readable_pointer()
             drop_parts(self.claim)
             sweep(Channel.open(store), self.claim)
-        except BaseException:
-            self.claim.release()
-            raise
         self._show(epoch=self.claim.epoch)
 
     def step(self, *, verify: bool = False) -> None:
@@ -169,6 +170,9 @@ class Mirror:
                 self._check = False
             if deep:
                 pins.end_order(self._store, "repair")
+            if due and pins.is_ordered(self._store, "anchor"):
+                log.warning("order refused", reason=str(_NO_ANCHOR))
+                pins.refuse_order(self._store, "anchor", _NO_ANCHOR)
             reached = {self._pointed}
             for version, held in self._candidates(channel, pointer).items():
                 if not (held.full or reached & {version - 1, *held.skips}):
@@ -344,7 +348,13 @@ class Mirror:
         if has_gap:
             raise_horizon(self.claim, version)
         elif base_version > 0:
-            self._require_parent(index)
+            there = self._store.read(index_key(base_version), INDEX_LIMIT)
+            if parse_index(there, self._table).digest != index.parent:
+                raise Forked(
+                    f"{self._source.place(version_name(version))} continues another version {base_version} "
+                    "than the mirror has",
+                    remedy=_NEW_DESTINATION,
+                )
         self._bring(version_name(version), index)
         if has_gap:
             # what leads to it has to be there before it is announced
@@ -360,15 +370,6 @@ class Mirror:
         for key, index in found.items():
             if index is not None:
                 self._bring(key, index, deep=deep)
-
-    def _require_parent(self, index: Index) -> None:
-        there = self._store.read(index_key(index.base_version), INDEX_LIMIT)
-        if parse_index(there, self._table).digest != index.parent:
-            raise Forked(
-                f"{self._source.place(version_name(index.version))} continues another version "
-                f"{index.base_version} than the mirror has",
-                remedy=_NEW_DESTINATION,
-            )
 
     def _bring(self, key: str, index: Index, *, deep: bool = False) -> None:
         """Commits the source's directory `key`, or repairs what is there of it. Raises Forked for another."""
@@ -438,8 +439,8 @@ class Mirror:
     def _copy(self, files: Store, made: Store, record: FileRecord) -> int:
         """The number of bytes. Only those that the record names get a name, and they are read back."""
 
-        def pieces() -> Iterator[bytes]:
-            for piece in pieces_of(files, record.name):
+        def pieces() -> Iterator[Piece]:
+            for piece in files.pieces(record.name):
                 self._advance(len(piece))
                 yield piece
 

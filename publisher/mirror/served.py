@@ -30,7 +30,8 @@ class _File(FileResponse):
 def served(root: Path) -> APIRouter:
     router = APIRouter()
 
-    @router.api_route(f"{PREFIX}/{{key:path}}", methods=["GET", "HEAD"], response_class=Response)
+    @router.get(f"{PREFIX}/{{key:path}}", response_class=Response)
+    @router.head(f"{PREFIX}/{{key:path}}", response_class=Response, include_in_schema=False)
     def read_file(key: str, request: Request) -> Response:
         """A file of the mirror's destination, as hosts read it with `--channel http://HOST:PORT/channel`."""
         path = _file_of(root, key)

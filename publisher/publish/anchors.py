@@ -57,13 +57,27 @@ def write_weights(
     lanes = [Lanes()] * len(table)
     weight_map: dict[str, str] = {}
     records: list[FileRecord] = []
+
+    def shard(place: str, tensors: Sequence[int]) -> Iterator[bytes | memoryview]:
+        entries, end = [], 0
+        for tensor in tensors:
+            spec = table[tensor]
+            entries.append(Entry(spec.name, spec.dtype, spec.shape, end, end + spec.nbytes))
+            end += spec.nbytes
+        yield pack_header(entries, {"format": "pt"})
+        for tensor in tensors:
+            for start, piece in _pieces(table, tensor, words_in):
+                yield piece
+                lanes[tensor] = lanes[tensor].plus(hash_bytes(np.frombuffer(piece, np.uint8), start // 8))
+                if advance is not None:
+                    advance(len(piece))
+        failpoint("anchor.copied", place)
+
     shards = list(_shards(table))
     for number, tensors in enumerate(shards):
         own = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         name = made.prefix + (ADAPTER_MODEL if is_adapter(table.component) else own)
-        records.append(
-            upload(files, name, _shard(files.place(name), table, tensors, words_in, lanes, advance))
-        )
+        records.append(upload(files, name, shard(files.place(name), tensors)))
         failpoint("anchor.synced", files.place(name))
         weight_map.update((table[tensor].name, name) for tensor in tensors)
     records += [put(files, name, durable.pieces_of(path), check) for name, path in beside.items()]
@@ -81,29 +95,6 @@ def _shards(table: TensorTable) -> Iterator[list[int]]:
         size += spec.nbytes
     if shard:
         yield shard
-
-
-def _shard(
-    place: str,
-    table: TensorTable,
-    tensors: Sequence[int],
-    words_in: WordsIn,
-    lanes: list[Lanes],
-    advance: Advance | None,
-) -> Iterator[bytes | memoryview]:
-    entries, end = [], 0
-    for tensor in tensors:
-        spec = table[tensor]
-        entries.append(Entry(spec.name, spec.dtype, spec.shape, end, end + spec.nbytes))
-        end += spec.nbytes
-    yield pack_header(entries, {"format": "pt"})
-    for tensor in tensors:
-        for start, piece in _pieces(table, tensor, words_in):
-            yield piece
-            lanes[tensor] = lanes[tensor].plus(hash_bytes(np.frombuffer(piece, np.uint8), start // 8))
-            if advance is not None:
-                advance(len(piece))
-    failpoint("anchor.copied", place)
 
 
 def _pieces(table: TensorTable, tensor: int, words_in: WordsIn) -> Iterator[tuple[int, memoryview]]:

@@ -58,7 +58,6 @@ from weightcast.shared.channel.store import (
     NotFound,
     Store,
     StoreError,
-    pieces_of,
     read_if_there,
 )
 from weightcast.shared.checkpoint.state.side_files import SideFiles
@@ -249,7 +248,7 @@ def move_shards(store: Store, attempt: str, sources: Mapping[str, str]) -> str:
 
 
 def put(
-    files: Store, name: str, pieces: Iterable[bytes], check: Callable[[], None] | None = None
+    files: Store, name: str, pieces: Iterable[durable.Piece], check: Callable[[], None] | None = None
 ) -> FileRecord:
     """Writes a file of a draft, durable with it. `check`: of the claim, under which what another attempt left
     is replaced; None: raises AlreadyExists for it, unless it has these bytes."""
@@ -304,16 +303,12 @@ def commit_draft(
             raise AlreadyExists.at(store.place(name))
         if key is not None:
             statement = stated_by(index, blake3(data).hexdigest(), index.main)
-            _sign(store.within(draft), write_signature(statement, key), claim.check)
+            files, signature = store.within(draft), write_signature(statement, key)
+            try:
+                files.create(signature_key(INDEX_NAME), signature)
+            except AlreadyExists:
+                _put_right(files, signature_key(INDEX_NAME), signature, claim.check)
         store.commit(draft, name, INDEX_NAME, data, allowed)
-
-
-def _sign(files: Store, signature: bytes, check: Callable[[], None]) -> None:
-    name = signature_key(INDEX_NAME)
-    try:
-        files.create(name, signature)
-    except AlreadyExists:
-        _put_right(files, name, signature, check)
 
 
 def advance_pointer(claim: Claim, version: int, post_write: PostWrite | None) -> None:
@@ -430,7 +425,7 @@ def announced(channel: Channel, version: int) -> Index:
 
 def _again(kept: SideFiles, made: Store, record: FileRecord, source: Store) -> None:
     key, copy = f"{CARRIED}/{record.name}", kept.path(record)
-    pieces = pieces_of(source, key) if copy is None else durable.pieces_of(copy, follow_links=False)
+    pieces = source.pieces(key) if copy is None else durable.pieces_of(copy, follow_links=False)
     put(made, key, proven(record, pieces))
     if copy is None:
-        kept.keep(record, pieces_of(made, key))
+        kept.keep(record, made.pieces(key))

@@ -14,7 +14,7 @@ from weightcast.publisher.publish.publish_job import Input, PublishOptions
 from weightcast.publisher.ranks.rendezvous import Attempt, RankPart, SegmentSums, shard_name
 from weightcast.publisher.weights.precision import became_non_finite, check_finite
 from weightcast.shared.base.elements import DTYPES, Chunk, Part, TensorTable, Words, grid
-from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
+from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, on_error
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter, begin_shard
 from weightcast.shared.channel.index import FileRecord, Index, VersionTotals
@@ -69,13 +69,10 @@ class PartWriter:
         chunks = sum(1 for _ in grid(table, part))
         name, files = self.files.prefix + shard_name(self.rank), self.files.directory
         writer = begin_shard(self.options.encoding, files, name, table, chunks, sync=self.sync)
-        try:
+        with on_error(writer.abandon):
             with self.local.reading():
                 written = self._write(given, part, writer, advance, merged)
             given.weights.finish()
-        except BaseException:
-            writer.abandon()
-            raise
         return written
 
     def _write(

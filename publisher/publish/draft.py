@@ -36,7 +36,7 @@ from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
 from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import STEP_ENCODINGS, ChunkRecord, Index
 from weightcast.shared.channel.run_files import ChannelFile, TensorRecords
-from weightcast.shared.channel.store import Store, pieces_of
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes
 from weightcast.shared.digest.checksums import Lanes, LanesArray, root
@@ -92,9 +92,8 @@ class Meeting:
     def _received(self) -> list[FromRank]:
         table, answers = self.own.local.table, self.assignment.answers
         ranks = senders(self.assignment, table, self.own.rank)
-        found = rendezvous.collect(
-            self.files, self.writer.attempt, ranks, "sent", rendezvous.parse_sent, self.deadline
-        )
+        read = rendezvous.message(self.files, "sent", rendezvous.parse_sent)
+        found = rendezvous.collect(self.files, self.writer.attempt, ranks, read, self.deadline)
         return [
             FromRank(rank, runs_in(table, answers[rank]), sent, self.files)
             for rank, sent in zip(ranks, found, strict=True)
@@ -222,7 +221,7 @@ class SpooledDelta:
         """Makes its shards durable in `files`. Raises DamagedFile when they are not what was written."""
         for record in self.part.draft.files:
             name = files.prefix + record.name
-            if put(files.directory, name, pieces_of(self.outbox, record.name)) != replace(record, name=name):
+            if put(files.directory, name, self.outbox.pieces(record.name)) != replace(record, name=name):
                 raise DamagedFile(
                     f"{files.directory.place(name)} differs from what was written to {self.outbox.place()}",
                     remedy="nothing was published; check memory and disks of this machine",

@@ -63,6 +63,7 @@ from weightcast.shared.base.errors import (
     Untrusted,
     WeightcastError,
     WrongRun,
+    on_error,
 )
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
@@ -372,8 +373,9 @@ class OwnerRank:
         deadline = time.monotonic() + self._options.deadline_seconds
         own = RankWeights.of(self._rank.number, writer.local, given.weights, given.matched)
         with job.phase("ranks"):
-            parse, others = partial(rendezvous.parse_holds, table=table), range(1, attempt.world_size)
-            holds = [own.holds, *rendezvous.collect(parts, attempt, others, "holds", parse, deadline)]
+            read = rendezvous.message(parts, "holds", partial(rendezvous.parse_holds, table=table))
+            others = rendezvous.collect(parts, attempt, range(1, attempt.world_size), read, deadline)
+            holds = [own.holds, *others]
             meeting = Meeting(parts, writer, given, own, holds, deadline)
             parts.replace(rendezvous.PLAN, rendezvous.write_plan(holds))
         written = [meeting.write_part(job)]
@@ -397,7 +399,7 @@ class OwnerRank:
         _, base = channel.require_ours()
         version = self._free_number(channel)
         parts = begin_attempt(self._claim, version)
-        try:
+        with on_error(partial(end_attempt, channel.store, parts)):
             with job.phase("diff"):
                 base, beside = self._files_beside(base)
                 files = Files.of(channel.store, parts)
@@ -408,9 +410,6 @@ class OwnerRank:
             moved = (index.tensors.lanes != base.lanes).any(axis=1)
             refuse_moved(base.table, [tensor for tensor in sorted(given.matched.frozen) if moved[tensor]])
             job.check_root(index)
-        except BaseException:
-            end_attempt(channel.store, parts)
-            raise
         return Draft(index, parts, {file.name: file.name for file in index.all_files}, given.facts, {}, None)
 
     def _free_number(self, channel: Channel) -> int:

@@ -18,7 +18,7 @@ from weightcast.publisher.weights.match import Matched, match
 from weightcast.publisher.weights.tensors import NO_FACTS, InputFacts, NewWeights
 from weightcast.shared.base.choices import NonFinite
 from weightcast.shared.base.elements import MAIN, TensorTable, Words
-from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError, on_error
 from weightcast.shared.base.options import check_options
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
@@ -129,7 +129,9 @@ def report_of(
     resumed = step_before is not None and index.step is not None and index.step < step_before
     known = configs_before or {}
     changed = {name: digest for name, digest in (facts.configs or {}).items() if digest}
-    changed_elements, changed_bytes = index.totals.changed, _changed_bytes(index, table)
+    numbers = index.tensors.numbers(table)
+    widths = table.sizes[numbers] // np.maximum(1, table.counts[numbers])
+    changed_elements, changed_bytes = index.totals.changed, int((index.tensors.changed * widths).sum())
     delta_bytes = index.totals.delta_bytes + index_bytes
     found = non_finite or {}
     return PublishReport(
@@ -163,12 +165,6 @@ def report_of(
     )
 
 
-def _changed_bytes(index: Index, table: TensorTable) -> int:
-    numbers = index.tensors.numbers(table)
-    widths = table.sizes[numbers] // np.maximum(1, table.counts[numbers])
-    return int((index.tensors.changed * widths).sum())
-
-
 def step_of_version(channel: Channel, version: int) -> int | None:
     """None where the version's index has none, or cannot be read."""
     with contextlib.suppress(WeightcastError, OSError):
@@ -187,17 +183,17 @@ _HASHED_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """What most runs leave as it is, of what every publication follows."""
+    """Settings of every publication that most runs leave at their defaults."""
 
     threads: int = 1
-    """that compare and encode"""
+    """worker threads that compare and encode"""
     deadline_seconds: float = 600.0
     """ranks wait for each other this long"""
     anchor_every: int = 0
-    """full weights beside every Nth version; 0: none"""
+    """an anchor (full weights) with every Nth version; 0: none"""
     post_write: PostWrite | None = None
     """called as `post_write(version, directory, phase)`, with the phase `version` when the files are there
-    and `pointer` when `latest` names them, for adapters too; `directory` of a bucket is its URL, as text"""
+    and `pointer` when `latest` names them, for adapters too; in a bucket `directory` is a URL, as text"""
     non_finite: NonFinite = "allow"
     """`refuse`: a delta in which elements become NaN or infinite is not published"""
 
@@ -316,11 +312,8 @@ class Input:
         """Raises what `matched_input` does; nothing stays open then."""
         with phase("read"):
             weights = source.read()
-            try:
+            with on_error(weights.close):
                 return matched_input(weights, file, table, rank)
-            except BaseException:
-                weights.close()
-                raise
 
     def words_in(self, tensor: int, start: int, stop: int) -> Words:
         return self.weights.words_in(self.matched.sources[tensor], start, stop)

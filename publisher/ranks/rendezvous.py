@@ -41,6 +41,7 @@ from weightcast.shared.channel.index import Encoding, Index, parse_index, write_
 from weightcast.shared.channel.layout import ATTEMPTS
 from weightcast.shared.channel.store import Store, read_if_there
 from weightcast.shared.digest.checksums import Lanes
+from weightcast.shared.files.paths import printable
 from weightcast.shared.files.strict_json import MAX_INTEGER
 
 _POLL_SECONDS = 0.05
@@ -79,7 +80,7 @@ def _parsed(data: bytes, what: str, kind: Any) -> Any:
         return _adapter(kind).validate_json(data, strict=True)
     except ValueError as error:
         problem = " ".join(str(error).partition(" [type=")[0].split())
-        raise DamagedFile(f"{what}: {_printable(problem)[:160]}") from error
+        raise DamagedFile(f"{what}: {printable(problem)[:160]}") from error
 
 
 def _packed(message: object) -> bytes:
@@ -259,27 +260,11 @@ def leave_part(files: Store, rank: int, part: RankPart, table: TensorTable) -> N
 
 def reason_of(error: BaseException) -> str:
     kind = "" if isinstance(error, WeightcastError) else f"{type(error).__name__}: "
-    return _printable(f"{kind}{error}"[:500])
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+    return printable(" ".join(f"{kind}{error}"[:500].split()))
 
 
 def _failure(rank: int) -> str:
     return rank_file("part", rank, "failed.json")
-
-
-def collect(
-    files: Store,
-    attempt: Attempt,
-    ranks: Sequence[int],
-    kind: str,
-    parse: Callable[[bytes, str], Found],
-    deadline: float,
-) -> list[Found]:
-    """A message of each of `ranks`. Raises as `_collect`."""
-    return _collect(files, attempt, ranks, lambda rank: _read(files, rank_file(kind, rank), parse), deadline)
 
 
 def await_plan(files: Store, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
@@ -301,7 +286,7 @@ def await_plan(files: Store, attempt: Attempt, table: TensorTable, deadline: flo
 def collect_parts(
     files: Store, attempt: Attempt, assignment: ShardAssignment, table: TensorTable, deadline: float
 ) -> list[RankPart]:
-    """What all other ranks leave, in rank order. Raises as `_collect`."""
+    """What all other ranks leave, in rank order. Raises as `collect`."""
 
     def read(rank: int) -> RankPart | None:
         draft = _read(files, rank_file("part", rank), lambda data, what: parse_index(data, table))
@@ -315,10 +300,10 @@ def collect_parts(
             parse_sent(files.read(sent, _MESSAGE_LIMIT), files.place(sent)),
         )
 
-    return _collect(files, attempt, range(1, attempt.world_size), read, deadline)
+    return collect(files, attempt, range(1, attempt.world_size), read, deadline)
 
 
-def _collect(
+def collect(
     files: Store,
     attempt: Attempt,
     ranks: Sequence[int],
@@ -372,7 +357,7 @@ def _raise_closed(files: Store) -> None:
 def _raise_said(files: Store, name: str, what: str) -> None:
     said = _read(files, name, partial(_parsed, kind=tuple[str, bool]), _LIMIT)
     if said is not None:
-        text = f"{what}: {_printable(said[0])}"
+        text = f"{what}: {printable(said[0])}"
         if said[1]:
             raise NeedsReseed(text, remedy="nothing was published; publish again on all ranks")
         raise Refused(text, remedy="nothing was published")
@@ -483,6 +468,11 @@ def looks(deadline: float) -> Iterator[None]:
         if time.monotonic() >= deadline:
             return
         time.sleep(_POLL_SECONDS)
+
+
+def message(files: Store, kind: str, parse: Callable[[bytes, str], Found]) -> Callable[[int], Found | None]:
+    """For `collect`: reads what a rank leaves of this kind."""
+    return lambda rank: _read(files, rank_file(kind, rank), parse)
 
 
 def _read(

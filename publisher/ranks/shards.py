@@ -30,7 +30,7 @@ from weightcast.shared.base.elements import (
     grid,
     padded,
 )
-from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, RetryLater
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused, RetryLater, on_error
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position
@@ -122,7 +122,7 @@ def send(
     # what a killed process of this rank left is not read: its record was never there
     files.delete(name)
     writer = files.write(name)
-    try:
+    with on_error(writer.discard):
         with own.local.reading():
             chunks = _concerned(own, assignment.parts, mine)
             for key, blob, old, new in ordered(lambda one: _encoded(own, *one), chunks, threads):
@@ -133,9 +133,6 @@ def send(
             writer.finish()
         else:
             writer.discard()
-    except BaseException:
-        writer.discard()
-        raise
     return shares
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import operator
 import os
 import secrets
 import ssl
@@ -118,6 +119,7 @@ class HandOver:
         timeout: float = 60.0,
         component: str = MAIN,
         config: Mapping[str, Any] | str | Path | None = None,
+        main_version: SupportsIndex | None = None,
     ) -> Handed:
         """Copies the tensors, which may change when this returns. The newest wins: earlier ones that are not
         being read are replaced.
@@ -129,6 +131,8 @@ class HandOver:
             component: `adapter/NAME`: the tensors are those of `peft.get_peft_model_state_dict(model)`. Its
                 newest wins over its own earlier ones alone.
             config: Of an adapter, required: `peft_config.to_dict()`, or peft's file.
+            main_version: Of `main`, on which the adapter was trained; the newest when it is published if not
+                given.
 
         Raises:
             RetryLater: The memory is too small, or no slot became free in time. The publisher keeps what was
@@ -139,7 +143,10 @@ class HandOver:
             # blake3 and more, which a trainer without adapters does not need
             from weightcast.publisher.weights.config import component_config as written
 
-            handed = self._of(component)._put(named_tensors, step, timeout, written(config, component))
+            files = written(config, component)
+            handed = self._of(component)._put(named_tensors, step, timeout, files, main_version)
+        elif main_version is not None:
+            raise Refused("main_version is not for main", remedy="give component= too, or leave it out")
         else:
             handed = self._put(named_tensors, step, timeout)
         self._tell()
@@ -165,11 +172,12 @@ class HandOver:
         step: SupportsIndex | None,
         timeout: float,
         config: Mapping[str, bytes] | None = None,
+        main_version: SupportsIndex | None = None,
     ) -> Handed:
         """`config`: None for main."""
         if config is not None and ADAPTER_CONFIG not in config:
             raise Refused("config= is missing", remedy="give peft_config.to_dict() with component=")
-        number = whole_step(step)
+        number, main = whole_step(step), None if main_version is None else operator.index(main_version)
         given = [(spec_of(name, tensor), tensor) for name, tensor in pairs_of(named_tensors)]
         twice = [name for name, count in Counter(spec.name for spec, _ in given).items() if count > 1]
         if twice:
@@ -178,7 +186,7 @@ class HandOver:
         given.sort(key=lambda one: one[0].nbytes // max(1, one[0].elements), reverse=True)
         slot, lock = self._free_slot(timeout)
         try:
-            return self._write(slot, given, number, config or {})
+            return self._write(slot, given, number, config or {}, main)
         except OSError as error:
             raise RetryLater(
                 f"{self._export.directory}: {error.strerror or error}",
@@ -205,7 +213,12 @@ class HandOver:
             time.sleep(_TRY_EVERY)
 
     def _write(
-        self, slot: str, given: Sequence[_Given], step: int | None, files: Mapping[str, bytes]
+        self,
+        slot: str,
+        given: Sequence[_Given],
+        step: int | None,
+        files: Mapping[str, bytes],
+        main: int | None,
     ) -> Handed:
         self._export.withdraw(slot)
         header = _header([spec for spec, _ in given])
@@ -218,7 +231,7 @@ class HandOver:
         for name, data in files.items():
             durable.replace(self._export.slot(slot) / name, data)
         self._sequence += 1
-        handed = Handed(self._name, self._sequence, slot, step, nbytes)
+        handed = Handed(self._name, self._sequence, slot, step, nbytes, main)
         self._export.commit(handed)
         return handed
 
@@ -324,6 +337,8 @@ class Handed:
     step: int | None
     nbytes: int
     """of the file"""
+    main_version: int | None = None
+    """of main, on which an adapter was trained"""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ CONFIG = "config.json"
 Place = tuple[str, ...]
 """the names that lead to a member"""
 _LIMIT = 256 << 20
-_REMEDY = "hosts keep the base's: leave the file out, or save the base's own beside the weights"
+_REMEDY = "hosts keep the base's: leave the file out, or save the base's own next to the weights"
 _NAMED = 5
 """members that a message names"""
 _NOTHING = object()

@@ -74,7 +74,7 @@ def _matched(
     by_run = {run_name: name for name, run_name in names.run_names.items()}
     twice = [f"{one} and {other} both stand for {name}" for name, one, other in names.twice]
     other = [] if partial else _other_adapter(given, table)
-    misfit = _Misfit(len(table), by_flags, twice, table.component, other)
+    misfit = _Misfit(len(table), by_flags, twice, table.component, other, partial)
     sources: dict[int, str] = {}
     absent: list[int] = []
     still = frozen_tensors(table, frozen)
@@ -141,6 +141,7 @@ class _Misfit:
     component: str
     other_adapter: list[tuple[str, str]]
     """what an adapter was trained with otherwise, and with what to save it again"""
+    partial: bool
     missing: list[str] = field(default_factory=list)
     surplus: list[str] = field(default_factory=list)
     forms: list[tuple[TensorSpec, TensorSpec]] = field(default_factory=list)
@@ -194,6 +195,9 @@ class _Misfit:
             if self.component == DRAFT:
                 return "make a channel for a new run"
             other, again = f"retire {self.component} and add it under another name", self.other_adapter
+            if self.partial:
+                # one rank alone replaces them by itself
+                other += f"; before version 1: `weightcast channel component add {self.component} --like DIR`"
             return f"save it again with {' and '.join(to for _, to in again)}; or {other}" if again else other
         said = []
         kinds = {rounds(a.dtype, b.dtype) for a, b in self.forms if a.shape == b.shape}

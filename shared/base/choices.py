@@ -23,3 +23,10 @@ LEASE_LIMIT = 3600.0
 STALE_SECONDS = 60.0
 LOST_SECONDS = 120.0
 """without a change of a host's report"""
+
+
+def size(text: str) -> int:
+    """Bytes as settings and options take them (50MB, 16MiB). Raises ValueError."""
+    from pydantic import ByteSize, TypeAdapter
+
+    return int(TypeAdapter(ByteSize).validate_python(text))

@@ -18,16 +18,19 @@ An OSError leaves a command or a daemon as an error of `shared/files/disk_errors
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 OK = 0
 USAGE = 2
 
 
 MEND_CHANNEL = (
-    "`weightcast channel verify` says what is damaged, `weightcast channel repair` brings right what can be"
+    "`weightcast channel verify` lists the damage, `weightcast channel repair` fixes what can be fixed"
 )
 """the remedy for a damaged file of a channel"""
 FIX_ENGINE = (
-    "fix what the message or the engine's log names; `weightcast wake URL` of the subscriber retries at once"
+    "fix the cause (see the engine's log); `weightcast wake URL`, with the subscriber's URL, retries at once"
 )
 """the remedy for an engine that failed"""
 RESUME = "remove bad checkpoints and rewind the trainer, then `weightcast channel resume`"
@@ -37,6 +40,16 @@ RESUME = "remove bad checkpoints and rewind the trainer, then `weightcast channe
 def counted(number: int, noun: str) -> str:
     """For messages: "1 host", "2 hosts", "18,432 tensors"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+@contextlib.contextmanager
+def on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` when the block raises."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 def age(seconds: float | None) -> str:

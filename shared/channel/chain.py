@@ -354,13 +354,13 @@ def of_channel(channel: Channel, advance: Advance | None = None) -> list[Problem
     found = verify(channel, advance)
     # what nobody names cannot be found where nothing is listed
     whole = not (channel.foreign or channel.store.is_static)
-    if whole:
-        found += _lost_pointer(channel)
+    if whole and channel.store.stat(LATEST) is None and _committed_by_key(channel):
+        found.append(Problem(None, "latest is missing, and there are versions", "pointer"))
     anchors = sound_anchors(channel, found)
     found = [replace(problem, meaning=_meaning(problem, anchors)) for problem in found]
     if not whole:
         return found
-    return [*found, *_claims(channel.store), *_reports(channel.store), *strays(channel)]
+    return [*found, *_unreadable(channel.store), *strays(channel)]
 
 
 def sound_anchors(channel: Channel, problems: Sequence[Problem]) -> list[int]:
@@ -397,16 +397,11 @@ NO_WAY_ROUND = "cannot take this step until it is repaired"
 def _lost(version: int, anchors: Sequence[int]) -> str:
     over = [anchor for anchor in anchors if anchor >= version]
     if over:
-        return f"hosts below version {version} cannot take this step; the anchor of {over[0]} leads over it"
+        return f"hosts below version {version} cannot take this step; the anchor of {over[0]} leads past it"
     return (
         f"hosts below version {version} {NO_WAY_ROUND}: run `weightcast channel "
         f"repair` (with the publisher's --local if it is stopped)"
     )
-
-
-def _lost_pointer(channel: Channel) -> Iterator[Problem]:
-    if channel.store.stat(LATEST) is None and _committed_by_key(channel):
-        yield Problem(None, "latest is missing, and there are versions", "pointer")
 
 
 def unannounced(channel: Channel) -> list[int]:
@@ -446,36 +441,27 @@ def _committed_by_key(channel: Channel, known: int = 0) -> list[int]:
     return sorted(found)
 
 
-def _claims(store: Store) -> Iterator[Problem]:
-    newest = f"{current_epoch(store)}.json"
-    for name, found in _unreadable(store, PUBLISHERS, CLAIM_LIMIT, parse_claim):
-        meaning = _CLAIM if name == newest else _STRAY
-        yield _small("claim", store, f"{PUBLISHERS}/{name}", found, meaning)
-
-
-def _reports(store: Store) -> Iterator[Problem]:
-    for name, found in _unreadable(store, HOSTS, REPORT_LIMIT, parse_report):
-        yield _small("report", store, f"{HOSTS}/{name}", found, _REPORT)
-
-
-def _small(part: Part, store: Store, key: str, found: Flaw, meaning: str) -> Problem:
-    meaning = _UNREAD if found.unread else meaning
-    return Problem(None, f"{key}: {found.message}", part, store.place(key), meaning, found.unread)
-
-
-def _unreadable(
-    store: Store, prefix: str, limit: int, parse: Callable[[bytes, str], object]
-) -> Iterator[tuple[str, Flaw]]:
-    """Names of JSON files below `prefix` that cannot be parsed. A linked prefix is not the channel's."""
-    if not any(entry.name == prefix and entry.kind == "directory" for entry in store.list()):
-        return
-    for name in sorted(name for name in store.names(prefix) if name.endswith(".json")):
-        try:
-            parse(store.read(f"{prefix}/{name}", limit), name)
-        except NotFound:
-            continue
-        except (WeightcastError, OSError) as error:
-            yield name, flaw(error)
+def _unreadable(store: Store) -> Iterator[Problem]:
+    """Claims and reports that cannot be parsed. A linked directory is not the channel's."""
+    there = {entry.name for entry in store.list() if entry.kind == "directory"}
+    newest = f"{PUBLISHERS}/{current_epoch(store)}.json"
+    kinds: tuple[tuple[Part, str, int, Callable[[bytes, str], object]], ...] = (
+        ("claim", PUBLISHERS, CLAIM_LIMIT, parse_claim),
+        ("report", HOSTS, REPORT_LIMIT, parse_report),
+    )
+    for part, prefix, limit, parse in kinds:
+        for name in sorted(store.names(prefix)) if prefix in there else ():
+            key = f"{prefix}/{name}"
+            try:
+                if name.endswith(".json"):
+                    parse(store.read(key, limit), name)
+            except NotFound:
+                continue
+            except (WeightcastError, OSError) as error:
+                found = flaw(error)
+                lost = _REPORT if part == "report" else _CLAIM if key == newest else _STRAY
+                meaning = _UNREAD if found.unread else lost
+                yield Problem(None, f"{key}: {found.message}", part, store.place(key), meaning, found.unread)
 
 
 def strays(channel: Channel) -> Iterator[Problem]:

@@ -13,10 +13,8 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from io import FileIO
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.base.failpoints import failpoint
@@ -26,13 +24,12 @@ from weightcast.shared.channel.store import (
     AlreadyExists,
     Changed,
     Entry,
-    Placed,
+    Pieces,
     Stat,
     Store,
     StoreError,
     check_head,
     check_key,
-    fill,
     store_error,
     unavailable,
 )
@@ -46,9 +43,8 @@ from weightcast.shared.files.paths import (
     require_directory,
 )
 
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
+_PIECE = 1 << 20
+"""bytes that are read at a time"""
 _SEND_BYTES = 4 << 20
 _WRITE = 2
 """SYNC_FILE_RANGE_WRITE of sync_file_range(2)"""
@@ -109,7 +105,7 @@ def _mapped(path: Path) -> Iterator[None]:
         raise store_error(error, str(path)) from error
 
 
-class DirectoryStore(Placed):
+class DirectoryStore(Store):
     """`root`: the channel's directory, where this one is within it. A root may be a symbolic link; below it
     no link is followed."""
 
@@ -117,7 +113,7 @@ class DirectoryStore(Placed):
         self.directory, self.rates = directory, rates
         self._root = directory if root is None else root
 
-    renames, is_static = True, False
+    renames = True
 
     def place(self, key: str = "") -> str:
         return str(self.directory / key)
@@ -184,10 +180,11 @@ class DirectoryStore(Placed):
             finally:
                 os.close(fd)
 
-    def open(self, key: str) -> _FileBody:
-        path = self._path(key)
+    def pieces(self, key: str) -> Pieces:
+        path, rate = self._path(key), self.rates.fetch
         with _mapped(path):
-            return _FileBody(path, self.rates.fetch)
+            read = durable.pieces_of(path, follow_links=False, block_bytes=min(_PIECE, rate.piece))
+            yield from rate.paced(read)
 
     def create(self, key: str, data: bytes) -> None:
         with self._made(key) as path:
@@ -214,9 +211,6 @@ class DirectoryStore(Placed):
         with self._made(key) as path:
             nested = path.parent != self.directory
             return _FileWriter(path, reserve, sync, self.rates.publish, is_nested=nested)
-
-    def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
-        fill(self.write(key), pieces)
 
     def begin(self, draft: str) -> DirectoryStore:
         path = self._path(draft)
@@ -304,9 +298,6 @@ class DirectoryStore(Placed):
             durable.sync_directory(path.parent)
             return True
 
-    def ignored(self) -> str:
-        return ""  # a file system is tried before anything is made on it
-
     def now(self, prefix: str = "") -> float:
         path = self._path(prefix)
         with _mapped(path):
@@ -351,18 +342,6 @@ def _has(path: Path, data: bytes) -> bool:
     return False
 
 
-class _FileBody(FileIO):
-    def __init__(self, path: Path, rate: Rate) -> None:
-        super().__init__(durable.open_regular(path))
-        self._path, self._rate = path, rate
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        with _mapped(self._path), durable.named(self._path):
-            count = super().readinto(memoryview(buffer)[: self._rate.piece])
-        self._rate.take(count)
-        return count
-
-
 class _FileWriter:
     def __init__(self, path: Path, reserve: int, sync: bool, rate: Rate, *, is_nested: bool) -> None:
         """`is_nested`: in a subdirectory of its draft; `commit` does not make names there durable."""
@@ -373,7 +352,7 @@ class _FileWriter:
         self._sent = reserve
         """bytes up to here are on their way to the disk"""
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: durable.Piece) -> None:
         for piece in self._rate.pieces(data):
             self._put(piece, self._end)
             self._end += len(piece)
@@ -386,7 +365,7 @@ class _FileWriter:
         check_head(str(self._path), head, self._reserve)
         self._put(head, 0)
 
-    def _put(self, data: bytes | memoryview, offset: int) -> None:
+    def _put(self, data: durable.Piece, offset: int) -> None:
         view = memoryview(data)
         while view:
             with _mapped(self._path), durable.named(self._path):

@@ -12,8 +12,8 @@ import errno
 import importlib
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -26,10 +26,11 @@ from weightcast.shared.channel.store import (
     AlreadyExists,
     Entry,
     NotFound,
+    Pieces,
     Stat,
+    Store,
     Unavailable,
     denied,
-    fill,
     joined,
     too_large,
 )
@@ -37,6 +38,9 @@ from weightcast.shared.files import durable
 
 if TYPE_CHECKING:
     from obstore import UpdateVersion
+
+_PIECE = 1 << 20
+"""bytes that are read at a time of a file that was downloaded"""
 
 
 def open_hf_store(url: str, rates: Rates = NO_RATES) -> HfStore:
@@ -112,8 +116,10 @@ class HfStore(ObjectStore):
         self.rates.fetch.take(len(data))
         return data
 
-    def open(self, key: str) -> _Body:  # type: ignore[override]
-        return _Body(self._downloaded(key, self._info(key)), self.rates)
+    def pieces(self, key: str) -> Pieces:
+        rate = self.rates.fetch
+        with self._downloaded(key, self._info(key)) as file:
+            yield from rate.paced(iter(partial(file.read, min(_PIECE, rate.piece)), b""))
 
     def _downloaded(self, key: str, info: Any) -> FileIO:
         with tempfile.TemporaryDirectory() as directory, self._named(key):
@@ -126,8 +132,7 @@ class HfStore(ObjectStore):
             raise AlreadyExists.at(self.place(key))
         self._change(key, add=[(data, self._key(key))])
 
-    def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
-        fill(self.write(key), pieces)
+    upload = Store.upload
 
     def upload_file(self, key: str, file: IO[bytes], size: int) -> None:
         file.flush()
@@ -206,16 +211,3 @@ def _stat(found: Any) -> Stat:
     written = found.uploaded_at or found.mtime
     nanoseconds = 0 if written is None else int(written.timestamp()) * 10**9
     return Stat(found.size, nanoseconds, found.xet_hash)
-
-
-class _Body(AbstractContextManager["_Body"]):
-    def __init__(self, file: FileIO, rates: Rates) -> None:
-        self._file, self._rate = file, rates.fetch
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        count = self._file.readinto(buffer[: self._rate.piece])
-        self._rate.take(count)
-        return count
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()

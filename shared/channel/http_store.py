@@ -12,7 +12,6 @@ import random
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn
@@ -26,8 +25,9 @@ from weightcast.shared.channel.store import (
     POLLED_BYTES,
     Entry,
     NotFound,
-    Placed,
+    Pieces,
     Stat,
+    Store,
     Unavailable,
     bad_certificate,
     check_key,
@@ -82,7 +82,7 @@ def open_http_store(url: str, rates: Rates = NO_RATES) -> HttpStore:
     return HttpStore(_Client(client), bare, rates)
 
 
-class HttpStore(Placed):
+class HttpStore(Store):
     """`url`: of the channel, or of a directory within it, without a slash at its end."""
 
     def __init__(self, client: _Client, url: str, rates: Rates) -> None:
@@ -90,7 +90,6 @@ class HttpStore(Placed):
         self._polled: dict[str, tuple[bytes, str]] = {}
         """content and tag"""
 
-    renames = False
     is_static = True
 
     def place(self, key: str = "") -> str:
@@ -100,12 +99,6 @@ class HttpStore(Placed):
         if not prefix:
             return self
         return HttpStore(self._client, f"{self._url}/{quote(check_key(prefix))}", self.rates)
-
-    def present(self) -> bool:
-        return True
-
-    def names(self, prefix: str = "") -> list[str]:
-        return [entry.name for entry in self.list(prefix)]
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         raise Refused(
@@ -153,8 +146,11 @@ class HttpStore(Placed):
         self.rates.fetch.take(len(data))
         return bytes(data[:length])
 
-    def open(self, key: str) -> _Body:
-        return _Body(self, key)
+    def pieces(self, key: str) -> Pieces:
+        """One request, read as it arrives."""
+        rate = self.rates.fetch
+        with self._asked("GET", key) as answer:
+            yield from rate.paced(answer.iter_raw(min(_BLOCK, rate.piece)))
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise Refused(
@@ -170,12 +166,22 @@ class HttpStore(Placed):
     def _asked(
         self, method: str, key: str, headers: dict[str, str] | None = None
     ) -> Iterator[httpx.Response]:
-        """A good answer, its body unread."""
-        with self.errors(key):
+        """A good answer, its body unread. Errors of the client as those of a store."""
+        place = self.place(key)
+        try:
             answer = self._sent(method, f"{self._url}/{quote(check_key(key))}", headers or {})
             with contextlib.closing(answer):
-                _judge(answer, self.place(key))
+                _judge(answer, place)
                 yield answer
+        except httpx.TransportError as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise bad_certificate(place, f": {str(error).rpartition(': ')[2]}") from error
+            raise Unavailable(
+                f"{place}: {str(error) or type(error).__name__}",
+                errno.EIO,
+                place,
+                remedy="check the URL, the server and the network",
+            ) from error
 
     def _sent(self, method: str, url: str, headers: dict[str, str]) -> httpx.Response:
         client = self._client.http
@@ -188,22 +194,6 @@ class HttpStore(Placed):
                 answer.close()
             time.sleep(pause * random.SystemRandom().uniform(0.8, 1.2))
         return client.send(request, stream=True)
-
-    @contextlib.contextmanager
-    def errors(self, key: str) -> Iterator[None]:
-        """Those of the client as those of a store."""
-        place = self.place(key)
-        try:
-            yield
-        except httpx.TransportError as error:
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                raise bad_certificate(place, f": {str(error).rpartition(': ')[2]}") from error
-            raise Unavailable(
-                f"{place}: {str(error) or type(error).__name__}",
-                errno.EIO,
-                place,
-                remedy="check the URL, the server and the network",
-            ) from error
 
 
 def _judge(answer: httpx.Response, place: str) -> None:
@@ -235,28 +225,3 @@ def _time(answer: httpx.Response, header: str) -> datetime | None:
 def _is_settled(answer: httpx.Response) -> bool:
     written, now = _time(answer, "Last-Modified"), _time(answer, "Date")
     return written is None or (now is not None and (now - written).total_seconds() >= _SETTLED_SECONDS)
-
-
-class _Body(AbstractContextManager["_Body"]):
-    """One request, read as it arrives."""
-
-    def __init__(self, store: HttpStore, key: str) -> None:
-        self._store, self._key = store, key
-        self._open = ExitStack()
-        answer = self._open.enter_context(store._asked("GET", key))
-        self._pieces = answer.iter_raw(_BLOCK)
-        self._piece = memoryview(b"")
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        if not self._piece:
-            with self._store.errors(self._key):
-                self._piece = memoryview(next(self._pieces, b""))
-        count = min(len(buffer), len(self._piece))
-        count = min(count, self._store.rates.fetch.piece)
-        buffer[:count] = self._piece[:count]
-        self._piece = self._piece[count:]
-        self._store.rates.fetch.take(count)
-        return count
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()

@@ -12,9 +12,9 @@ import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache
-from io import FileIO
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, cast
 
@@ -53,9 +53,10 @@ from weightcast.shared.channel.run_files import (
     write_lane_rows,
 )
 from weightcast.shared.channel.run_files import FileRecord as FileRecord
-from weightcast.shared.channel.store import Body, Store
+from weightcast.shared.channel.store import Store
 from weightcast.shared.codec.container import StepEncoding
 from weightcast.shared.digest.checksums import Lanes, root
+from weightcast.shared.files.durable import Piece, pieces_of
 from weightcast.shared.files.paths import file_name, is_plain
 from weightcast.shared.files.safetensors import naturals
 from weightcast.shared.files.strict_json import MAX_INTEGER, Hex, Members, parse_object, write_object
@@ -688,26 +689,22 @@ def _version(metadata: Members, key: str) -> int:
     return int(text)
 
 
-_BLOCK = 8 << 20
-
-
 def file_record(path: Path, name: str = "") -> FileRecord:
     """Of a local file. `name`: relative to the directory that the record is for; unset: the file's own."""
-    with path.open("rb", buffering=0) as file:
-        return _record(name or path.name, file)
+    return _record(name or path.name, pieces_of(path))
 
 
 def object_record(files: Store, key: str, advance: Advance | None = None) -> FileRecord:
     """Of an object, under the name `key`. Raises NotFound, DamagedFile, Unavailable."""
-    with files.open(key) as body:
-        return _record(key, body, advance)
+    with closing(files.pieces(key)) as pieces:
+        return _record(key, pieces, advance)
 
 
-def upload(files: Store, key: str, pieces: Iterable[bytes | memoryview]) -> FileRecord:
+def upload(files: Store, key: str, pieces: Iterable[Piece]) -> FileRecord:
     """Makes an object; the record of what was written. Raises AlreadyExists, Unavailable."""
     digest, size = blake3(), 0
 
-    def seen() -> Iterator[bytes | memoryview]:
+    def seen() -> Iterator[Piece]:
         nonlocal size
         for piece in pieces:
             digest.update(piece)
@@ -718,11 +715,11 @@ def upload(files: Store, key: str, pieces: Iterable[bytes | memoryview]) -> File
     return FileRecord(key, size, digest.hexdigest())
 
 
-def _record(name: str, body: Body | FileIO, advance: Advance | None = None) -> FileRecord:
-    digest, size, room = blake3(), 0, memoryview(bytearray(_BLOCK))
-    while count := body.readinto(room):
-        digest.update(room[:count])
-        size += count
+def _record(name: str, pieces: Iterable[Piece], advance: Advance | None = None) -> FileRecord:
+    digest, size = blake3(), 0
+    for piece in pieces:
+        digest.update(piece)
+        size += len(piece)
         if advance is not None:
-            advance(count)
+            advance(len(piece))
     return FileRecord(name, size, digest.hexdigest())

@@ -36,10 +36,13 @@ def version_name(version: int) -> str:
 
 def version_of(name: str) -> int | None:
     """The version whose directory has this name; None for any other name."""
-    match = _VERSION.fullmatch(name)
-    if match is None or version_name(int(match[1])) != name:
-        return None
-    return int(match[1])
+    return _number(_VERSION, name, version_name)
+
+
+def _number(pattern: re.Pattern[str], name: str, name_of: Callable[[int], str]) -> int | None:
+    """Of a name that `name_of` makes; None for any other."""
+    match = pattern.fullmatch(name)
+    return int(match[1]) if match is not None and name_of(int(match[1])) == name else None
 
 
 def delta_name(version: int) -> str:
@@ -49,8 +52,7 @@ def delta_name(version: int) -> str:
 
 def delta_version(name: str) -> int | None:
     """The version of SkyRL whose directory has this name; None for any other name."""
-    match = _DELTA.fullmatch(name)
-    return None if match is None else int(match[1])
+    return _number(_DELTA, name, delta_name)
 
 
 def from_name(base_version: int) -> str:
@@ -59,10 +61,7 @@ def from_name(base_version: int) -> str:
 
 def base_of(name: str) -> int | None:
     """The base version of the multi-step delta in a directory of this name; None for other names."""
-    match = _FROM.fullmatch(name)
-    if match is None or from_name(int(match[1])) != name:
-        return None
-    return int(match[1])
+    return _number(_FROM, name, from_name)
 
 
 def index_key(version: int) -> str:

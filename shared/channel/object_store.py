@@ -14,10 +14,7 @@ import os
 import re
 import secrets
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from hashlib import file_digest, sha256
@@ -40,19 +37,20 @@ from weightcast.shared.channel.store import (
     Changed,
     Entry,
     NotFound,
-    Placed,
+    Pieces,
     Stat,
+    Store,
     StoreError,
     Unavailable,
     bad_certificate,
     check_head,
     check_key,
     denied,
-    fill,
     joined,
     too_large,
 )
 from weightcast.shared.files import durable
+from weightcast.shared.kernels.parallel import ordered
 
 if TYPE_CHECKING:
     from obstore import GetOptions, UpdateVersion
@@ -62,8 +60,8 @@ Keys: TypeAlias = list[str]
 """the class below has a method of the name `list`"""
 _PART = 8 << 20
 """bytes per request of a large object"""
-_AHEAD = 4
-"""requests at a time of an object that is read: so many parts wait in memory"""
+_READS = 5
+"""requests at a time of an object that is read; a part more may wait in memory"""
 _UPLOADS, _PACED_UPLOADS = 8, 4
 _PARTS = 10_000
 """of an upload, at most: as S3 has it"""
@@ -122,7 +120,7 @@ def open_object_store(url: str, rates: Rates = NO_RATES, *, stitch: bool = False
     return ObjectStore(client, bucket, parts.path.strip("/"), rates, stitch=stitch)
 
 
-class ObjectStore(Placed):
+class ObjectStore(Store):
     """`client`: of obstore, for the bucket; `url`: of the bucket; `prefix`: of every key; `stitch`: objects
     get their SHA-256 as user metadata."""
 
@@ -133,8 +131,6 @@ class ObjectStore(Placed):
         self._stitch = stitch
         self._polled: dict[str, tuple[bytes, UpdateVersion]] = {}
 
-    renames = is_static = False
-
     def place(self, key: str = "") -> str:
         return joined(self._url, joined(self._prefix, key) if key else self._prefix)
 
@@ -142,12 +138,6 @@ class ObjectStore(Placed):
         if not prefix:
             return self
         return ObjectStore(self._client, self._url, self._key(prefix), self.rates, stitch=self._stitch)
-
-    def present(self) -> bool:
-        return True
-
-    def names(self, prefix: str = "") -> list[str]:
-        return [entry.name for entry in self.list(prefix)]
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         with self._named(prefix) as key:
@@ -174,7 +164,8 @@ class ObjectStore(Placed):
         known = None if known is None or len(known[0]) > limit else known
         with self._named(key) as full:
             try:
-                found = obstore.get(self._client, full, options=_unless(known))
+                unless: GetOptions = {} if known is None else {"if_none_match": known[1]["e_tag"]}
+                found = obstore.get(self._client, full, options=unless)
             except exceptions.NotModifiedError:
                 if known is None:
                     raise
@@ -190,12 +181,24 @@ class ObjectStore(Placed):
         if length <= 0:
             return b""
         self.rates.fetch.take(length)
-        return bytes(self.part(key, offset, length)[0])
+        return bytes(self._part(key, offset, length)[0])
 
-    def open(self, key: str) -> _Body:
-        return _Body(self, key)
+    def pieces(self, key: str) -> Pieces:
+        """Parts are asked for ahead, several at a time; a small object is one request."""
+        rate = self.rates.fetch
+        step = min(_PART, rate.piece)
+        first, size = self._part(key, 0, step)
+        rate.take(len(first))
+        yield first
 
-    def part(self, key: str, offset: int, length: int) -> tuple[memoryview, int]:
+        def read(start: int) -> memoryview:
+            length = min(step, size - start)
+            rate.take(length)
+            return self._part(key, start, length)[0]
+
+        yield from ordered(read, range(step, size, step), _READS, each=1)
+
+    def _part(self, key: str, offset: int, length: int) -> tuple[memoryview, int]:
         """What the object has of a range of at least a byte, and its size."""
         with self._named(key) as full:
             try:
@@ -275,10 +278,10 @@ class ObjectStore(Placed):
             raise AlreadyExists.at(self.place(key))
         return _Writer(self, key, reserve)
 
-    def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
+    def upload(self, key: str, pieces: Iterable[durable.Piece]) -> None:
         if self._stitch:
             # the digest of all bytes goes ahead of the first
-            return fill(self.write(key), pieces)
+            return super().upload(key, pieces)
         if self.stat(key) is not None:
             raise AlreadyExists.at(self.place(key))
         head, rest, part = bytearray(), self._paced(pieces), self._part_size()
@@ -311,7 +314,7 @@ class ObjectStore(Placed):
         uploads = _PACED_UPLOADS if self.rates.publish.limits else _UPLOADS
         self._send(key, data, chunk_size=part, max_concurrency=uploads, **how)
 
-    def _paced(self, pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    def _paced(self, pieces: Iterable[durable.Piece]) -> Iterator[memoryview]:
         return (piece for whole in pieces for piece in self.rates.publish.pieces(whole))
 
     def begin(self, draft: str) -> ObjectStore:
@@ -471,53 +474,13 @@ def _version(meta: Any) -> UpdateVersion:
     return cast("UpdateVersion", {name: meta[name] for name in ("e_tag", "version") if meta[name]})
 
 
-def _unless(known: tuple[bytes, UpdateVersion] | None) -> GetOptions:
-    return {} if known is None else {"if_none_match": known[1]["e_tag"]}
-
-
-class _Body(AbstractContextManager["_Body"]):
-    """Parts are asked for ahead, several at a time; a small object is one request."""
-
-    def __init__(self, store: ObjectStore, key: str) -> None:
-        self._store, self._key = store, key
-        step = min(_PART, store.rates.fetch.piece)
-        self._part, size = store.part(key, 0, step)
-        store.rates.fetch.take(len(self._part))
-        self._ranges = ((start, min(step, size - start)) for start in range(step, size, step))
-        self._pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="parts")
-        self._coming: deque[Future[memoryview]] = deque()
-        for _ in range(_AHEAD):
-            self._ask()
-
-    def _ask(self) -> None:
-        for start, length in self._ranges:
-            self._coming.append(self._pool.submit(self._read, start, length))
-            return
-
-    def _read(self, start: int, length: int) -> memoryview:
-        self._store.rates.fetch.take(length)
-        return self._store.part(self._key, start, length)[0]
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        if not self._part and self._coming:
-            self._part = self._coming.popleft().result()
-            self._ask()
-        count = min(len(buffer), len(self._part))
-        buffer[:count] = self._part[:count]
-        self._part = self._part[count:]
-        return count
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-
 class _Writer:
     def __init__(self, store: ObjectStore, key: str, reserve: int) -> None:
         self._store, self._key, self._reserve = store, key, reserve
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
         self._file.seek(reserve)
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: durable.Piece) -> None:
         self._file.write(data)
 
     def write_head(self, head: bytes) -> None:

@@ -1,6 +1,7 @@
 """What operators write into a channel: versions that are never pruned (`keep/<version>`), tags
 (`tags/<name>`), orders to its owner (`orders/rollback.json`, `orders/repair`, `orders/anchor`). The owner
-writes what waits for their end (`orders/waiting`). docs/FORMAT.md."""
+writes what waits for their end (`orders/waiting`), and why it refused one (`orders/refused`).
+docs/FORMAT.md."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _MOST_WAITING = 8
 """names; a path has up to 4096 bytes"""
 _KEEP, _TAGS = "keep", "tags"
 _ROLLBACK, _REPAIR, _ANCHOR = "orders/rollback.json", "orders/repair", "orders/anchor"
-_WAITING = "orders/waiting"
+_WAITING, _REFUSED = "orders/waiting", "orders/refused"
 
 
 def keep(store: Store, version: int) -> None:
@@ -145,6 +146,7 @@ _WORK: dict[Work, str] = {"repair": _REPAIR, "anchor": _ANCHOR}
 
 def order(store: Store, work: Work) -> None:
     """An earlier order stays."""
+    store.delete(_REFUSED)
     with contextlib.suppress(AlreadyExists):
         store.create(_WORK[work], b"")
 
@@ -155,3 +157,18 @@ def is_ordered(store: Store, work: Work) -> bool:
 
 def end_order(store: Store, work: Work) -> None:
     store.delete(_WORK[work])
+
+
+def refuse_order(store: Store, work: Work, error: Refused) -> None:
+    """By the owner: the order ends, and who gave it reads why."""
+    store.replace(_REFUSED, f"{error.message}\n{error.remedy}".encode())
+    end_order(store, work)
+
+
+def refusal(store: Store) -> Refused | None:
+    """Of the last order."""
+    data = read_if_there(store, _REFUSED, _ORDER_LIMIT)
+    if data is None:
+        return None
+    message, _, remedy = data.decode(errors="replace").partition("\n")
+    return Refused(message, remedy=remedy)

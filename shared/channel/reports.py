@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from math import inf, isfinite
@@ -179,10 +179,16 @@ def parse_report(data: bytes, what: str, updates: int = UPDATES_LIMIT) -> Report
         absent=("phase", "target_version", "remedy", "retries", "clock_offset", "gate"),
         engines=tuple(cast(list[dict[str, object]], engines)),
         bytes=_bytes(members, what) if "bytes" in members else {},
-        updates=_updates(members, what, updates) if "updates" in members else (),
+        updates=tuple(
+            row.record(Update, seconds=_seconds(row))
+            for row in islice(_rows(members, what, "updates", UPDATES_LIMIT), updates)
+        ),
         requests=_counts(members, "requests", what),
         tokens=_counts(members, "tokens", what),
-        adapters=_adapters(members, what) if "adapters" in members else (),
+        adapters=tuple(
+            row.record(AdapterReport, absent=("error", "remedy"))
+            for row in _rows(members, what, "adapters", ADAPTERS_LIMIT)
+        ),
     )
 
 
@@ -199,21 +205,11 @@ def _bytes(members: Members, what: str) -> dict[str, int]:
     return {cause: found.integer(cause) for cause in CAUSES if cause in found}
 
 
-def _adapters(members: Members, what: str) -> tuple[AdapterReport, ...]:
-    rows = members.array("adapters")
-    if len(rows) > ADAPTERS_LIMIT:
-        raise members.bad("adapters", f"at most {ADAPTERS_LIMIT} objects")
-    return tuple(
-        Members(row, f"{what}: adapters").record(AdapterReport, absent=("error", "remedy")) for row in rows
-    )
-
-
-def _updates(members: Members, what: str, most: int) -> tuple[Update, ...]:
-    rows = members.array("updates")
-    if len(rows) > UPDATES_LIMIT:
-        raise members.bad("updates", f"at most {UPDATES_LIMIT} objects")
-    updates = (Members(row, f"{what}: updates") for row in rows[:most])
-    return tuple(row.record(Update, seconds=_seconds(row)) for row in updates)
+def _rows(members: Members, what: str, name: str, most: int) -> Iterator[Members]:
+    rows = members.array(name) if name in members else []
+    if len(rows) > most:
+        raise members.bad(name, f"at most {most} objects")
+    return (Members(row, f"{what}: {name}") for row in rows)
 
 
 def _seconds(row: Members) -> dict[str, float]:

@@ -303,22 +303,26 @@ class Trust:
         """What is stated of the file `what` with BLAKE3 `digest`. Raises Untrusted unless one of the keys
         signed exactly this file. `require_same` checks its place in the history."""
         if signature is None:
-            raise _untrusted(f"{what} is not signed", "is its publisher run with --sign-key?")
+            raise Untrusted(f"{what} is not signed", remedy="is its publisher run with --sign-key?")
         try:
             signed = _parse_signature(signature, f"{what}.sig")
             key = self.keys.get(signed.key)
             if key is None:
-                raise _untrusted(
+                raise Untrusted(
                     f"{what} is signed by key {signed.key}, which is not trusted here",
-                    "add it to --trusted-key if it is your publisher's",
+                    remedy="add it to --trusted-key if it is your publisher's",
                 )
             if not key.verifies(signed.signature, _CONTEXT + signed.text):
-                raise _untrusted(f"{what}.sig: its signature is wrong: it was altered or forged", _ALTERED)
+                raise Untrusted(
+                    f"{what}.sig: its signature is wrong: it was altered or forged", remedy=_ALTERED
+                )
             stated = _parse_statement(signed.text, f"{what}.sig: statement")
         except (DamagedFile, UnknownFormat) as error:
-            raise _untrusted(error.message, error.remedy or _ALTERED) from error
+            raise Untrusted(error.message, remedy=error.remedy or _ALTERED) from error
         if stated.blake3 != digest:
-            raise _untrusted(f"{what} is not the file that was signed: it was altered or swapped", _ALTERED)
+            raise Untrusted(
+                f"{what} is not the file that was signed: it was altered or swapped", remedy=_ALTERED
+            )
         self._verified.pop(digest, None)
         self._verified[digest] = signed.key
         if len(self._verified) > _REMEMBERED:
@@ -333,10 +337,6 @@ class Trust:
 _ALTERED = "find out who can write to the channel; nothing was taken from it"
 
 
-def _untrusted(message: str, remedy: str) -> Untrusted:
-    return Untrusted(message, remedy=remedy)
-
-
 def require_same(stated: Statement, found: Statement, what: str) -> None:
     """Raises Untrusted when a signature speaks of another place in the history than where it is found."""
     different = [
@@ -345,7 +345,7 @@ def require_same(stated: Statement, found: Statement, what: str) -> None:
         if theirs != ours
     ]
     if different:
-        raise _untrusted(
+        raise Untrusted(
             f"{what}: its signature is for another place: {'; '.join(different)[:400]}",
-            "a file was replayed or swapped: find out who can write to the channel",
+            remedy="a file was replayed or swapped: find out who can write to the channel",
         )

@@ -17,21 +17,20 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from weightcast.shared.base.elements import MAIN
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.files.disk_errors import DiskError, disk_remedy, disk_text, is_lasting
+from weightcast.shared.files.durable import Piece
 from weightcast.shared.files.paths import file_name
 
 TRASH = ".trash"
 """below it is what nobody sees any more"""
 POLLED_BYTES = 64
 """of an object that is remembered, and asked for by its tag: a pointer or a tag"""
-_BLOCK = 1 << 20
 _DEPTH = 16
 """directories within directories"""
 
@@ -144,38 +143,13 @@ class Entry:
     stat: Stat | None = None
 
 
-class Placed:
-    """Stores at one place are equal."""
-
-    component: str = MAIN
-
-    def place(self, key: str = "") -> str:
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.place()!r})"
-
-    def __str__(self) -> str:
-        return self.place()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Placed) and other.place() == self.place()
-
-    def __hash__(self) -> int:
-        return hash(self.place())
-
-
-class Body(AbstractContextManager["Body"], Protocol):
-    """An object that is read from its beginning, without being held in memory."""
-
-    def readinto(self, buffer: memoryview, /) -> int | None:
-        """Bytes put into `buffer`, 0 at the end. Raises StoreError."""
+Pieces = Generator[Piece, None, None]
 
 
 class Writer(Protocol):
     """A large object that is being written. It counts once `finish` returned; `discard` leaves nothing."""
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: Piece) -> None:
         """Appends, after the room that was reserved at the beginning."""
 
     def write_head(self, head: bytes) -> None:
@@ -187,22 +161,31 @@ class Writer(Protocol):
     def discard(self) -> None: ...
 
 
+@runtime_checkable
 class Store(Protocol):
     """Objects of a channel, or of a directory within it. Safe for several threads. A store makes the
-    directories that its keys need, never its own: nothing is written where a mount or an attempt is gone."""
+    directories that its keys need, never its own: nothing is written where a mount or an attempt is gone.
+    Stores at one place are equal."""
 
-    component: str
+    component: str = MAIN
     """of the run whose channel is here, as `component_store` sets it"""
+    renames: bool = False
+    """Whether `commit` renames what is below a draft. Otherwise the files of a version are written where they
+    stay, under names that no other attempt has, and become visible with their index."""
+    is_static: bool = False
+    """Whether only objects of known names can be read, as over plain HTTP: listing, writing raise Refused."""
 
-    @property
-    def renames(self) -> bool:
-        """Whether `commit` renames what is below a draft. Otherwise the files of a version are written where
-        they stay, under names that no other attempt has, and become visible with their index."""
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.place()!r})"
 
-    @property
-    def is_static(self) -> bool:
-        """Whether only objects of known names can be read, as over plain HTTP: listing and writing raise
-        Refused."""
+    def __str__(self) -> str:
+        return self.place()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Store) and other.place() == self.place()
+
+    def __hash__(self) -> int:
+        return hash(self.place())
 
     def place(self, key: str = "") -> str:
         """Where the object is, for messages: a path or a URL."""
@@ -213,10 +196,12 @@ class Store(Protocol):
     def present(self) -> bool:
         """Whether anything can be there: False for a directory that is not mounted or not made yet. Raises
         Refused for a file in its place."""
+        return True
 
     def names(self, prefix: str = "") -> list[str]:
         """One level below `prefix`, unsorted; empty where nothing is. A listing may be incomplete: nothing
         that matters is decided by a name that is absent."""
+        return [entry.name for entry in self.list(prefix)]
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """As `names`, with the facts of each."""
@@ -231,8 +216,9 @@ class Store(Protocol):
     def read_range(self, key: str, offset: int, length: int) -> bytes:
         """`length` bytes from `offset` on, fewer only at the end of the object."""
 
-    def open(self, key: str) -> Body:
-        """Streams a large object. Raises NotFound, DamagedFile, Unavailable."""
+    def pieces(self, key: str) -> Pieces:
+        """The bytes of a large object, in order, as they are asked for. Raises NotFound, DamagedFile,
+        Unavailable; where the object is missing, at the first piece."""
 
     def create(self, key: str, data: bytes) -> None:
         """Makes a small object, durable, at once. Exactly one of several creators succeeds; the others get
@@ -255,8 +241,16 @@ class Store(Protocol):
         """Begins a large object at a key that is not taken. `reserve`: bytes at its beginning that are
         written last; `sync`: whether `finish` waits until it is durable."""
 
-    def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
+    def upload(self, key: str, pieces: Iterable[Piece]) -> None:
         """Makes a large object, durable, at a key that is not taken. What `pieces` raises leaves nothing."""
+        writer = self.write(key)
+        try:
+            for piece in pieces:
+                writer.write(piece)
+            writer.finish()
+        except BaseException:
+            writer.discard()
+            raise
 
     def begin(self, draft: str) -> Store:
         """A prefix for objects that nobody sees before `commit`. Leftovers are found by their name.
@@ -291,7 +285,8 @@ class Store(Protocol):
 
     def ignored(self) -> str:
         """Which condition of a write this store ignores, tried with an object that is removed again; empty:
-        none. Two publishers are not kept apart there."""
+        none. Two publishers are not kept apart there. File systems are tried before they are used."""
+        return ""
 
     def now(self, prefix: str = "") -> float:
         """Unix time by the clock that dates objects. Raises StoreError where no clock can be read."""
@@ -316,25 +311,6 @@ def read_if_there(store: Store, key: str, limit: int) -> bytes | None:
         return store.read(key, limit)
     except NotFound:
         return None
-
-
-def pieces_of(store: Store, key: str) -> Iterator[bytes]:
-    """The bytes of an object, in order. Raises NotFound, DamagedFile, Unavailable."""
-    room = memoryview(bytearray(_BLOCK))
-    with store.open(key) as body:
-        while count := body.readinto(room):
-            yield bytes(room[:count])
-
-
-def fill(writer: Writer, pieces: Iterable[bytes | memoryview]) -> None:
-    """Writes a whole object; nothing is left where that fails."""
-    try:
-        for piece in pieces:
-            writer.write(piece)
-        writer.finish()
-    except BaseException:
-        writer.discard()
-        raise
 
 
 def joined(prefix: str, name: str) -> str:

@@ -6,6 +6,7 @@ patch. The daemons decide their order, and what engines do in between.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,6 +53,7 @@ from weightcast.shared.checkpoint.verify.hashing import Differs
 from weightcast.shared.checkpoint.verify.inspect import is_lost, recover_state, sound_state
 from weightcast.shared.checkpoint.verify.repair import Repaired, repair
 from weightcast.shared.checkpoint.verify.seed import seed
+from weightcast.shared.files.paths import exists
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class LocalUpdater:
         """why the local checkpoint must be seeded again"""
         self.side_files = SideFiles(self.paths, base, self.options.patience, carries=self.options.carries)
         self._owner: FileLock | None = None
+        self._was_there = True
         self._fetcher = Fetcher(self.paths, self.options.pre_read)
         self._prefetch: Prefetch | None = None
         self.damaged_sources = DamagedSources()
@@ -115,14 +118,27 @@ class LocalUpdater:
         if self._owner is not None and not self._owner.in_place:
             self.close()
         if self._owner is None:
+            self._was_there = exists(self.paths.directory)
             self._owner = own(self.paths)
 
     def close(self) -> None:
         self.release()
         if self._owner is not None:
             buffer_reuse.drop(self.paths)
+            if not (self._was_there or exists(self.paths.state)):
+                self._leave_nothing()
             self._owner.release()
             self._owner = None
+
+    def _leave_nothing(self) -> None:
+        """Of a directory that was made here, and in which nothing was seeded: a start that was refused."""
+        with contextlib.suppress(OSError):  # what somebody wrote there stays
+            for directory in (self.paths.journals, self.paths.spool):
+                directory.rmdir()
+            if {path.name for path in self.paths.room.iterdir()} == {self.paths.owner.name}:
+                self.paths.owner.unlink()
+                self.paths.room.rmdir()
+                self.paths.directory.rmdir()
 
     def release(self) -> None:
         """Forgets what is in memory; the next `load` reads the disk again."""

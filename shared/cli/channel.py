@@ -108,9 +108,14 @@ def _log_table(console: Console, facts: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("version", "kind", "step", "density", "bytes", "ratio", "created (UTC)", ""):
         table.add_column(title, justify="left" if title in ("kind", "") else "right", no_wrap=bool(title))
+    of_step: dict[int, int] = {}
     for row in facts["versions"]:
         signed = f"signed by {row['signed_by']}" if row["signed_by"] is not None else ""
         same = f"weights of version {row['same_as']} " if row["same_as"] is not None else ""
+        if row["step"] in of_step and not same:
+            same = f"step {row['step']} again, after version {of_step[row['step']]} "
+        if row["step"] is not None:
+            of_step[row["step"]] = row["version"]
         table.add_row(
             str(row["version"]),
             row["kind"] + (" +anchor" if row["anchor"] and row["kind"] == "delta" else ""),
@@ -269,6 +274,8 @@ _NAME = "weightcast.key"
 def keygen(out: Path, as_json: bool) -> None:
     """Make a key that signs versions: the private one for the publisher, FILE.pub for the hosts."""
     file = out / _NAME if is_directory(out) else out
+    if not is_directory(file.parent):
+        raise Refused(f"directory {file.parent} is missing", remedy=f"make it: mkdir -p {file.parent}")
     key = make_key(file)
     facts = {
         "key_id": key.public.id,

@@ -52,8 +52,8 @@ def fleet(**given: Any) -> None:
 @option("--version", type=click.IntRange(min=0), required=True, help="Version to wait for, or a later one.")
 @option(
     "--fraction",
-    type=Number(),
-    help="Fraction of the hosts, up to 1. Stopped hosts, lost hosts and stale hosts without a version are "
+    type=Number(min=0.0, max=1.0, min_open=True),
+    help="Fraction of the hosts. Stopped hosts, lost hosts and stale hosts without a version are "
     "not counted.",
 )
 @option("--min-hosts", type=int, help="Minimum number of hosts.")

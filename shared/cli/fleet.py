@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.text import Text
 
+from weightcast.shared.base.choices import MAIN
 from weightcast.shared.base.errors import RESUME, Refused, WeightcastError, age, counted
 from weightcast.shared.channel.channel import require_named
 from weightcast.shared.channel.directory_store import open_store
@@ -113,7 +114,12 @@ def wait_for_hosts(
     trust_for: TrustFor,
     as_json: bool,
 ) -> None:
-    with _Source(channel, url, token, trust_for).looking(updates=0) as look:
+    what = f"version {version}" + (f" of {component}" if component != MAIN else "")
+    output = Output(json=as_json)
+    with (
+        _Source(channel, url, token, trust_for).looking(updates=0) as look,
+        output.waiting(f"waiting up to {timeout:g} s for {what}") as tell,
+    ):
         hosts = wait_for_version(
             look,
             version,
@@ -122,9 +128,10 @@ def wait_for_hosts(
             timeout,
             poll_seconds=_WATCH_SECONDS / 2,
             component=component,
+            tell=tell,
         )
     facts = {"version": version, "hosts": hosts}
-    Output(json=as_json).result(
+    output.result(
         facts,
         lambda console: console.print(f"{counted(len(hosts), 'host')} ready with version {version} or later"),
     )
@@ -173,7 +180,7 @@ class _Source:
         """`updates`: of each host that are needed."""
         if self.url is not None:
             with Daemon(self.url, self.token, trust_for=self.trust_for) as daemon:
-                yield lambda: parse_fleet(daemon.get(FLEET_PATH), daemon.url)
+                yield lambda: parse_fleet(daemon.ask("GET", FLEET_PATH), daemon.url)
         elif self.channel is not None:
             store = open_store(self.channel)
             reader = FleetReader(store, updates=updates)
@@ -189,7 +196,7 @@ class _Source:
     def delete_report(self, host: Host) -> None:
         if self.url is not None:
             with Daemon(self.url, self.token, trust_for=self.trust_for) as daemon:
-                daemon.delete(f"/v1/hosts/{quote(host.key, safe='')}")
+                daemon.ask("DELETE", f"/v1/hosts/{quote(host.key, safe='')}")
         elif self.channel is not None:
             try:
                 forget_report(open_store(self.channel), host.key)
@@ -361,7 +368,7 @@ def _engines(host: Host) -> str:
     if not others and host.engines:
         others = [f"{len(host.engines)} serving"]
     adapters = [f"{one.name.rpartition('/')[2]}@{or_dash(one.version)}" for one in host.adapters]
-    return printable(", ".join(others + adapters)) or "-"
+    return printable(", ".join((others or ["no engine"]) + adapters))
 
 
 def _last_update(host: Host) -> str:

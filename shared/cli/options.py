@@ -28,13 +28,6 @@ def channel_place(text: str) -> ChannelAddress:
         raise click.BadParameter(str(error)) from None
 
 
-def size(text: str) -> int:
-    """A type of options: bytes, as settings take them (50MB, 16MiB)."""
-    from pydantic import ByteSize, TypeAdapter
-
-    return int(TypeAdapter(ByteSize).validate_python(text))
-
-
 class Number(click.FloatRange):
     """A type of options: a float in a range, not NaN, which is in every range."""
 

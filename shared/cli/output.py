@@ -12,6 +12,7 @@ import os
 import re
 import select
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
@@ -129,8 +130,7 @@ class Output:
     def result(
         self, data: BaseModel | Mapping[str, Any] | DataclassInstance, human: Callable[[Console], None]
     ) -> None:
-        """Prints `data` as one line of JSON, or calls `human` with a console on stdout. Nested dataclasses,
-        paths and byte strings (as hex) may occur in `data`."""
+        """Prints `data` as one line of JSON, or calls `human` with a console on stdout."""
         if self.json:
             print(to_json(data), flush=True)
         else:
@@ -173,6 +173,27 @@ class Output:
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(printable(title), total=total_bytes)
             yield lambda nbytes: bar.advance(task, nbytes)
+
+    @contextmanager
+    def waiting(self, title: str) -> Iterator[Callable[[str], None]]:
+        """A line on stderr with the text that the yielded function was called with: on a terminal always the
+        last one, else one, after a second."""
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.text import Text
+
+            with Console(stderr=True).status(Text(printable(title))) as shown:
+                yield lambda text: shown.update(Text(printable(f"{title}; {text}")))
+            return
+        began, said = time.monotonic(), self.json
+
+        def tell(text: str) -> None:
+            nonlocal said
+            if not said and time.monotonic() - began >= 1.0:
+                said = True
+                print(printable(f"{title}; {text}"), file=sys.stderr, flush=True)
+
+        yield tell
 
 
 class _Trimmed(io.StringIO):
@@ -226,17 +247,6 @@ def _is_model(value: object) -> TypeGuard[BaseModel]:
     return pydantic is not None and isinstance(value, pydantic.BaseModel)
 
 
-def _plain(value: Any) -> Any:
-    if _is_model(value):
-        return value.model_dump(mode="json")
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, (bytes, bytearray)):
-        return value.hex()
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    raise TypeError(f"no JSON for {type(value).__name__}")
+def _plain(value: Any) -> dict[str, Any]:
+    """Of a dataclass, or a mapping other than a dict."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else dict(value)

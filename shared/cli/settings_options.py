@@ -32,19 +32,16 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=DaemonSettings)
 
 
-def settings_command(cls: type[S], help: str) -> Callable[[Callable[[S], None]], click.Command]:
-    """Decorator: `body(settings)` becomes a command with one option for each setting of `cls` that is not a
-    secret, and `--config FILE`. The options hand on text: `cls` judges all values together."""
+def settings_command(cls: type[S], help: str, body: Callable[[S], None]) -> click.Command:
+    """`body(settings)` as a command with one option for each setting of `cls` that is not a secret, and
+    `--config FILE`. The options hand on text: `cls` judges all values together."""
 
-    def command_of(body: Callable[[S], None]) -> click.Command:
-        def run(config: Path | None, **flags: Any) -> None:
-            settings = load_settings(cls, flags, config)
-            require_files(settings)
-            body(settings)
+    def run(config: Path | None, **flags: Any) -> None:
+        settings = load_settings(cls, flags, config)
+        require_files(settings)
+        body(settings)
 
-        return SettingsCommand(None, callback=run, params=list(_options(cls)), help=help)
-
-    return command_of
+    return SettingsCommand(None, callback=run, params=[*options_of_settings(cls), _config()], help=help)
 
 
 def daemon_command(side: str, package: str, help: str, *, shows: bool) -> click.Command:
@@ -54,14 +51,13 @@ def daemon_command(side: str, package: str, help: str, *, shows: bool) -> click.
     if shows:
         return _show_command(cls, help)
 
-    @settings_command(cls, help)
     def run(settings: DaemonSettings) -> None:
         # the web framework costs a second of start-up that one-shots need not pay
         daemon = import_module(f"{package}.daemon")
         setup_logs(settings.log_format, settings.log_level)
         getattr(daemon, f"run_{side}")(settings)
 
-    return run
+    return settings_command(cls, help, run)
 
 
 def _show_command(cls: type[DaemonSettings], help: str) -> click.Command:
@@ -74,7 +70,7 @@ def _show_command(cls: type[DaemonSettings], help: str) -> click.Command:
         Output(json=as_json).result({"settings": shown}, lambda console: _show(console, shown, sizes))
 
     command = click.command(cls=SettingsCommand, help=help)(show)
-    command.params[:0] = _options(cls)
+    command.params[:0] = [*options_of_settings(cls), _config()]
     return command
 
 
@@ -93,8 +89,12 @@ class SettingsCommand(click.Command):
                 formatter.write_dl(list(filter(None, shown)))
 
 
-def _options(cls: type[DaemonSettings]) -> Iterator[click.Option]:
-    for doc in sorted(describe_settings(cls), key=lambda doc: (doc.name in _COMMON, not doc.required)):
+def options_of_settings(
+    cls: type[DaemonSettings], names: Collection[str] | None = None
+) -> Iterator[click.Option]:
+    """`names`: of the settings; None: all."""
+    found = [doc for doc in describe_settings(cls) if names is None or doc.name in names]
+    for doc in sorted(found, key=lambda doc: (doc.name in _COMMON, not doc.required)):
         known = (doc.env, f"default: {doc.default}" if doc.default else "", "required" * doc.required)
         text = f"{doc.help} [{'; '.join(filter(None, known))}]"
         if doc.type == "true|false":
@@ -102,7 +102,10 @@ def _options(cls: type[DaemonSettings]) -> Iterator[click.Option]:
         elif doc.flag:
             metavar = doc.type if "|" in doc.type else "TEXT" if doc.type == "list" else doc.type.upper()
             yield click.Option([doc.flag], metavar=metavar, multiple=doc.type == "list", help=text)
-    yield click.Option(["--config"], type=path, metavar="PATH", help="TOML file with settings.")
+
+
+def _config() -> click.Option:
+    return click.Option(["--config"], type=path, metavar="PATH", help="TOML file with settings.")
 
 
 def _show(console: Console, settings: Sequence[dict[str, Any]], sizes: Collection[str]) -> None:

@@ -39,11 +39,11 @@ timeout_option = option(
 def status(
     url: str, token: str | None, trust_for: TrustFor, verbose: bool, timeout: float, as_json: bool
 ) -> None:
-    """Show whether a publisher, subscriber or gateway is ready, its versions, and what is wrong."""
-    from weightcast.shared.daemon.client import Daemon, parsed
+    """Show whether a publisher, subscriber, gate or gateway is ready, its versions, and what is wrong."""
+    from weightcast.shared.daemon.client import Daemon
 
     with Daemon(url, token, timeout, trust_for=trust_for) as daemon:
-        answer = parsed(daemon.get("/v1/status"), daemon.url)
+        answer = daemon.ask_object("GET", "/v1/status")
     show = _show_all if verbose else _show
     Output(json=as_json).result(answer, lambda console: show(console, answer))
 
@@ -58,7 +58,7 @@ def wake(url: str, token: str | None, trust_for: TrustFor, timeout: float, as_js
     from weightcast.shared.daemon.client import Daemon
 
     with Daemon(url, token, timeout, trust_for=trust_for) as daemon:
-        daemon.post_json("/v1/wake", b"")
+        daemon.ask("POST", "/v1/wake", b"")
         facts = {"url": daemon.url, "woken": True}
     Output(json=as_json).result(facts, lambda console: console.print(f"{facts['url']} is polling now"))
 
@@ -130,7 +130,7 @@ class Summary:
 def summary(answer: Answer) -> Summary:
     role = str(answer.get("role", "host"))
     says, finds, lists = _ROLES.get(role, _ROLES["host"])
-    name = role if role in ("publisher", "gateway") else str(answer.get("host") or "host")
+    name = role if role in ("publisher", "gateway", "gate") else str(answer.get("host") or "host")
     said, (problem, remedy), rows = says(answer), finds(answer), lists(answer)
     ready = "ready" if answer.get("ready") else "not ready"
     sentence = f"{name} is {ready}: {said}{'; ' if problem else ''}{problem}"
@@ -153,10 +153,8 @@ def _publisher_problem(answer: Answer) -> tuple[str, str]:
     refused = _of(answer, "last_refused")
     if not answer.get("ready"):
         return _reasons(answer), str(_of(answer, "last_error").get("remedy", ""))
-    whose = refused.get("component", "main")
-    same = (each for each in _list(answer, "publications") if each.get("component", "main") == whose)
-    if refused.get("at", 0.0) > next(same, {}).get("at", 0.0):
-        ago = age(_now(answer) - refused["at"])
+    if answer.get("refused_since_version"):
+        ago = age(_now(answer) - refused.get("at", 0.0))
         return f"{refused.get('source')} was refused {ago} ago: {refused.get('message')}", refused.get(
             "remedy", ""
         )
@@ -169,7 +167,29 @@ def _host_says(answer: Answer) -> str:
     gone = engines and all(engine.get("reachable") is False for engine in engines)
     is_past = answer.get("served_version") is not None and (gone or not answer.get("ready"))
     lag = f", {answer['lag_versions']} behind" if answer.get("lag_versions") else ""
+    if _is_bare(answer) and not is_past:
+        return f"holds {_version(answer, 'served_version')}{lag}, no engine"
     return f"{'last served' if is_past else 'serves'} {_version(answer, 'served_version')}{lag}"
+
+
+def _is_bare(answer: Answer) -> bool:
+    """A host without engines, its own or its group's. Mirrors say nothing of engines."""
+    return answer.get("engines") == [] and not answer.get("group")
+
+
+def _gate_says(answer: Answer) -> str:
+    return f"serves {_version(answer, 'version')}"
+
+
+def _gate_problem(answer: Answer) -> tuple[str, str]:
+    if answer.get("ready"):
+        return "", ""
+    return "no engine takes requests", "ask its subscriber why: `weightcast status HOST:8341`"
+
+
+def _gate_rows(answer: Answer) -> Iterator[Row]:
+    yield "gate of", f"{answer.get('url')}, target {_version(answer, 'target')}"
+    yield "requests", f"{sum(_of(answer, 'requests').values())} under way, {answer.get('waiting')} waiting"
 
 
 def _gateway_says(answer: Answer) -> str:
@@ -195,7 +215,9 @@ def _gateway_rows(answer: Answer) -> Iterator[Row]:
 
 
 def _host_problem(answer: Answer) -> tuple[str, str]:
-    failed = any(engine.get("state") == "failed" for engine in _list(answer, "engines"))
+    # a silent engine that never served is still starting
+    states = [(one.get("state"), one.get("version") is not None) for one in _list(answer, "engines")]
+    failed = any(state == "failed" or (state == "silent" and served) for state, served in states)
     of_adapters = [str(one.get("remedy")) for one in _list(answer, "adapters") if one.get("remedy")]
     remedy = FIX_ENGINE if failed else next(iter(of_adapters), "")
     remedy = str(_of(answer, "last_error").get("remedy") or remedy)
@@ -225,7 +247,8 @@ def _publisher_rows(answer: Answer) -> Iterator[Row]:
         known += [] if each.get("main_version") is None else [f"trained on {each['main_version']}"]
         yield str(each.get("name")), ", ".join([*known, *filter(None, [each.get("problem")])])
     for each in _list(inbox, "refused")[-_MOST:]:
-        yield "refused", f"{each.get('name')}: {_of(each, 'error').get('message')}"
+        error = _of(each, "error")
+        yield "refused", f"{each.get('name')}: {error.get('message')} ({error.get('remedy')})"
     yield "config changed", ", ".join(_texts(answer, "config_changed"))
     yield "hosts", f"{len(_list(answer, 'hosts'))} reported; `weightcast fleet --url` shows them"
     yield "maintenance", str(_of(answer, "upkeep").get("problem", ""))
@@ -247,12 +270,24 @@ def _host_rows(answer: Answer) -> Iterator[Row]:
         reason = f": {engine['reason']}" if engine.get("reason") else ""
         yield "engine", f"{said}, {_version(engine, 'version')}{reason}"
     yield "engines", f"{len(serving)} of {len(engines)} serving" if len(serving) > _MOST else ""
+    adapters = [*_list(answer, "adapters"), *filter(None, [_of(answer, "draft")])]
+    loaded = [one for one in adapters if one.get("state") == "loaded" and not one.get("error")]
+    for one in [one for one in adapters if one not in loaded]:
+        error = f": {one['error']}" if one.get("error") else ""
+        yield "adapter", f"{_at(one)} {one.get('state')}, newest {_version(one, 'target')}{error}"
+    where = "no engine" if _is_bare(answer) else "loaded"
+    yield "adapters", f"{', '.join(map(_at, loaded))} ({where})" if loaded else ""
     for update in _list(answer, "updates")[-1:]:
         total = _of(update, "seconds").get("total", 0.0)
         how = "in" if update.get("taken", True) else "not taken by any engine after"
         yield "last update", f"{update.get('kind')} {update.get('version')} {how} {total:.2f} s"
     for blocked in _list(answer, "blocked")[-_MOST:]:
         yield "blocked", f"version {blocked.get('version')}: {blocked.get('reason')}"
+
+
+def _at(adapter: Answer) -> str:
+    version = adapter.get("version")
+    return f"{str(adapter.get('name')).rpartition('/')[2]}@{'-' if version is None else version}"
 
 
 def _places(answer: Answer) -> Iterator[Row]:
@@ -274,6 +309,7 @@ def _troubles(answer: Answer) -> Iterator[Row]:
 _ROLES: Mapping[str, tuple[Callable[[Answer], str], Finds, Callable[[Answer], Iterator[Row]]]] = {
     "publisher": (_publisher_says, _publisher_problem, _publisher_rows),
     "gateway": (_gateway_says, _gateway_problem, _gateway_rows),
+    "gate": (_gate_says, _gate_problem, _gate_rows),
     "host": (_host_says, _host_problem, _host_rows),
 }
 

@@ -139,8 +139,7 @@ def compare(old: Words, new: Words) -> Changes:
 
 @dataclass(frozen=True)
 class Scan:
-    """`full`: uint64[spans, 2], lanes of all new words of each span, numbered as in the tensor; `sums`: as
-    `span_sums`."""
+    """`full`: uint64[spans, 2], lanes of all new words of each span, numbered as in the tensor."""
 
     changes: Changes
     full: NDArray[np.uint64]
@@ -149,7 +148,7 @@ class Scan:
 
 def scan(chunk: Chunk, old: Words, new: Words) -> Scan:
     """`old`, `new`: word[chunk.words] with the zero padding. As `compare`, `hash_bytes` of each span's new
-    words and `span_sums`, reading both once. Raises ValueError for words of another chunk."""
+    words, and sums over touched ones, reading both once. Raises ValueError for words of another chunk."""
     both, book = _opened(chunk, old, new)
     found = kernels().scanned(*both, chunk.places, book)
     return Scan(Changes(*found), book[:, :2], _sums(chunk, book))

@@ -33,6 +33,7 @@ from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.codec import dense, sparse
 from weightcast.shared.codec.changes import Changes, Counted, all_of, changes_of, masked_changes, worth_masks
 from weightcast.shared.codec.sparse import DecodedStep
+from weightcast.shared.kernels.constants import expected_bits
 
 StepEncoding = Literal["fast", "small"]
 
@@ -76,7 +77,7 @@ def _dense(
         taken = dense.sample_steps(dense.sampled(counted.pick(old)), after, kind)
         if _steps_pay(taken, len(changes), counted, encoding):
             return Mode.STEPS
-    expected = sparse.expected_gap_bits(len(changes), counted.words)
+    expected = expected_bits(counted.words - len(changes), len(changes))
     expected += len(changes) + _magnitude_bits(changes, kind)
     raw = 8 * counted.words * kind.width
     if expected <= _UNRELATED * raw:
@@ -89,7 +90,7 @@ def _dense(
 
 def _steps_pay(taken: dense.StepSample, changed: int, counted: Counted, encoding: StepEncoding) -> bool:
     share = changed / counted.words  # contexts, which shorten lengths by up to an eighth, are left out
-    gap_bits = sparse.expected_gap_bits(changed, counted.words) / counted.words
+    gap_bits = expected_bits(counted.words - changed, changed) / counted.words
     expected = gap_bits + share * (1 + taken.length_bits)
     expected = expected * _SPEED if encoding == "fast" else expected - share * _CLASSES_SAVE
     return taken.longer <= _FEW_LONGER * share and taken.bits <= expected
@@ -111,7 +112,7 @@ def _changewise(
     if encoding == "small" and kind.exponent_mask and len(changes) >= _WORTH_CLASSES:
         grouped = sparse.grouped(changes, kind)
         for exact in (False, True):
-            classes = sparse.classify(grouped.steps, old, counted, kind, exact=exact)
+            classes = sparse.classify(grouped, old, counted, kind, exact=exact)
             small = sparse.encode_small(changes.index, old, counted, classes, grouped, kind, most)
             if small is not None:
                 return Mode.SMALL, small
@@ -156,15 +157,9 @@ def _checksum(facts: bytes | memoryview, payload: bytes | memoryview) -> int:
     return int(state.intdigest())
 
 
-def decode_chunk(blob: bytes | memoryview, chunk: Chunk, old: Words) -> Changes:
-    """The changes of `decode_step`."""
-    return decode_step(blob, chunk, old)[0]
-
-
 def decode_step(blob: bytes | memoryview, chunk: Chunk, old: Words) -> DecodedStep:
-    """The changes, and the sums over the touched words as in `weightcast.shared.digest.checksums.span_sums`.
-    `old`: word[chunk.words] as when it was encoded; with other words the result is wrong without an error;
-    only the sums reveal it. Raises DamagedFile, UnknownFormat."""
+    """As `changes_of`. `old`: word[chunk.words] as when it was encoded; with other words the result is wrong
+    without an error; only the sums reveal it. Raises DamagedFile, UnknownFormat."""
     if len(old) != chunk.words or old.dtype != chunk.kind.numpy:
         raise ValueError(f"{len(old)} old words of {old.dtype} for {_name(chunk)}")
     counted = Counted.of(chunk)

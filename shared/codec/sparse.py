@@ -53,27 +53,6 @@ from weightcast.shared.kernels.constants import (
 from weightcast.shared.kernels.load import kernels
 from weightcast.shared.kernels.parallel import scratch
 
-
-@dataclass(frozen=True)
-class Steps:
-    """Of each change: |step| - 1 and the exponent of the old word; `signs` has a bit each, least significant
-    first, 1 for a step down. `tallies`: int64[256, 3], of each exponent its changes, the sum of |step| - 1,
-    how many of those are not 0. In the thread's scratch: valid until it groups others."""
-
-    magnitude: NDArray[np.uint32]
-    exponents: ByteArray
-    signs: ByteArray
-    tallies: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.magnitude)
-
-    @property
-    def histogram(self) -> NDArray[np.int64]:
-        """Changes per exponent."""
-        return self.tallies[:, 0]
-
-
 CONTEXT = np.dtype([("plan", np.uint8, 3), ("zero", np.uint8), ("size", "<u4")])
 """plan: coding, k (of runs: k of their lengths), k of what ends a run; bytes of the stream"""
 MOST_CONTEXTS = 16
@@ -83,9 +62,15 @@ _WORTH_CONTEXTS = 1024
 
 @dataclass(frozen=True)
 class GroupedMagnitudes:
-    """The magnitudes of `steps` in contexts. `contexts`: int64[n, 6], columns as `contexts` names them."""
+    """Of each change: |step| - 1 and the exponent of the old word; `signs` has a bit each, least significant
+    first, 1 for a step down. `tallies`: int64[256, 3], of each exponent its changes, the sum of |step| - 1,
+    how many of those are not 0. `contexts`: int64[n, 6], columns as `contexts` names them. In the thread's
+    scratch: valid until it groups others."""
 
-    steps: Steps
+    magnitude: NDArray[np.uint32]
+    exponents: ByteArray
+    signs: ByteArray
+    tallies: NDArray[np.int64]
     first: int
     contexts: NDArray[np.int64]
 
@@ -95,10 +80,9 @@ class GroupedMagnitudes:
 
     def put(self, out: ByteArray, most: int) -> tuple[bytes, int] | None:
         """Heads of the contexts, and how many bytes of streams are in `out`; None if they exceed `most`."""
-        steps = self.steps
-        values = scratch().take("grouped", np.uint32, len(steps))
+        values = scratch().take("grouped", np.uint32, len(self.magnitude))
         sizes = kernels().put_magnitudes(
-            steps.magnitude, steps.exponents, self.first, self.contexts, values, out, most
+            self.magnitude, self.exponents, self.first, self.contexts, values, out, most
         )
         if sizes is None:
             return None
@@ -118,9 +102,9 @@ def grouped(changes: Changes, kind: WordKind) -> GroupedMagnitudes:
     exponents = room.take("exponents", np.uint8, count)
     signs = room.take("signs", np.uint8, count // 8 + 2)
     tallies = kernels().split(changes.old, changes.new, kind, magnitude, exponents, signs)
-    steps = Steps(magnitude, exponents, signs[: (count + 7) // 8], tallies)
     contexts = unplanned(count, kind)
-    return GroupedMagnitudes(steps, kernels().plan_contexts(tallies, contexts), contexts)
+    first = kernels().plan_contexts(tallies, contexts)
+    return GroupedMagnitudes(magnitude, exponents, signs[: (count + 7) // 8], tallies, first, contexts)
 
 
 def unplanned(changes: int, kind: WordKind) -> NDArray[np.int64]:
@@ -163,11 +147,6 @@ _SAMPLED_WORDS = 1 << 16
 _HEAD_BITS = 8 * CLASS.size
 
 
-def expected_gap_bits(changed: int, words: int) -> float:
-    """Estimated bits of `fast` positions."""
-    return expected_bits(words - changed, changed)
-
-
 @dataclass(frozen=True)
 class _Class:
     """Words from exponent `lowest` on. `words` is an estimate if exponents were sampled."""
@@ -202,11 +181,13 @@ class Classes:
     exact: bool
 
 
-def classify(steps: Steps, old: Words, counted: Counted, kind: WordKind, *, exact: bool = False) -> Classes:
+def classify(
+    grouped: GroupedMagnitudes, old: Words, counted: Counted, kind: WordKind, *, exact: bool
+) -> Classes:
     """`old` with its padding."""
     every = 1 if exact or counted.words < _SAMPLED_WORDS else _SAMPLE
     words = kernels().exponents_of_all(old, counted.spans, every, kind) * (1.0 if every == 1 else every)
-    pairs = zip(words.tolist(), steps.histogram.tolist(), strict=True)
+    pairs = zip(words.tolist(), grouped.tallies[:, 0].tolist(), strict=True)
     classes = [_Class(e, max(many, hit), hit) for e, (many, hit) in enumerate(pairs) if many or hit]
     return Classes(tuple(_merged(classes)), every == 1)
 
@@ -397,7 +378,7 @@ def encode_small(
     heads, size = done
     head = _HEAD.pack(len(classes.each), len(grouped.contexts), grouped.first, 0, start)
     gaps, magnitudes = out[:start].data, out[start : start + size].data
-    return b"".join((head, heads, class_heads, gaps, grouped.steps.signs.data, magnitudes, bytes(SLACK)))
+    return b"".join((head, heads, class_heads, gaps, grouped.signs.data, magnitudes, bytes(SLACK)))
 
 
 @dataclass(frozen=True)

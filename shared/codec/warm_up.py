@@ -7,8 +7,7 @@ import numpy as np
 from weightcast.shared.base.elements import Chunk, Span, Words
 from weightcast.shared.codec import dense
 from weightcast.shared.codec.changes import Changes, Counted, all_of, masked_changes, scan
-from weightcast.shared.codec.container import StepEncoding, decode_chunk, encode_chunk
-from weightcast.shared.digest.checksums import span_sums
+from weightcast.shared.codec.container import StepEncoding, decode_step, encode_chunk
 from weightcast.shared.kernels.load import kernels, mark_complete
 
 _WORDS = 1 << 14
@@ -36,8 +35,7 @@ def warm_up() -> None:
 def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> None:
     new[_PADDING] = 0
     blob = encode_chunk(chunk, old, new, scan(chunk, old, new).changes, encoding)
-    changes = decode_chunk(blob, chunk, old)
-    span_sums(chunk, old, changes.index, changes.new)
+    changes, _ = decode_step(blob, chunk, old)
     all_of(chunk, old, new, Counted.of(chunk))
     written = old.copy()
     changes.apply(written)

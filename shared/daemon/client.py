@@ -67,17 +67,8 @@ class Daemon:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def get(self, path: str) -> bytes:
-        """The body of a good answer."""
-        return self._ask("GET", path, None)
-
-    def post_json(self, path: str, body: bytes) -> bytes:
-        return self._ask("POST", path, body)
-
-    def delete(self, path: str) -> bytes:
-        return self._ask("DELETE", path, None)
-
-    def _ask(self, method: str, path: str, body: bytes | None) -> bytes:
+    def ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """The body of a good answer. `body`: JSON."""
         address = self.url + path
         headers = {} if body is None else {"Content-Type": "application/json"}
         deadline = Deadline(self._seconds)
@@ -98,11 +89,25 @@ class Daemon:
             if tls is not None and not deadline.passed:
                 raise Refused(f"TLS with {address} failed: {tls}", remedy=_TLS) from error
             why = f"incomplete after {self._seconds:g} s" if deadline.passed else str(error)
+            remedy = "check address and port, http or https, and that the daemon runs"
+            if isinstance(error, httpx.RemoteProtocolError):
+                remedy = "use https: the daemon may serve TLS"
+                if address.startswith("https:"):
+                    remedy = "give --tls-cert: the daemon may require a client certificate"
             raise NotInTime(
-                f"no answer from {address}: {why or type(error).__name__}",
-                remedy="check address and port, http or https, and that the daemon runs",
+                f"no answer from {address}: {why or type(error).__name__}", remedy=remedy
             ) from error
         self._judge(response, answer, address)
+        return answer
+
+    def ask_object(self, method: str, path: str, body: bytes | None = None) -> dict[str, Any]:
+        """As `ask`: a JSON object. Raises Refused for anything else."""
+        answer = _object(self.ask(method, path, body))
+        if answer is None:
+            raise Refused(
+                f"{self.url} did not answer with a JSON object",
+                remedy="check that a weightcast daemon listens there",
+            )
         return answer
 
     def _judge(self, response: httpx.Response, body: bytes, address: str) -> None:
@@ -150,17 +155,6 @@ def _capped(response: httpx.Response, address: str) -> bytes:
                 f"the answer of {address} exceeds the {ANSWER_LIMIT}-byte limit", remedy="check the address"
             )
     return bytes(body)
-
-
-def parsed(body: bytes, address: str) -> dict[str, Any]:
-    """The JSON object of an answer. Raises Refused."""
-    answer = _object(body)
-    if answer is None:
-        raise Refused(
-            f"{address} did not answer with a JSON object",
-            remedy="check that a weightcast daemon listens there",
-        )
-    return answer
 
 
 def _object(body: bytes) -> dict[str, Any] | None:

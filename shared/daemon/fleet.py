@@ -517,7 +517,9 @@ def _turnout(fleet: Fleet) -> str:
     newest = fleet.latest is not None and all(host.served_version == fleet.latest for host in ready)
     target = f"version {fleet.latest}" if newest else "the target version"
     verb = "serves" if len(expected) == 1 else "serve"
-    return f"{len(ready)} of {counted(len(expected), 'host')} {verb} {target}"
+    bare = sum(not host.engines for host in ready)
+    without = f" ({bare} without an engine)" if bare else ""
+    return f"{len(ready)} of {counted(len(expected), 'host')} {verb} {target}{without}"
 
 
 def _host_findings(fleet: Fleet) -> list[tuple[Level, str]]:

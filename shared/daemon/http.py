@@ -160,13 +160,12 @@ def _add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(WeightcastError)
     def expected(request: Request, error: WeightcastError) -> Response:
         headers = {"Retry-After": "1"} if isinstance(error, RetryLater) else None
-        return _failure(error.http_status, type(error).__name__, error.message, error.remedy, headers)
+        return _failure(error.http_status, error.message, error.remedy, headers, type(error).__name__)
 
     @app.exception_handler(HTTPException)
     def by_framework(request: Request, error: HTTPException) -> Response:
-        code = error.status_code
         remedy = getattr(error, "remedy", "") or f"this is a {app.title}; {_NO_ROUTE}"
-        return _failure(code, _phrase(code), str(error.detail), remedy, error.headers)
+        return _failure(error.status_code, str(error.detail), remedy, error.headers)
 
     @app.exception_handler(RequestValidationError)
     def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -174,7 +173,7 @@ def _add_error_answers(app: FastAPI) -> None:
         problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
         is_json = request.headers.get("content-type", "").lower().startswith("application/json")
         remedy = "see /docs" if is_json or request.method != "POST" else "send Content-Type: application/json"
-        return _failure(422, "InvalidRequest", "; ".join(problems), remedy, None)
+        return _failure(422, "; ".join(problems), remedy, error="InvalidRequest")
 
 
 class Answer(HTTPException):
@@ -185,13 +184,11 @@ class Answer(HTTPException):
         self.remedy = remedy
 
 
-def _failure(status: int, error: str, message: str, remedy: str, headers: Any) -> JSONResponse:
-    body = Failure(error=error, message=message, remedy=remedy).by_name()
+def _failure(status: int, message: str, remedy: str, headers: Any = None, error: str = "") -> JSONResponse:
+    """`error`: empty: the status in words."""
+    kind = error or HTTPStatus(status).phrase.replace(" ", "")
+    body = Failure(error=kind, message=message, remedy=remedy).by_name()
     return JSONResponse(body, status_code=status, headers=headers)
-
-
-def _phrase(status: int) -> str:
-    return HTTPStatus(status).phrase.replace(" ", "")
 
 
 class Guard:
@@ -232,16 +229,16 @@ class Guard:
             await self._app(scope, _replay(body, receive), send)
             return
         too_long = f"the body exceeds the {BODY_LIMIT}-byte limit"
-        answer = refusal or _failure(413, _phrase(413), too_long, "send less: see /docs", _CLOSE)
+        answer = refusal or _failure(413, too_long, "send less: see /docs", _CLOSE)
         await answer(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         if not scope["raw_path"].startswith(b"/"):
-            return _failure(400, _phrase(400), "the target must be a path", "send only a path", _CLOSE)
+            return _failure(400, "the target must be a path", "send only a path", _CLOSE)
         target = len(scope["raw_path"]) + len(scope["query_string"])
         if target + sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_LIMIT:
             too_long = f"headers above {HEADER_LIMIT} bytes"
-            return _failure(431, _phrase(431), too_long, "send shorter headers, or a shorter query", _CLOSE)
+            return _failure(431, too_long, "send shorter headers, or a shorter query", _CLOSE)
         if scope["path"] == OPEN_PATH:
             return None
         if self._token is None:
@@ -253,13 +250,8 @@ class Guard:
             narrow = self._beyond_token
         if gives(headers, self._token) or gives(headers, narrow):
             return None
-        return _failure(
-            401,
-            "Unauthorized",
-            "this daemon requires a bearer token",
-            "send the header Authorization: Bearer TOKEN",
-            {"WWW-Authenticate": "Bearer"},
-        )
+        needed, remedy = "this daemon requires a bearer token", "send the header Authorization: Bearer TOKEN"
+        return _failure(401, needed, remedy, {"WWW-Authenticate": "Bearer"})
 
 
 def gives(headers: Mapping[str, str], token: str | None) -> bool:
@@ -275,12 +267,10 @@ def _browser_refusal(method: str, headers: Headers) -> Response | None:
     show: those come with a foreign Origin, or (a rebound name) with a Host that is not an address."""
     host = headers.get("host", "")
     if not _is_plain_host(host):
-        return _failure(
-            403, "Forbidden", f"unexpected Host {host[:100]!r}", "use an address, or set a token", None
-        )
+        return _failure(403, f"unexpected Host {host[:100]!r}", "use an address, or set a token")
     origin = headers.get("origin")
     if method not in _SAFE_METHODS and origin is not None and origin.partition("://")[2] != host:
-        return _failure(403, "Forbidden", "cross-site request", "set a token", None)
+        return _failure(403, "cross-site request", "set a token")
     return None
 
 

@@ -15,7 +15,7 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import CHANNEL_JSON, LATEST, report_key
 from weightcast.shared.channel.reports import Report, pack_report, write_report
-from weightcast.shared.daemon.client import Daemon, parsed
+from weightcast.shared.daemon.client import Daemon
 from weightcast.shared.daemon.fleet import REPORTS_PATH
 from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.settings import ReportSettings
@@ -93,7 +93,7 @@ class ToPublisher:
 
     def deliver(self, report: Report) -> float | None:
         try:
-            answer = parsed(self._daemon.post_json(REPORTS_PATH, pack_report(report)), self._daemon.url)
+            answer = self._daemon.ask_object("POST", REPORTS_PATH, pack_report(report))
         except WeightcastError as error:
             raise Undelivered(f"no report of this host reaches the publisher: {error}") from error
         there = answer.get("now")
@@ -223,17 +223,14 @@ class Reporter:
         try:
             there = self._endpoint.deliver(replace(report, counter=self._counter, clock_offset=self._offset))
         except Undelivered as error:
-            self._fail(str(error), now)
+            if str(error) != self.error:
+                log.warning("no report", reason=str(error))
+            self.error = str(error)
+            self._failures += 1
+            self._free = now + jittered(min(_UNDELIVERED.pause(self._failures), self._every))
             return
         if there is not None:
             self._offset = ahead_by(began, time.time(), there)
         self.error, self._last, self._failures = "", report, 0
         self._told, self._free = now, now + CHANGE_SECONDS
         self._due = now + jittered(self._every)
-
-    def _fail(self, error: str, now: float) -> None:
-        if error != self.error:
-            log.warning("no report", reason=error)
-        self.error = error
-        self._failures += 1
-        self._free = now + jittered(min(_UNDELIVERED.pause(self._failures), self._every))

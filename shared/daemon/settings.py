@@ -69,7 +69,14 @@ def _listenable(host: str) -> str:
     return host
 
 
+def _server_url(url: str) -> str:
+    if not is_server_url(url):
+        raise ValueError("give http://HOST:PORT or https://HOST:PORT, nothing more")
+    return url.rstrip("/")
+
+
 Token = Annotated[SecretStr, AfterValidator(_header_text)]
+ServerUrl = Annotated[str, AfterValidator(_server_url)]
 HostName = Annotated[str, AfterValidator(_listenable)]
 Size = Annotated[ByteSize, WithJsonSchema({"type": "size"})]
 ChannelPlace = Annotated[

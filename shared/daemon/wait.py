@@ -83,11 +83,13 @@ def wait_for_version(
     pause: Callable[[float], None] = time.sleep,
     poll_seconds: float = 0.25,
     component: str = MAIN,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[str]:
     """Names of the hosts that are ready and serve `version` or a later one, as soon as they are that many.
     `look` gives the fleet as of now. `component`: `main`, or an adapter that engines are to have loaded.
     `fraction`: of the hosts of the run that take part: not those that
     stopped, are lost, or fell silent before they held a version. Both: both must hold; neither: one host.
+    `tell` is called with what is still missing, after each look.
 
     Raises NotInTime that names the hosts which are behind, Refused for what makes no sense."""
     if component != MAIN:
@@ -103,23 +105,28 @@ def wait_for_version(
     while True:
         # what cannot be read now may be read in a moment; what is permanently wrong is raised
         try:
-            found = _turnout(version, look(), component)
+            fleet = look()
+            found = _turnout(version, fleet, component)
             if found.satisfies(min_hosts, fraction):
                 return found.arrived
             trouble = _late(version, found, timeout)
+            newest = "none" if fleet.latest is None else fleet.latest
+            said = f"newest of main: {newest}; {_behind(found)}"
         except Refused:
             raise
         except WeightcastError as error:
-            trouble = error
+            trouble, said = error, error.message
         except OSError as error:
             where = error.filename or "the channel"
             trouble = RetryLater(
                 f"{where} cannot be read: {error.strerror or error}", remedy="check the channel's mount"
             )
+            said = trouble.message
         if clock() >= deadline:
             if not isinstance(trouble, NotInTime):
                 trouble.message += f", after {timeout:.3g} s"
             raise trouble
+        tell(said)
         pause(poll_seconds)
 
 
@@ -132,26 +139,42 @@ def wait_for_hosts(
     timeout: float = 600.0,
     component: str = MAIN,
 ) -> list[str]:
-    """Waits until that many hosts are ready and serve `version` or a later one, of an adapter where its
-    `component` is given; their names: see `wait_for_version`. Hosts report this themselves; reports are not
-    authenticated."""
+    """Waits until enough hosts report that they are ready and serve `version` or a later one.
+
+    Args:
+        channel: A directory or URL.
+        version: Of `component`: `main`, or `adapter/NAME`.
+        min_hosts: At least so many; default 1.
+        fraction: This share of the hosts that are neither stopped nor lost.
+        timeout: In seconds.
+        component: What `version` counts.
+
+    Returns:
+        The hosts' names. Reports are not authenticated.
+
+    Raises:
+        NotInTime: Not enough hosts within `timeout`.
+    """
     look = FleetReader(open_store(channel), updates=0).read
     return wait_for_version(look, version, min_hosts, fraction, timeout, component=component)
 
 
 def _late(version: int, found: WaitResult, timeout: float) -> NotInTime:
     waited = len(found.arrived) + len(found.behind)
-    absent = f"; not counted: {_some(found.absent)}" if found.absent else ""
-    behind = _some(found.behind) or ("none" if absent else "nobody reports")
     return NotInTime(
         f"{len(found.arrived)} of {counted(waited, 'host')} ready with version {version} or later "
-        f"after {timeout:.3g} s; behind: {behind}{absent}",
+        f"after {timeout:.3g} s; {_behind(found)}",
         remedy="check these hosts: `weightcast status` shows more"
         if waited
         else "start the subscribers"
-        if absent
+        if found.absent
         else "check that a subscriber follows this channel and reports to it (--report, --report-to)",
     )
+
+
+def _behind(found: WaitResult) -> str:
+    absent = f"; not counted: {_some(found.absent)}" if found.absent else ""
+    return f"behind: {_some(found.behind) or ('none' if absent else 'nobody reports')}{absent}"
 
 
 def _some(names: list[str]) -> str:

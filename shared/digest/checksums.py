@@ -18,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from weightcast.shared.base.elements import MAIN, ByteArray, Chunk, TensorTable, Words
+from weightcast.shared.base.elements import MAIN, ByteArray, Chunk, TensorTable
 from weightcast.shared.kernels.constants import MIX_A, MIX_B
 from weightcast.shared.kernels.load import kernels
 
@@ -106,18 +106,6 @@ class SpanSums:
         """The sums of a chunk's record in the index."""
         old_a, old_b, new_a, new_b = self.lanes.sum(axis=0, dtype=np.uint64).tolist()
         return ChunkSums(Lanes(old_a, old_b), Lanes(new_a, new_b), int(self.changed.sum()))
-
-
-def span_sums(chunk: Chunk, old: Words, index: NDArray[np.uint32], new: Words) -> SpanSums:
-    """`old`: the chunk's old words with its zero padding, word[chunk.words], contiguous; only touched ones
-    are read. Positions must lie inside spans."""
-    ends, numbers = spans_in(chunk)
-    if len(index) == 0:
-        nothing = np.zeros(len(ends), np.int64)
-        return SpanSums.of(chunk, np.zeros((len(ends), 4), np.uint64), nothing)
-    if len(old) != chunk.words or index[-1] >= ends[-1]:
-        raise ValueError("old words or changes of another chunk")
-    return SpanSums.of(chunk, *kernels().touched(old, index, new, ends, numbers))
 
 
 def spans_in(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

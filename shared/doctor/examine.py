@@ -59,16 +59,11 @@ def examine(
             place, inside = within_seconds(lambda: (observe_local(local), observe_contents(local)), seconds)
             findings += judge_local(place, inside, run, machine)
             if run is not None and channel is not None:
-                findings += _apart(local, channel)
+                try:
+                    require_no_overlap("--local", local, "--channel", channel)
+                except Refused as error:
+                    findings.append(Finding(LOCAL, "apart", "failure", error.message, error.remedy))
     return [*judge_machine(machine, run, inside), *findings]
-
-
-def _apart(local: Path, channel: ChannelAddress) -> Iterator[Finding]:
-    """Of two places that answered."""
-    try:
-        require_no_overlap("--local", local, "--channel", channel)
-    except Refused as error:
-        yield Finding(LOCAL, "apart", "failure", error.message, error.remedy)
 
 
 @contextmanager

@@ -74,17 +74,14 @@ def run_probes(directory: Path) -> tuple[Mapping[str, ProbeOutcome], str]:
         for name, probe in PROBES.items():
             own = scratch.directory / name
             own.mkdir()
-            found[name] = _outcome(probe, own)
+            try:
+                found[name] = ProbeOutcome(probe(own) or 0.0)
+            except Unfit as unfit:
+                found[name] = ProbeOutcome(problem=str(unfit))
+            except OSError as error:
+                remedy = "" if is_lasting(error) else disk_remedy(error)
+                found[name] = ProbeOutcome(problem=call_text(error), remedy=remedy)
     return found, scratch.left
-
-
-def _outcome(probe: Probe, room: Path) -> ProbeOutcome:
-    try:
-        return ProbeOutcome(probe(room) or 0.0)
-    except Unfit as unfit:
-        return ProbeOutcome(problem=str(unfit))
-    except OSError as error:
-        return ProbeOutcome(problem=call_text(error), remedy="" if is_lasting(error) else disk_remedy(error))
 
 
 def _rename(room: Path) -> float:
@@ -113,19 +110,15 @@ def _readers(room: Path) -> float:
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(write)
         while not ended.is_set():
-            _read_pointer(path)
+            try:
+                text = path.read_bytes()
+            except FileNotFoundError:
+                raise Unfit("a reader found no file while it was replaced") from None
+            if text not in _POINTERS:
+                raise Unfit(f"a reader found {text[:20]!r} while whole files were replaced")
             reads += 1
         writing.result()
     return reads
-
-
-def _read_pointer(path: Path) -> None:
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        raise Unfit("a reader found no file while it was replaced") from None
-    if text not in _POINTERS:
-        raise Unfit(f"a reader found {text[:20]!r} while whole files were replaced")
 
 
 def _exclusive(room: Path) -> None:
@@ -287,7 +280,7 @@ def observe_local(local: Path) -> PlaceFacts:
 
 
 def _facts(path: Path, places: Sequence[Path]) -> PlaceFacts:
-    nearest = nearest_directory(path)
+    nearest, mode = nearest_directory(path), path.stat().st_mode if exists(path) else 0
     probed: Path | None = None
     refused: DiskError | None = None
     outcomes: Mapping[str, ProbeOutcome] = {}
@@ -308,15 +301,10 @@ def _facts(path: Path, places: Sequence[Path]) -> PlaceFacts:
         refused=refused,
         mount=mount_of(nearest),
         space=space_of(nearest),
-        world_writable=exists(path) and _world_writable(path),
+        world_writable=bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX,
         left=left,
         probes=outcomes,
     )
-
-
-def _world_writable(path: Path) -> bool:
-    mode = path.stat().st_mode
-    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 def observe_bucket(channel: str | Store) -> BucketFacts | None:

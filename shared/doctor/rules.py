@@ -68,7 +68,11 @@ _SMALL_SHM = 1 << 30
 def judge_channel(facts: PlaceFacts, run: RunFacts, role: Role | None) -> Iterator[Finding]:
     """`role`: what runs here; None: not given, and missing write access is a warning."""
     yield from _place(CHANNEL, facts)
-    yield from _run(run, role)
+    if role == "publisher" and not facts.there:
+        remedy = "check the path and its mount; the first start of the publisher creates the directory"
+        yield Finding(CHANNEL, "run", "warning", run.problem, remedy)
+    else:
+        yield from _run(run, role)
     if facts.is_directory:
         yield _channel_kind(facts)
         yield _channel_rights(facts, role)

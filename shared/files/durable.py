@@ -15,6 +15,8 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import exists, is_link
 
+Piece = bytes | memoryview
+"""of a file's bytes"""
 TEMPORARY_PREFIX = ".weightcast-tmp-"
 _BLOCK = 1 << 20
 _READ_ATTEMPTS = 3
@@ -26,7 +28,11 @@ def is_temporary(name: str) -> bool:
 
 
 def replace(
-    path: Path, data: bytes | Iterable[bytes], allowed: Callable[[], None] | None = None, *, sync: bool = True
+    path: Path,
+    data: bytes | Iterable[Piece],
+    allowed: Callable[[], None] | None = None,
+    *,
+    sync: bool = True,
 ) -> None:
     """Puts `data`, whole or in pieces, at `path` by rename, right before which `allowed` may raise. Raises
     OSError and what the pieces raise; `path` then holds what it held before. Without `sync` nothing waits for
@@ -71,7 +77,7 @@ def file_system_time(directory: Path) -> float:
 
 @contextmanager
 def _temporary(
-    target: Path, data: bytes | Iterable[bytes], mode: int = 0o666, *, sync: bool = True
+    target: Path, data: bytes | Iterable[Piece], mode: int = 0o666, *, sync: bool = True
 ) -> Iterator[Path]:
     failpoint("file.begun", target)
     path = target.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"

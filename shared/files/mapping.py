@@ -81,16 +81,13 @@ class LeasedFile:
     def view(self, offset: int, nbytes: int) -> ByteArray:
         """Bytes [offset, offset + nbytes), not to be kept for longer than a few seconds. Raises RetryLater
         when the file has become shorter than that."""
-        mapped = self._leased()
-        if mapped is None or offset + nbytes > len(mapped):
-            return self._read(offset, nbytes)
-        return np.frombuffer(mapped, np.uint8, nbytes, offset)
-
-    def _leased(self) -> mmap.mmap | None:
         with self._lock:
             if not self._refused and time.monotonic() - self._taken > self._seconds:
                 self._renew()
-            return None if self._refused else self._map
+            mapped = None if self._refused else self._map
+        if mapped is None or offset + nbytes > len(mapped):
+            return self._read(offset, nbytes)
+        return np.frombuffer(mapped, np.uint8, nbytes, offset)
 
     def _renew(self) -> None:
         self._taken = time.monotonic()

@@ -106,7 +106,8 @@ OUT_OF_ORDER = "changes out of order, or past the end"
 DAMAGED = "a wrong checksum"
 
 Taken = tuple[Words, Words, NDArray[np.uint64], Counts]
-"""old words, new words, and the sums and counts that `touched` in the digest's kernels returns"""
+"""old words, new words; of each span the lanes of touched 8-byte words, uint64[spans, 4], old a, old b, new
+a, new b, and changed words"""
 Begin = Callable[[Words, int], None]
 """called with a range of words and how many of them will be written"""
 

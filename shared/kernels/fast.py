@@ -298,9 +298,9 @@ def take_steps(
     ends: Counts,
     numbers: Counts,
 ) -> Taken | None:
-    """Of the words at `index`, with `ends` and `numbers` as `touched` takes them. `signs`: where their bits
-    begin. `streams`: int64[5, contexts], coding, k, k of what ends a run, start, stop. The context of a word
-    is its exponent - `first`, within bounds."""
+    """Of the words at `index`. `ends`, `numbers`: of each span, as `spans_in` has them. `signs`: where their
+    bits begin. `streams`: int64[5, contexts], coding, k, k of what ends a run, start, stop. The context of a
+    word is its exponent - `first`, within bounds."""
     before, after = (scratch().lend(f"steps {side}", old.dtype, len(index)) for side in ("before", "after"))
     taken = before, after, np.zeros((len(ends), 4), np.uint64), np.zeros(len(ends), np.int64)
     book, shift = np.empty((3, streams.shape[1]), np.int64), U64(SHIFTS[old.itemsize])

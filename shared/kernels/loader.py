@@ -303,11 +303,6 @@ def _reported(array: NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _address_from() -> Callable[[NDArray[Any]], int]:
-    """The quick way if this interpreter and this numpy have the expected layout."""
-    samples = (np.zeros(1), np.zeros((3, 2))[1:, 1], np.zeros(9, np.uint8)[5:])
-    agree = all(_first_field(sample) == _reported(sample) for sample in samples)
-    return _first_field if agree else _reported
-
-
-_address = _address_from()
+_SAMPLES = (np.zeros(1), np.zeros((3, 2))[1:, 1], np.zeros(9, np.uint8)[5:])
+_address = _first_field if all(_first_field(each) == _reported(each) for each in _SAMPLES) else _reported
+"""the quick way if this interpreter and this numpy have the expected layout"""

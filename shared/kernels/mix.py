@@ -13,10 +13,8 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
-from weightcast.shared.base.elements import ByteArray, Words
+from weightcast.shared.base.elements import ByteArray
 from weightcast.shared.kernels.compiler import (
-    I64,
-    SHIFTS,
     U64,
     frozen,
     inlined,
@@ -26,7 +24,7 @@ from weightcast.shared.kernels.compiler import (
     unwritable,
 )
 from weightcast.shared.kernels.constants import MIX_A, MIX_B
-from weightcast.shared.kernels.vectors import Arrays, load64, on_stack, prefetch, prefetch64, repeated
+from weightcast.shared.kernels.vectors import Arrays, on_stack, prefetch64, repeated
 
 _WORD = ir.IntType(64)
 _LANES = ir.VectorType(_WORD, 8)
@@ -305,9 +303,6 @@ def mixed_tail(data, start, stop, number):
     return a, b
 
 
-_BATCH = 1024
-"""8-byte words mixed together, so that the loop is vectorised"""
-_AHEAD = 32
 _AHEAD_BYTES = 2048
 
 
@@ -331,57 +326,3 @@ def hash_pieces(data: ByteArray, pieces: NDArray[np.int64]) -> NDArray[np.uint64
     lanes = np.empty((len(pieces), 2), np.uint64)
     _hash(frozen(data), unwritable(np.ascontiguousarray(pieces)), lanes)
     return lanes
-
-
-@inlined
-def _add(words, places, count, first, sums, span, column):
-    a, b = U64(0), U64(0)
-    for i in range(count):
-        a += rounds_a(words[i] ^ ((places[i] + first) * A0))
-    for i in range(count):
-        b += rounds_b(words[i] + (places[i] + first) * B0)
-    sums[span, column] += a
-    sums[span, column + 1] += b
-
-
-@kernel
-def _touched(old, index, new, shift, ends, numbers, sums, changed):
-    """`shift`: log2 of the words per 8 bytes. `ends`, `numbers`: per span its end in the chunk and the number
-    of the chunk's 8-byte word 0 in its tensor's count. `sums`: uint64[spans, 4], old a, b, new a, b."""
-    before, after, places = on_stack(_BATCH, U64(0)), on_stack(_BATCH, U64(0)), on_stack(_BATCH, U64(0))
-    bits, last = U64(64 >> shift), index.size - 1
-    kept = ~(~U64(0) >> (U64(64) - bits))
-    in_word = (I64(1) << shift) - 1
-    i = 0
-    for span in range(ends.size):
-        begin, count, open_place = i, 0, I64(-1)
-        while i < index.size and I64(index[i]) < ends[span]:
-            prefetch(old, I64(index[min(i + _AHEAD, last)]) >> shift, places)
-            place = I64(index[i]) >> shift
-            if place != open_place:
-                if count == _BATCH:
-                    _add(before, places, count, U64(numbers[span]), sums, span, 0)
-                    _add(after, places, count, U64(numbers[span]), sums, span, 2)
-                    count = 0
-                before[count] = after[count] = load64(old, place << 3)
-                places[count] = U64(place)
-                count, open_place = count + 1, place
-            lane = U64(I64(index[i]) & in_word) * bits
-            others = (kept << lane) | ~(~U64(0) << lane)
-            after[count - 1] = (after[count - 1] & others) | (U64(new[i]) << lane)
-            i += 1
-        _add(before, places, count, U64(numbers[span]), sums, span, 0)
-        _add(after, places, count, U64(numbers[span]), sums, span, 2)
-        changed[span] = i - begin
-
-
-def touched(
-    old: Words, index: NDArray[np.uint32], new: Words, ends: NDArray[np.int64], numbers: NDArray[np.int64]
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    sums = np.zeros((len(ends), 4), np.uint64)
-    changed = np.zeros(len(ends), np.int64)
-    shift = SHIFTS[old.itemsize]
-    _touched(
-        frozen(old), unwritable(index), unwritable(new.astype(np.uint32)), shift, ends, numbers, sums, changed
-    )
-    return sums, changed

@@ -12,7 +12,7 @@ from weightcast.shared.kernels.journal import (
     read_lists,
     unpack_lists,
 )
-from weightcast.shared.kernels.mix import hash_pieces, touched
+from weightcast.shared.kernels.mix import hash_pieces
 from weightcast.shared.kernels.rice import plan_contexts, put_magnitudes, put_values, take_gaps, take_values
 from weightcast.shared.kernels.rows import read_tensors
 from weightcast.shared.kernels.scan import (

@@ -24,15 +24,7 @@ from weightcast.shared.kernels.compiler import (
 )
 from weightcast.shared.kernels.loader import XXH3
 
-_WORD = ir.IntType(64)
-
-
-def address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, bits: int) -> Any:
-    """Inside an intrinsic: pointer to the integer of `bits` at byte `offset` of an array."""
-    start = builder.bitcast(
-        context.make_array(array_type)(context, builder, array).data, ir.IntType(8).as_pointer()
-    )
-    return builder.bitcast(builder.gep(start, [offset]), ir.IntType(bits).as_pointer())
+_WORD, _BYTE = ir.IntType(64), ir.IntType(8)
 
 
 class Arrays:
@@ -47,8 +39,9 @@ class Arrays:
         return self.at_byte(number, self._builder.mul(at, ir.Constant(_WORD, bits // 8)), form)
 
     def at_byte(self, number: int, offset: Any, form: Any) -> Any:
-        start = address(self._context, self._builder, self._kinds[number], self._args[number], offset, 8)
-        return self._builder.bitcast(start, form.as_pointer())
+        builder, array = self._builder, self._context.make_array(self._kinds[number])
+        start = builder.bitcast(array(self._context, builder, self._args[number]).data, _BYTE.as_pointer())
+        return builder.bitcast(builder.gep(start, [offset]), form.as_pointer())
 
     def load(self, number: int, at: Any, form: Any, *, align: int = 1) -> Any:
         return self._builder.load(self.pointer(number, at, form), align=align)
@@ -62,7 +55,7 @@ def load64(typing, data, offset):
     """The little-endian 8 bytes at `offset` of a byte array, aligned or not. The caller keeps the bounds."""
 
     def build(context, builder, signature, args):
-        place = address(context, builder, signature.args[0], args[0], args[1], 64)
+        place = Arrays(context, builder, signature.args, args).at_byte(0, args[1], _WORD)
         return builder.load(place, align=1)
 
     return types.uint64(data, types.int64), build
@@ -71,7 +64,7 @@ def load64(typing, data, offset):
 @intrinsic
 def store64(typing, data, offset, value):
     def build(context, builder, signature, args):
-        place = address(context, builder, signature.args[0], args[0], args[1], 64)
+        place = Arrays(context, builder, signature.args, args).at_byte(0, args[1], _WORD)
         builder.store(args[2], place, align=1)
         return context.get_dummy_value()
 
@@ -83,7 +76,7 @@ def xxh3(typing, data, offset, size):
     """xxh3-64 of so many bytes from `offset` on, by the xxhash library: the loader knows its function."""
 
     def build(context, builder, signature, args):
-        start = address(context, builder, signature.args[0], args[0], args[1], 8)
+        start = Arrays(context, builder, signature.args, args).at_byte(0, args[1], _BYTE)
         form = ir.FunctionType(_WORD, [start.type, _WORD])
         return builder.call(cgutils.get_or_insert_function(builder.module, form, XXH3), [start, args[2]])
 
@@ -115,7 +108,8 @@ def word_at(typing, data, position, like):
     """Word `position` of bytes that hold words of `like`'s dtype, aligned or not."""
 
     def build(context, builder, signature, args):
-        return builder.load(_word_address(context, builder, signature, args, signature.args[2]), align=1)
+        form = ir.IntType(signature.args[2].dtype.bitwidth)
+        return Arrays(context, builder, signature.args, args).load(0, args[1], form)
 
     return like.dtype(data, types.int64, like), build
 
@@ -125,17 +119,10 @@ def set_word(typing, data, position, word):
     """Writes a word into bytes that hold words of its dtype, aligned or not."""
 
     def build(context, builder, signature, args):
-        place = _word_address(context, builder, signature, args, None)
-        builder.store(args[2], place, align=1)
+        Arrays(context, builder, signature.args, args).store(0, args[1], args[2])
         return context.get_dummy_value()
 
     return types.none(data, types.int64, word), build
-
-
-def _word_address(context: Any, builder: Any, signature: Any, args: Any, like: Any) -> Any:
-    bits = (signature.args[2] if like is None else like.dtype).bitwidth
-    offset = builder.mul(args[1], ir.Constant(_WORD, bits // 8))
-    return address(context, builder, signature.args[0], args[0], offset, bits)
 
 
 _NEAREST, _SECOND = 3, 2
@@ -151,8 +138,9 @@ def prefetch(typing, data, position, like):
     """Prefetches the cache line of `word_at(data, position, like)`."""
 
     def build(context, builder, signature, args):
-        offset = builder.mul(args[1], ir.Constant(_WORD, signature.args[2].dtype.bitwidth // 8))
-        _asked(builder, address(context, builder, signature.args[0], args[0], offset, 8), _FOR_WORDS)
+        form = ir.IntType(signature.args[2].dtype.bitwidth)
+        place = Arrays(context, builder, signature.args, args).pointer(0, args[1], form)
+        _asked(builder, builder.bitcast(place, _BYTE.as_pointer()), _FOR_WORDS)
         return context.get_dummy_value()
 
     return types.none(data, types.int64, like), build
@@ -163,7 +151,7 @@ def _asking64(cache: int) -> Any:
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             width = signature.args[2].dtype.bitwidth // 8
             offset = builder.mul(args[1], ir.Constant(_WORD, width))
-            start = address(context, builder, signature.args[0], args[0], offset, 8)
+            start = Arrays(context, builder, signature.args, args).at_byte(0, offset, _BYTE)
             for line in range(width):
                 _asked(builder, builder.gep(start, [ir.Constant(_WORD, 64 * line)]), cache)
             return context.get_dummy_value()

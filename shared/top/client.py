@@ -28,7 +28,8 @@ _PROMPTS = ("input_ids", "text", "messages", "prompt")
 
 
 class RequestRefused(Exception):
-    """`status`: of HTTP; `facts`: the body, of a 409 with the versions `served` and `target`."""
+    """A request was refused. `status` is the HTTP status, `facts` the body: of a 409 with `served` and
+    `target`."""
 
     def __init__(self, status: int, facts: Body, retry_after: float = 1.0) -> None:
         remedy = f" ({facts['remedy']})" if facts.get("remedy") else ""
@@ -44,8 +45,8 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one request gave. Every token is from a version within [`version`, `last_version`]. `ids`: tokens,
-    where the engine says them; `raw`: its answer, or the events of its stream."""
+    """The result of one request. Every token is from a version within [`version`, `last_version`]. `ids`: the
+    tokens, if the engine reports them; `raw`: its answer, or the events of its stream."""
 
     text: str
     ids: list[int]
@@ -53,15 +54,15 @@ class Piece:
     version: int
     last_version: int
     ended_by: str
-    """update or abort, of a partial answer"""
+    """`update` or `abort` for a partial answer, else empty"""
     adapter: str
-    """that made it, with its version: math@17; the other versions are those of the model"""
+    """the adapter that made it, as math@17; the other versions are the model's"""
     raw: Any
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Of several pieces where updates ended it in between. `partial`: the last one did not end by itself."""
+    """A generation, in several pieces if updates interrupted it. `partial`: the last piece was cut off."""
 
     pieces: tuple[Piece, ...]
     partial: bool
@@ -80,9 +81,16 @@ class Answer:
 
 
 class Client:
-    """`seconds`: that a request, with all its pieces, is tried again after 409, 429, 503 and broken
-    connections. A cancelled one ends on its engine too. `ca`: PEM file of authorities for https, unset: the
-    system's; `cert`: PEM file with a client certificate and its key."""
+    """Sends requests to a gateway or a gate. A cancelled request ends on its engine too.
+
+    Args:
+        url: Of the gateway or gate.
+        token: Sent as a bearer token.
+        seconds: How long a request, with all its pieces, is retried after 409, 429, 503 and broken
+            connections.
+        ca: PEM file of authorities for https; default: the system's.
+        cert: PEM file with a client certificate and its key.
+    """
 
     def __init__(
         self,
@@ -127,10 +135,22 @@ class Client:
         session: str | None = None,
         wait: float | None = None,
     ) -> Answer:
-        """`body`: as SGLang's /generate takes it (`text`, `input_ids`), /v1/completions (`prompt`) or
-        /v1/chat/completions (`messages`). An answer that an update ended is continued on the new weights,
-        unless one version is asked for, or several answers. Raises RequestRefused, and ValueError for a
-        body without a prompt."""
+        """Generates, and continues on the new weights when an update ends the answer (not with
+        `exact_version`, nor for several answers).
+
+        Args:
+            body: A request for SGLang's /generate (`text`, `input_ids`), /v1/completions (`prompt`) or
+                /v1/chat/completions (`messages`).
+            min_version: This version or a later one.
+            exact_version: This version for every token.
+            max_lag: At most so many versions behind the newest target.
+            session: Requests of a session go to the same host while it may answer.
+            wait: Seconds to wait for such a version; default: refused at once.
+
+        Raises:
+            RequestRefused: Refused for as long as the client retries.
+            ValueError: The body has no prompt.
+        """
         asked = {"min-version": min_version, "exact-version": exact_version, "max-lag": max_lag}
         asked |= {"session": session, "wait": wait}  # type: ignore[dict-item]
         headers = {f"Weightcast-{name}": str(value) for name, value in asked.items() if value is not None}
@@ -144,7 +164,11 @@ class Client:
         return Answer(tuple(pieces), partial=bool(pieces[-1].ended_by) and _left(body, pieces) != 0)
 
     async def abort(self, **which: object) -> int:
-        """Ends requests: all, or those of a `session` or `version`. Returns how many."""
+        """Ends all requests, or those of a `session` or `version`.
+
+        Returns:
+            How many were ended.
+        """
         answer = (await self._http.post("/abort", json=which)).raise_for_status()
         return int(answer.json()["aborted"])
 

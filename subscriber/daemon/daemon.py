@@ -31,6 +31,7 @@ from weightcast.shared.daemon.logs import get_log
 from weightcast.shared.daemon.loop import Stop, Wakeup, Watcher, begun, run_daemon
 from weightcast.shared.daemon.metrics import DiskMetrics, new_registry, watch_loop
 from weightcast.shared.daemon.reporter import open_reporter
+from weightcast.shared.daemon.settings import text_of
 from weightcast.shared.daemon.status import STATUS, LoopStatus, Readiness, Snapshot, warm_up_in_background
 from weightcast.shared.files.disk_errors import DiskError
 from weightcast.shared.files.paths import exists, require_directory
@@ -111,18 +112,8 @@ class Subscriber:
         self._has_moved |= update.kind != "reload"
 
     def step(self, stop: Stop) -> None:
+        self._has_moved = False
         try:
-            self._step()
-        except WeightcastError as error:
-            if self._is_final(error):
-                self.refused = error
-                self.stop.set()
-            raise
-        self._ended_well = True
-
-    def _step(self) -> None:
-        try:
-            self._has_moved = False
             if self.follower is None:
                 self.sync.sync_once()
             else:
@@ -131,6 +122,12 @@ class Subscriber:
                 self.sync.verify_some(self.scrub)
                 for name, fault in self.sync.verify_engines(self.engine_verify).items():
                     log.warning("engine verify", engine=name, fault=fault)
+            self._ended_well = True
+        except WeightcastError as error:
+            if self._is_final(error):
+                self.refused = error
+                self.stop.set()
+            raise
         finally:
             self.announcer.not_taken(self.sync.status)
             self.failed.tell(self.sync.status)
@@ -222,10 +219,8 @@ class Subscriber:
         return max((self.sync.engines[name].pace.total for name in pausing), default=0.0)
 
     def app(self) -> FastAPI:
-        token = None if self.settings.token is None else self.settings.token.get_secret_value()
-        app = make_app(
-            "weightcast subscriber", self.status, self.ready, self.registry, token, self._wake, HostStatus
-        )
+        token, title = text_of(self.settings.token), "weightcast subscriber"
+        app = make_app(title, self.status, self.ready, self.registry, token, self._wake, HostStatus)
         if self.follower is not None:
             routes, post = APIRouter(tags=["group"], route_class=StrictRoute), self.follower.post
             routes.post(HOLD_PATH, name="hold")(post.take)

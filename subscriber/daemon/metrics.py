@@ -33,13 +33,8 @@ def _number(version: int | None) -> int:
     return NONE if version is None else version
 
 
-def _proof_age(status: HostStatus) -> float:
-    proof = status.reload_proof
-    return _NAN if proof is None or proof.age_seconds is None else proof.age_seconds
-
-
-def _proof_bound(status: HostStatus) -> float:
-    return _NAN if status.reload_proof is None else status.reload_proof.bound_seconds
+def _or_nan(value: float | None) -> float:
+    return _NAN if value is None else value
 
 
 _NUMBERS: tuple[tuple[str, str, Callable[[HostStatus], float]], ...] = (
@@ -49,7 +44,7 @@ _NUMBERS: tuple[tuple[str, str, Callable[[HostStatus], float]], ...] = (
     (
         "lag_versions",
         "Target less served version; NaN while either is not known.",
-        lambda s: _NAN if s.lag_versions is None else s.lag_versions,
+        lambda s: _or_nan(s.lag_versions),
     ),
     (
         "follows_latest",
@@ -62,9 +57,13 @@ _NUMBERS: tuple[tuple[str, str, Callable[[HostStatus], float]], ...] = (
     (
         "reload_proof_age_seconds",
         "Age of the oldest hash of the local weights when engines were last reloaded; NaN: never.",
-        _proof_age,
+        lambda s: _or_nan(s.reload_proof.age_seconds if s.reload_proof else None),
     ),
-    ("reload_proof_bound_seconds", "Age from which weights are hashed again before a reload.", _proof_bound),
+    (
+        "reload_proof_bound_seconds",
+        "Age from which weights are hashed again before a reload.",
+        lambda s: _or_nan(s.reload_proof.bound_seconds if s.reload_proof else None),
+    ),
 )
 """metrics that are one number of the status"""
 

@@ -17,11 +17,11 @@ from pydantic import (
 )
 
 from weightcast.shared.base.choices import LEASE_LIMIT, Readers, ReloadOrder
-from weightcast.shared.daemon.environment import is_server_url
 from weightcast.shared.daemon.settings import (
     SUBSCRIBER_PORT,
     ChannelPlace,
     ReportSettings,
+    ServerUrl,
     ServiceSettings,
     Size,
     Token,
@@ -97,7 +97,7 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     gate: int | None = Field(None, ge=0, le=65535)
     """Port of the gate: requests to the engines (sglang, vllm; a webhook takes none), each answered by a
     version that it allows; 0 takes a free one, unset: none."""
-    gate_url: str | None = Field(None, max_length=256)
+    gate_url: ServerUrl | None = Field(None, max_length=256)
     """URL at which a gateway reaches the gate; unset: its port at this machine's name, or at --host."""
     gate_token: Token | None = None
     """Bearer token of the gate's callers, who abort their own requests alone; unset: WEIGHTCAST_TOKEN, which
@@ -117,6 +117,8 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
     """The local checkpoint moves only when the leader of its engine group asks."""
     group_patch: bool = False
     """Every host of the engine group stages patches for engines with via=live; set it on all."""
+    transfer_patch: bool = False
+    """Stage each version's patch for a vLLM that a framework drives by weight transfer; not with via=live."""
     group_token: Token | None = None
     """Bearer token of the group's members; unset: this subscriber's own."""
     group_lease: float = Field(30.0, ge=0.3, le=LEASE_LIMIT)
@@ -139,7 +141,7 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
                 problems[error.message if known else f"{error.message}; {error.remedy}"] = None
                 needs_syntax |= known
         if problems:
-            raise ValueError("; ".join((*problems, *([f"give {SYNTAX}"] if needs_syntax else ()))))
+            raise ValueError("; ".join((*problems, *([SYNTAX] if needs_syntax else ()))))
         return value
 
     @field_validator("target", mode="after")
@@ -153,13 +155,11 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
         return value
 
     @model_validator(mode="after")
-    def _check_base_version(self) -> Self:
+    def _check_together(self) -> Self:
         if self.base_version and self.base is None:
             raise ValueError("base_version: needs the checkpoint of that version (--base)")
-        return self
-
-    @model_validator(mode="after")
-    def _check_group(self) -> Self:
+        if self.pre_read is not None and isinstance(self.channel, str):
+            raise ValueError(f"pre_read: {self.channel} is not a directory; leave the hook out")
         if self.group_follower and (self.engine or self.group_member):
             raise ValueError("group_follower: engines and members are given to the group's leader")
         for url in self.group_member:
@@ -169,19 +169,6 @@ class SubscriberSettings(ServiceSettings, ReportSettings):
         if len(set(map(address_of, self.group_member))) < len(self.group_member):
             raise ValueError("group_member: a URL is given twice")
         return self
-
-    @model_validator(mode="after")
-    def _check_pre_read(self) -> Self:
-        if self.pre_read is not None and isinstance(self.channel, str):
-            raise ValueError(f"pre_read: {self.channel} is not a directory; leave the hook out")
-        return self
-
-    @field_validator("gate_url", mode="after")
-    @classmethod
-    def _check_gate_url(cls, value: str | None) -> str | None:
-        if value is not None and not is_server_url(value):
-            raise ValueError("give http://HOST:PORT or https://HOST:PORT, nothing more")
-        return value
 
     def missing(self) -> list[str]:
         places = [self.local, *([] if self.draft is None else [self.draft])]

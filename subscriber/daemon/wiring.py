@@ -49,6 +49,7 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         verified_within=settings.verified_within,
         group_follower=settings.group_follower,
         group_patch=settings.group_patch,
+        transfer_patch=settings.transfer_patch,
         draft=None if settings.draft is None else settings.draft.absolute(),
         adapters=() if settings.adapters == ("none",) else settings.adapters,
         adapters_kept=settings.adapters_kept,
@@ -96,6 +97,9 @@ def open_engines(
             f"--reload rolling: {', '.join(mapping)} map the same files and must be paused together; "
             "use together, or copies=true for engines that copy their weights"
         )
+    lives = [spec.name for spec in specs if spec.via == "live"]
+    if settings.transfer_patch and lives:
+        raise BadEngineOption(f"--transfer-patch: {lives[0]} takes patches by via=live; remove either")
     others = [spec.name for spec in specs if spec.kind != "vllm"]
     if settings.adapters_plain_names and others:
         raise BadEngineOption(

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 from urllib.parse import unquote, urlsplit
 
+from weightcast.shared.base.choices import size
 from weightcast.shared.base.errors import USAGE, EngineFailed, Refused
-from weightcast.shared.cli.options import size
 from weightcast.shared.daemon.environment import hide_queries, http_parts, port_of
 
 Kind = Literal["sglang", "vllm", "webhook"]
@@ -273,7 +273,9 @@ def parse_engine(text: str, local: Path, draft: Path | None = None) -> EngineSpe
     kind_text, equals, url = head.partition("=")
     faults: dict[str, str] = {}
     """with their remedies"""
-    if not equals or kind_text not in KINDS:
+    if http_parts(head) is not None:
+        faults["no engine kind"] = f"give sglang={head} or vllm={head}"
+    elif not equals or kind_text not in KINDS:
         faults[f"unknown engine kind {kind_text!r}"] = _meant(kind_text, KINDS)
     else:
         url = _checked_url(text, url)
@@ -398,4 +400,6 @@ def _checked_url(text: str, url: str) -> str:
         return url.removesuffix("?")
     if "?" in url:
         raise BadEngineOption(f"--engine {text!r}: the URL of an inference server has no query")
+    if (root := url.rstrip("/").removesuffix("/v1")) != url.rstrip("/"):
+        raise BadEngineOption(f"--engine {text!r}: the URL ends in /v1", remedy=f"give {root}")
     return url.rstrip("/")

@@ -50,10 +50,7 @@ _RETRY_FIRST, _RETRY_MOST, _RETRY_FAILED = 1.0, 60.0, 600.0
 _RETRY_UNSEEN = 30.0
 """the longest before the next try of an engine whose restarts cannot be seen"""
 LOOK_JITTER = 0.2
-PAUSED = (
-    "it is paused, and not by this subscriber: requests wait until whoever paused it resumes it "
-    "(vLLM: POST /resume)"
-)
+PAUSED = "paused externally, not by this subscriber: requests block until it is resumed (vLLM: POST /resume)"
 TAKEN_AT_ONCE = 3
 """times in a row that an engine is brought back at once from what somebody else loaded into it"""
 _PEACE = 2 * _RETRY_FAILED
@@ -345,7 +342,7 @@ class HostEngine:
             if self._taken >= TAKEN_AT_ONCE:
                 self._reason = (
                     f"somebody else loaded other weights into it, {self._taken} times in a row: one engine "
-                    "has one subscriber; it is brought back once in some minutes"
+                    "has one subscriber; it is reloaded again every few minutes"
                 )
 
     def retry_at_once(self) -> None:

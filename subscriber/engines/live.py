@@ -62,7 +62,7 @@ class Offer:
 
     patch: EnginePatch | None = None
     why: Why = "align"
-    reason: str = "it was brought to the local version, as after its start"
+    reason: str = "loaded the local version, as after a start"
 
 
 class Live:

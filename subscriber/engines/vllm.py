@@ -337,7 +337,7 @@ class VLLMLive(_LoRA, LiveAdapter):
         if told.in_doubt or shown != label or (held is not None and told.held != held):
             raise EngineFailed(
                 f"{self.spec.shown_url} says that it holds {shown!r}, {told.held}"
-                f"{', in doubt' if told.in_doubt else ''}, after it was brought to {label!r}",
+                f"{', in doubt' if told.in_doubt else ''}, after it loaded {label!r}",
                 remedy="see the engine's log; restart it if this stays",
             )
         return "label"

@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -43,6 +42,7 @@ from weightcast.subscriber.engines.base import (
     Suspect,
     Timeouts,
     Unhandled,
+    address_of,
     unreachable,
     without_query,
 )
@@ -322,17 +322,19 @@ def start_time(metrics: Reply) -> str | None:
 
 
 def nobody_listens(url: str, error: BaseException, seconds: float) -> bool:
-    """`error`: of a connection to `url`; it tells of one of its addresses only. `seconds`: to ask all."""
+    """`error`: of a connection to `url`; it tells of one of its addresses only. `seconds`: to ask each."""
     if not _is_refusal(error):
         return False
-    parts, ends = urlsplit(url), time.monotonic() + seconds
+    parts, is_loopback = urlsplit(url), address_of(url)[0] == "localhost"
     try:
-        found = socket.getaddrinfo(parts.hostname, port_of(parts), type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return len(found) == 1 or all(
-        _refuses(family, address, ends - time.monotonic()) for family, _, _, _, address in found
-    )
+        socket.create_connection((parts.hostname, port_of(parts)), seconds, all_errors=True).close()
+    except ExceptionGroup as failed:
+        lacking = is_loopback and _is_missing("::1")
+        absent = {errno.ECONNREFUSED, errno.EAFNOSUPPORT, *([errno.EADDRNOTAVAIL] if lacking else ())}
+        return all(isinstance(each, OSError) and each.errno in absent for each in failed.exceptions)
+    except OSError:  # the resolver's
+        pass
+    return False
 
 
 def _is_refusal(error: BaseException | None) -> bool:
@@ -343,26 +345,12 @@ def _is_refusal(error: BaseException | None) -> bool:
     return False
 
 
-def _refuses(family: int, address: tuple[object, ...], seconds: float) -> bool:
+def _is_missing(address: str) -> bool:
+    """Whether this machine lacks it, as containers without IPv6 lack `::1`. That a connection gets no address
+    of its own may also mean that all ports are in use."""
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as asked:
-            asked.settimeout(max(seconds, 0.001))
-            asked.connect(address)
-    except ConnectionRefusedError:
-        return True
+        with socket.socket(socket.AF_INET6) as asked:
+            asked.bind((address, 0))
     except OSError as error:
-        return error.errno == errno.EAFNOSUPPORT or _is_missing_loopback(family, str(address[0]))
-    return False
-
-
-def _is_missing_loopback(family: int, host: str) -> bool:
-    """Whether this machine lacks the address, as containers without IPv6 lack `::1`: nobody listens there.
-    That a connection gets no address of its own may also mean that all ports are in use."""
-    if not ip_address(host.partition("%")[0]).is_loopback:
-        return False
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as asked:
-            asked.bind((host, 0))
-    except OSError as error:
-        return error.errno == errno.EADDRNOTAVAIL
+        return error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
     return False

@@ -128,7 +128,7 @@ class Gate(Collector):
         listener = listen(host, port)
         self.port = listener.getsockname()[1]
         scheme = "http" if tls is None else "https"
-        self.url = f"{scheme}://{_reachable(host)}:{self.port}" if url is None else url.rstrip("/")
+        self.url = f"{scheme}://{_reachable(host)}:{self.port}" if url is None else url
         self._server = uvicorn.Server(server_config(self._guard, MOST_CONNECTIONS, tls))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="gate", daemon=True
@@ -192,11 +192,11 @@ class Gate(Collector):
         path = scope["path"].lstrip("/")
         if path == "healthz":
             await say(send, 200, {"ok": True})
-        elif path == "readyz":
-            served = self.traffic.served
+        elif path in ("readyz", "v1/status"):
+            ready = self.traffic.served is not None
             more = {"target": self.traffic.target, "adapters": self.traffic.offered}
-            facts = {**self.status().by_name(), **more}
-            await say(send, 200 if served is not None else 503, facts)
+            facts = {"role": "gate", "ready": ready, **self.status().by_name(), **more}
+            await say(send, 200 if ready or path != "readyz" else 503, facts)
         elif path == "health":
             healthy = self.traffic.is_healthy
             await say(send, 200 if healthy else 503, {"ready": True} if healthy else _NOT_HEALTHY)

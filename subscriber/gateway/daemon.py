@@ -54,7 +54,7 @@ def find_gates(settings: GatewaySettings) -> FindGates:
             token_from="WEIGHTCAST_PUBLISHER_TOKEN",
             trust_for=settings.client_tls,
         )
-        return lambda: of_fleet(parse_fleet(publisher.get(FLEET_PATH), publisher.url))
+        return lambda: of_fleet(parse_fleet(publisher.ask("GET", FLEET_PATH), publisher.url))
     assert settings.channel is not None
     reader = FleetReader(open_store(settings.channel), updates=0)
     return lambda: of_fleet(reader.read())
@@ -72,63 +72,55 @@ def _gates_of(patterns: Collection[str], fleet: Fleet) -> dict[str, str]:
     }
 
 
-class GatewayDaemon:
-    def __init__(self, settings: GatewaySettings) -> None:
-        self._settings, self._find = settings, find_gates(settings)
-        self._loop, self._wakeup = Snapshot(LoopStatus()), Wakeup()
-        self._registry = new_registry()
-        watch_loop(self._registry, self._loop)
-        self.gateway = Gateway(
-            text_of(settings.gate_token),
-            GatewayMetrics(self._registry),
-            settings.client_tls("https:"),
-            token=text_of(settings.token),
-            hold_seconds=settings.hold,
-            most=settings.requests,
-            look_every=settings.poll_seconds,
-        )
+def run_gateway(settings: GatewaySettings) -> None:
+    """Until SIGTERM or SIGINT. Raises what `run_daemon` raises."""
+    find, loop, wakeup, registry = find_gates(settings), Snapshot(LoopStatus()), Wakeup(), new_registry()
+    watch_loop(registry, loop)
+    gateway = Gateway(
+        text_of(settings.gate_token),
+        GatewayMetrics(registry),
+        settings.client_tls("https:"),
+        token=text_of(settings.token),
+        hold_seconds=settings.hold,
+        most=settings.requests,
+        look_every=settings.poll_seconds,
+    )
+    hosts = gateway.hosts
 
-    def _step(self, stop: Stop) -> None:
-        found = self._find()
+    def step(stop: Stop) -> None:
+        found = find()
         # hosts that cannot write reports may yet answer
         if found:
-            self.gateway.follow(found)
+            gateway.follow(found)
 
-    def ready(self) -> Readiness:
-        hosts = self.gateway.hosts
+    def ready() -> Readiness:
         if hosts.ready:
             return Readiness(ready=True)
         reasons = tuple(f"{host.name}: {host.reason}" for host in hosts.by_url.values())
         return Readiness(ready=False, reasons=reasons or ("no gate is known",))
 
-    def status(self) -> GatewayStatus:
-        hosts, ready = self.gateway.hosts, self.ready()
+    def status() -> GatewayStatus:
+        readiness = ready()
         return GatewayStatus(
-            ready=ready.ready,
-            not_ready_reasons=ready.reasons,
+            ready=readiness.ready,
+            not_ready_reasons=readiness.reasons,
             served_version=hosts.served,
             target_version=hosts.target,
-            waiting=self.gateway.waiting,
+            waiting=gateway.waiting,
             hosts=tuple(host.line for host in hosts.by_url.values()),
-            loop=self._loop.get(),
+            loop=loop.get(),
         )
 
-    def run(self) -> None:
-        """Until SIGTERM or SIGINT. Raises what `run_daemon` raises."""
-        app = make_app(
-            "weightcast gateway",
-            self.status,
-            self.ready,
-            self._registry,
-            text_of(self._settings.token),
-            self._wakeup.set,
-            GatewayStatus,
-            beyond=self.gateway,
-            beyond_token=text_of(self._settings.caller_token),
-        )
-        app.router.lifespan_context = self.gateway.live
-        run_daemon(app, self._step, self._wakeup, self._settings, loop=self._loop, most=MOST_CONNECTIONS)
-
-
-def run_gateway(settings: GatewaySettings) -> None:
-    GatewayDaemon(settings).run()
+    app = make_app(
+        "weightcast gateway",
+        status,
+        ready,
+        registry,
+        text_of(settings.token),
+        wakeup.set,
+        GatewayStatus,
+        beyond=gateway,
+        beyond_token=text_of(settings.caller_token),
+    )
+    app.router.lifespan_context = gateway.live
+    run_daemon(app, step, wakeup, settings, loop=loop, most=MOST_CONNECTIONS)

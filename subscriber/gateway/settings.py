@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from weightcast.shared.daemon.environment import is_server_url
-from weightcast.shared.daemon.settings import GATEWAY_PORT, ChannelPlace, DaemonSettings, Token
+from weightcast.shared.daemon.settings import GATEWAY_PORT, ChannelPlace, DaemonSettings, ServerUrl, Token
 
 
 class GatewaySettings(DaemonSettings):
@@ -21,7 +20,7 @@ class GatewaySettings(DaemonSettings):
     """URL of the publisher, which is asked for the reports instead."""
     publisher_token: Token | None = None
     """Bearer token of the publisher."""
-    gates: tuple[str, ...] = Field((), max_length=4096)
+    gates: tuple[ServerUrl, ...] = Field((), max_length=4096)
     """URL of a host's gate, repeatable, instead of reports."""
     gate_pattern: tuple[str, ...] = ("*",)
     """Pattern of HOST:PORT, repeatable, that gates found in reports must fit: rollout-*.example:8350."""
@@ -35,13 +34,6 @@ class GatewaySettings(DaemonSettings):
     """Seconds that a request is held while no host can take it."""
     requests: int = Field(1024, ge=1, le=4096)
     """Requests at a time, under way and waiting."""
-
-    @field_validator("gates", mode="after")
-    @classmethod
-    def _check_gates(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not all(map(is_server_url, value)):
-            raise ValueError("give http://HOST:PORT or https://HOST:PORT, nothing more")
-        return tuple(url.rstrip("/") for url in value)
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:

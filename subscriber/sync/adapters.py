@@ -289,7 +289,7 @@ class Adapters:
         elif (self._adapters or self._registry) and self._options.adapters:
             raise RetryLater(
                 f"{self._store.place(REGISTRY)} is gone",
-                remedy="is the channel mounted? nothing is changed here",
+                remedy="check the channel mount; local state was left unchanged",
             )
         patterns = self._options.adapters
         wanted = {n for n in active if active[n] and any(fnmatchcase(n, pattern) for pattern in patterns)}

@@ -11,7 +11,7 @@ from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
-from weightcast.shared.checkpoint.state.state import Blocked, Phase, Position
+from weightcast.shared.checkpoint.state.state import Blocked, Phase, Position, Step
 from weightcast.shared.checkpoint.update.fetch import staging_bytes, staging_room
 from weightcast.shared.checkpoint.update.patch import prove, require_readable
 from weightcast.shared.checkpoint.update.plan import Patch
@@ -19,6 +19,7 @@ from weightcast.shared.checkpoint.update.sources import Route
 from weightcast.shared.checkpoint.update.stage import Staged
 from weightcast.shared.checkpoint.verify.hashing import Damaged
 from weightcast.subscriber.engines.host import HostEngine
+from weightcast.subscriber.engines.live import Offer, write_patch
 from weightcast.subscriber.engines.reload import Reload
 from weightcast.subscriber.engines.rules import (
     REASON_LIMIT,
@@ -188,10 +189,20 @@ class Apply:
             self._updater.fetch_ahead(channel, staged.step.target.version, limit)
 
     def _offer(self, staged: Staged) -> None:
-        if self._engines.lives:
-            self._host.enter("staging")
-            with self._move.timed("offer"):
+        if not (self._engines.lives or self._options.transfer_patch):
+            return
+        self._host.enter("staging")
+        with self._move.timed("offer"):
+            if self._options.transfer_patch:
+                self.stage_patch((staged.step,))
+            else:
                 self._engines.offer(self._host.local(), staged.step, self._options.readable_by)
+
+    def stage_patch(self, steps: Sequence[Step]) -> None:
+        """For engines that others bring to the version."""
+        made = write_patch(self._host.local(), steps, steps[0].base.version, self._options.readable_by)
+        if isinstance(made, Offer):
+            self._host.degrade(f"no patch of version {steps[-1].target.version}: {made.reason}")
 
     def hold(self, position: Position) -> None:
         """The group's other hosts come to `position` and keep still."""

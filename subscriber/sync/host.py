@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -196,8 +196,7 @@ class StepHost:
     def updater_of(self, component: str, local: Path) -> LocalUpdater:
         """Of a component, in `local`."""
         seconds = min(self.options.visible_seconds, _VISIBLE_SECONDS)
-        options = replace(self.updater.options, visible_seconds=seconds, base_version=0)
-        options = replace(options, on_phase=_pass, on_wait=_pass, before_replay=_pass)
+        options = UpdaterOptions(self.options.threads, seconds, self.options.pre_read, wait=self.wait)
         return LocalUpdater(component_store(self.updater.store, component), local, None, options)
 
     def begin(self) -> None:
@@ -427,10 +426,6 @@ class StepHost:
         if state is not None and any(one.mark is Mark.SUSPECT for one in state.engines.values()):
             self.judge_ready()
         self.tell()
-
-
-def _pass(given: object) -> None:
-    pass
 
 
 def known(error: BaseException) -> WeightcastError:

@@ -90,6 +90,8 @@ class SyncOptions:
     """seconds; bytes last hashed longer ago are hashed again before engines load them"""
     group_patch: bool = False
     """a follower also stages patches for the group's engines"""
+    transfer_patch: bool = False
+    """stage each version's patch for an engine that a training framework drives"""
     group_follower: bool = False
     """the local checkpoint moves only by the orders given to `Sync.sync_once`"""
     base_version: int = 0

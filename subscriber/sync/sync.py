@@ -20,7 +20,7 @@ from weightcast.shared.checkpoint.update.sources import Route
 from weightcast.shared.checkpoint.verify.hashing import Damaged, Scrub
 from weightcast.shared.files.paths import is_file
 from weightcast.subscriber.engines.host import Engines
-from weightcast.subscriber.engines.live import EngineVerify, Offer, write_patch
+from weightcast.subscriber.engines.live import EngineVerify
 from weightcast.subscriber.engines.rules import in_doubt, without_served
 from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.groups.messages import Order
@@ -220,7 +220,7 @@ class Sync:
     def _go_around(self, damage: str) -> None:
         """What is damaged in the channel keeps a host only where no other way leads on."""
         self.host.around = (*self.host.around, damage)
-        self.host.degrade(f"another way is taken: {damage}")
+        self.host.degrade(f"a damaged source is avoided: {damage}")
         self.updater.release()
         self._apply.kept = None
 
@@ -371,7 +371,7 @@ class Sync:
         if self._pointer_seen or (state is not None and state.position.version > 0):
             raise RetryLater(
                 f"{channel.store.place(LATEST)} is gone",
-                remedy="is the channel mounted? nothing is changed here",
+                remedy="check the channel mount; local state was left unchanged",
             )
         return Pointer(0)
 
@@ -440,11 +440,7 @@ class Sync:
                 self._apply.kept = staged = self._apply.prepare(route, plan.legs[0])
                 if self.options.group_patch:
                     # for the part of an engine that reads this host's files
-                    local, readers = self.host.local(), self.options.readable_by
-                    steps = (*local.state.undo, staged.step)
-                    made = write_patch(local, steps, steps[0].base.version, readers)
-                    if isinstance(made, Offer):  # the engine loads from disk
-                        self.host.degrade(f"no patch for the group's engines: {made.reason}")
+                    self._apply.stage_patch((*self.host.local().state.undo, staged.step))
                 self.is_prepared = True
             case Seed() | Relabel():
                 self.is_prepared = True

@@ -339,6 +339,19 @@ def test_hosts_of_one_name_are_told_apart_and_strangers_named(double: Double, op
     assert "Follows another run, another." in page.locator("tr.trouble").inner_text()
 
 
+def test_adapters_no_engine_and_a_repeated_step_are_named(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    versions = double.versions["versions"]
+    versions[0] |= {"step": versions[1]["step"]}
+    math = {"name": "math", "version": 3, "target": 4, "main_version": LATEST, "state": "behind", "error": ""}
+    code = {**math, "name": "code", "version": None, "state": "waiting"}
+    double.show([host(1, LATEST, engines=[], adapters=[math, code])], LATEST)
+    page.get_by_text("no engine, math@3, code@\u2013").wait_for()
+    assert "1 of 1 host serves version 128 (1 without an engine)" in page.locator(".verdict").inner_text()
+    page.locator("#versions summary").click()
+    assert f"step {versions[1]['step']} again" in page.locator("#versions table").inner_text()
+
+
 @pytest.mark.parametrize(
     ("state", "says"),
     [("silent", "does not answer"), ("failed", "has failed"), ("suspect", "is paused"), ("waiting", None)],

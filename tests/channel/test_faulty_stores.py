@@ -157,7 +157,7 @@ def test_other_bytes_of_a_shard_are_found(fault: Fault) -> None:
     store, data = _faulty(), b"shard" * 100
     store.create("shard", data)
     record = FileRecord("shard", len(data), blake3(data).hexdigest())
-    store.fail("open", "shard", fault)
+    store.fail("pieces", "shard", fault)
     [flaw] = check_files(store, [record])
     assert "shard: " in flaw.message and not flaw.unread
     assert list(check_files(store, [record])) == []

@@ -21,7 +21,7 @@ from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.base.errors import Stopped
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.rate import Rate, Rates
-from weightcast.shared.channel.store import Store, fill, pieces_of
+from weightcast.shared.channel.store import Store
 
 RATE = 1_000_000
 
@@ -108,7 +108,7 @@ def test_stores_move_no_more_than_their_rate(
     writer.write(data)
     writer.finish()
     assert written.now - 1000 >= 5.9 and fetched.now == 1000
-    assert b"".join(pieces_of(store, "large")) == data
+    assert b"".join(store.pieces("large")) == data
     assert fetched.now - 1000 >= 5.9
     store.read_range("large", 0, RATE)
     assert fetched.now - 1000 >= 6.9
@@ -131,7 +131,7 @@ def test_a_wait_may_be_stopped(kind: str, tmp_path: Path, request: pytest.Fixtur
     assert store.names() == []
     store.create("small", bytes(RATE))
     with pytest.raises(Stopped):
-        list(pieces_of(store, "small"))
+        list(store.pieces("small"))
 
 
 @pytest.mark.stores
@@ -151,12 +151,12 @@ def test_uploads_that_wait_move_in_small_parts(
         store = open_store(f"{url}/run", Rates(publish=Rate(RATE, clock.wait, lambda: clock.now)))
         pieces = [bytes(RATE)] * 12
         store.upload("streamed", iter(pieces))
-        fill(store.write("whole"), pieces)
+        Store.upload(store, "whole", pieces)
         puts = [headers for method, _, headers in proxy.sent if method == "PUT"]
         sizes = [int(headers.get("content-length", 0)) for headers in puts]
         assert max(sizes) == part and sum(sizes) >= 2 * 12 * RATE
         for key in ("streamed", "whole"):
-            assert b"".join(pieces_of(store, key)) == b"".join(pieces)
+            assert b"".join(store.pieces(key)) == b"".join(pieces)
 
 
 def _model(seed: int) -> Model:

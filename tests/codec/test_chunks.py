@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from weightcast.shared.base.elements import DTYPES, Chunk, Words, kind_of
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.codec.changes import Changes, compare
-from weightcast.shared.codec.container import HEADER, Mode, StepEncoding, decode_chunk, encode_chunk
+from weightcast.shared.codec.container import HEADER, Mode, StepEncoding, decode_step, encode_chunk
 
 compiles = settings(deadline=None)  # the first example compiles
 
@@ -42,7 +42,7 @@ def assert_round_trip(chunk: Chunk, old: Words, new: Words) -> bytes:
 
 
 def assert_decodes(blob: bytes, chunk: Chunk, old: Words, changes: Changes) -> None:
-    decoded = cases.those_that_change(decode_chunk(memoryview(blob), chunk, old))
+    decoded = cases.those_that_change(decode_step(memoryview(blob), chunk, old)[0])
     for name in ("index", "old", "new"):
         assert getattr(decoded, name).tobytes() == getattr(changes, name).tobytes()
         assert getattr(decoded, name).dtype == getattr(changes, name).dtype
@@ -176,7 +176,7 @@ def test_unrelated_words_go_raw_without_padding() -> None:
 def test_nothing_changed() -> None:
     chunk = cases.chunk_of("BF16", [100])
     old = cases.weights(chunk, np.random.default_rng(8))
-    assert len(decode_chunk(encode_chunk(chunk, old, old, compare(old, old)), chunk, old)) == 0
+    assert len(decode_step(encode_chunk(chunk, old, old, compare(old, old)), chunk, old)[0]) == 0
 
 
 def test_size_comes_near_the_entropy() -> None:
@@ -242,7 +242,7 @@ def test_damage_behind_a_right_checksum_is_refused_or_lawful(
         damaged[min(place, len(blob) - 1)] ^= draw.draw(st.integers(1, 255))
     cut = draw.draw(st.sampled_from([0, 0, 0, 1, 9, len(blob) - 30]))
     try:
-        changes = decode_chunk(resealed(bytes(damaged[: len(blob) - cut])), chunk, old)
+        changes = decode_step(resealed(bytes(damaged[: len(blob) - cut])), chunk, old)[0]
     except (DamagedFile, UnknownFormat):
         return
     assert_lawful(chunk, old, changes)
@@ -253,7 +253,7 @@ def test_a_wrong_count_of_changes_behind_a_right_checksum_is_refused(more: int) 
     for chunk, old, blob in SAMPLES:
         changed = int.from_bytes(blob[8:12], "little") + more
         with pytest.raises(DamagedFile):
-            decode_chunk(resealed(blob[:8] + changed.to_bytes(4, "little") + blob[12:]), chunk, old)
+            decode_step(resealed(blob[:8] + changed.to_bytes(4, "little") + blob[12:]), chunk, old)
 
 
 @settings(deadline=None, max_examples=100)
@@ -266,7 +266,7 @@ def test_random_payloads_are_refused_or_lawful(mode: int, changed: int, payload:
     chunk, old, _ = SAMPLES[0]
     facts = struct.pack("<BBHIII", mode, 2, 0, cases.counted(chunk), changed, len(payload))
     try:
-        changes = decode_chunk(resealed(facts + bytes(8) + payload), chunk, old)
+        changes = decode_step(resealed(facts + bytes(8) + payload), chunk, old)[0]
     except DamagedFile:
         return
     assert_lawful(chunk, old, changes)
@@ -284,7 +284,7 @@ def test_signs_that_are_not_filled_with_zeros(encoding: StepEncoding, bit: int) 
     contexts, gaps = blob[HEADER + 1], int.from_bytes(blob[HEADER + 4 : HEADER + 8], "little")
     blob[HEADER + 8 + 8 * contexts + gaps + 1] |= bit
     with pytest.raises(DamagedFile, match="not padded with zeros"):
-        decode_chunk(resealed(bytes(blob)), chunk, old)
+        decode_step(resealed(bytes(blob)), chunk, old)
 
 
 @compiles
@@ -296,30 +296,30 @@ def test_damage_under_the_checksum_is_always_refused(
     damaged = bytearray(blob)
     damaged[draw.draw(st.integers(0, len(blob) - 1))] ^= draw.draw(st.integers(1, 255))
     with pytest.raises(DamagedFile):
-        decode_chunk(bytes(damaged), chunk, old)
+        decode_step(bytes(damaged), chunk, old)
 
 
 @pytest.mark.parametrize("length", [0, 1, 23, 24, 31, 40])
 def test_short_blobs(length: int) -> None:
     chunk, old, blob = SAMPLES[0]
     with pytest.raises(DamagedFile, match="chunk 0 of BF16 in part 0"):
-        decode_chunk(blob[:length], chunk, old)
+        decode_step(blob[:length], chunk, old)
     with pytest.raises(DamagedFile, match="chunk 0 of BF16 in part 0"):
-        decode_chunk(resealed(blob[:24].ljust(24, b"\0") + blob[24:length]), chunk, old)
+        decode_step(resealed(blob[:24].ljust(24, b"\0") + blob[24:length]), chunk, old)
 
 
 @pytest.mark.parametrize("mode", [5, 17, 255])
 def test_modes_of_later_releases(mode: int) -> None:
     chunk, old, blob = SAMPLES[0]
     with pytest.raises(UnknownFormat, match=f"mode {mode}"):
-        decode_chunk(resealed(bytes([mode]) + blob[1:]), chunk, old)
+        decode_step(resealed(bytes([mode]) + blob[1:]), chunk, old)
 
 
 def test_a_blob_of_another_chunk() -> None:
     _, _, blob = SAMPLES[0]
     for other in (cases.chunk_of("BF16", [1900, 1, 78]), cases.chunk_of("F32", [1900, 1, 77])):
         with pytest.raises(DamagedFile, match="another chunk"):
-            decode_chunk(blob, other, np.zeros(other.words, other.kind.numpy))
+            decode_step(blob, other, np.zeros(other.words, other.kind.numpy))
 
 
 def test_a_count_that_no_payload_can_hold() -> None:
@@ -328,7 +328,7 @@ def test_a_count_that_no_payload_can_hold() -> None:
     blob = bytearray(encode_chunk(chunk, old, old, compare(old, old)))
     blob[8:12] = struct.pack("<I", 1 << 22)
     with pytest.raises(DamagedFile, match="shorter"):
-        decode_chunk(resealed(bytes(blob)), chunk, old)
+        decode_step(resealed(bytes(blob)), chunk, old)
 
 
 def one_step(dtype: str, place: int, old: int, new: int) -> bytes:
@@ -348,7 +348,7 @@ def test_a_position_behind_the_last_word() -> None:
         blob = one_step("BF16", place, 0, 1)
         smaller = blob[:4] + struct.pack("<I", 128) + blob[8:]
         with pytest.raises(DamagedFile, match="past the chunk's last word"):
-            decode_chunk(resealed(smaller), chunk, old)
+            decode_step(resealed(smaller), chunk, old)
 
 
 @pytest.mark.parametrize(("old", "new", "base"), [(0x7FFE, 0x7FFF, 0x7FFF), (0xFFFE, 0xFFFF, 0xFFFF)])
@@ -356,7 +356,7 @@ def test_a_step_out_of_the_floats(old: int, new: int, base: int) -> None:
     chunk = cases.chunk_of("BF16", [200])
     other = np.full(chunk.words, base, np.uint16)
     with pytest.raises(DamagedFile, match="out of its word"):
-        decode_chunk(one_step("BF16", 7, old, new), chunk, other)
+        decode_step(one_step("BF16", 7, old, new), chunk, other)
 
 
 @pytest.mark.parametrize("step", [129, 256, 512])
@@ -364,7 +364,7 @@ def test_a_step_longer_than_an_integer(step: int) -> None:
     blob = resealed(b"\1\1" + one_step("I16", 7, 0, step)[2:])
     chunk = cases.chunk_of("I8", [200])
     with pytest.raises(DamagedFile):
-        decode_chunk(blob, chunk, np.zeros(chunk.words, np.uint8))
+        decode_step(blob, chunk, np.zeros(chunk.words, np.uint8))
 
 
 def test_raw_words_that_change_another_number_than_the_header_says() -> None:
@@ -374,7 +374,7 @@ def test_raw_words_that_change_another_number_than_the_header_says() -> None:
     blob = encode_chunk(chunk, old, new, compare(old, new))
     assert blob[0] == Mode.RAW
     with pytest.raises(DamagedFile, match="40 words change, expected 39"):
-        decode_chunk(resealed(blob[:8] + struct.pack("<I", 39) + blob[12:]), chunk, old)
+        decode_step(resealed(blob[:8] + struct.pack("<I", 39) + blob[12:]), chunk, old)
 
 
 def unchanged(mode: int, payload: bytes) -> bytes:
@@ -396,13 +396,13 @@ def test_streams_that_nothing_reads_are_refused() -> None:
     }
     for mode, payload in payloads.items():
         with pytest.raises(DamagedFile):
-            decode_chunk(unchanged(mode, payload), chunk, old)
+            decode_step(unchanged(mode, payload), chunk, old)
     lawful = struct.pack("<BBBBI", 0, 1, 0, 0, 0) + nothing + end
-    assert len(decode_chunk(unchanged(Mode.FAST, lawful), chunk, old)) == 0
+    assert len(decode_step(unchanged(Mode.FAST, lawful), chunk, old)[0]) == 0
 
 
 def test_old_words_of_another_chunk_are_a_callers_error() -> None:
     chunk, old, blob = SAMPLES[0]
     for wrong in (old[:-64], old.astype(np.uint32)):
         with pytest.raises(ValueError, match="old words"):
-            decode_chunk(blob, chunk, wrong)
+            decode_step(blob, chunk, wrong)

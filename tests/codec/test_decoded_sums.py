@@ -1,4 +1,4 @@
-"""Sums that come with a decoded chunk are those that its changes have by themselves."""
+"""Sums that come with a decoded chunk are those that a comparison of its words finds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.shared.base.elements import DTYPES, Chunk, Words
-from weightcast.shared.codec.changes import compare
+from weightcast.shared.codec.changes import changes_of, compare
 from weightcast.shared.codec.container import StepEncoding, decode_step, encode_chunk
-from weightcast.shared.digest.checksums import span_sums
 
 SIZES = st.lists(st.integers(1, 700), min_size=1, max_size=6)
 DENSITIES = st.sampled_from([0.0, 0.003, 0.05, 0.5, 1.0])
@@ -23,7 +22,7 @@ def assert_same_sums(chunk: Chunk, old: Words, new: Words, encoding: StepEncodin
     decoded, sums = decode_step(encode_chunk(chunk, old, new, changes, encoding), chunk, old)
     found = cases.those_that_change(decoded)
     assert found.index.tobytes() == changes.index.tobytes() and found.new.tobytes() == changes.new.tobytes()
-    assert cases.rows(sums) == cases.rows(span_sums(chunk, old, changes.index, changes.new))
+    assert cases.rows(sums) == cases.rows(changes_of(chunk, old, new)[1])
 
 
 @settings(deadline=None, max_examples=60)
@@ -62,6 +61,4 @@ def test_words_of_any_alignment() -> None:
     new = cases.stepped(chunk, old, 0.1, 0.2, rng)
     odd = np.frombuffer(b"\0" + old.tobytes(), old.dtype, offset=1)
     blob = encode_chunk(chunk, old, new, compare(old, new))
-    changes = compare(old, new)
-    sums = span_sums(chunk, old, changes.index, changes.new)
-    assert cases.rows(decode_step(blob, chunk, odd)[1]) == cases.rows(sums)
+    assert cases.rows(decode_step(blob, chunk, odd)[1]) == cases.rows(changes_of(chunk, old, new)[1])

@@ -13,7 +13,7 @@ import reference_decoder
 
 from weightcast.shared.base.elements import Chunk, Words, kind_of
 from weightcast.shared.codec.changes import compare
-from weightcast.shared.codec.container import HEADER, Mode, StepEncoding, decode_chunk, encode_chunk
+from weightcast.shared.codec.container import HEADER, Mode, StepEncoding, decode_step, encode_chunk
 
 FOLDER = Path(__file__).parent.parent / "golden" / "codec"
 SIZES = [1, 70, 1300, 3]
@@ -65,7 +65,7 @@ def reference_words(blob: bytes, chunk: Chunk, old: Words) -> Words:
 
 def assert_reads(blob: bytes, chunk: Chunk, old: Words, new: Words) -> None:
     words = old.copy()
-    decode_chunk(blob, chunk, old).apply(words)
+    decode_step(blob, chunk, old)[0].apply(words)
     assert words.tobytes() == new.tobytes()
     assert reference_words(blob, chunk, old).tobytes() == new.tobytes()
 

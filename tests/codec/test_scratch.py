@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from weightcast.shared.codec.changes import Changes, compare, scan
-from weightcast.shared.codec.container import StepEncoding, decode_chunk, encode_chunk
+from weightcast.shared.codec.container import StepEncoding, decode_step, encode_chunk
 from weightcast.shared.kernels.parallel import Scratch
 
 
@@ -25,7 +25,7 @@ def test_results_outlive_the_next_chunk() -> None:
             changes.apply(words)
             for encoding in ("fast", "small"):
                 blob = encode_chunk(chunk, old, words, changes, encoding)  # type: ignore[arg-type]
-                decoded = decode_chunk(blob, chunk, old)
+                decoded = decode_step(blob, chunk, old)[0]
                 kept += [(one, as_bytes(one)) for one in (changes, decoded)]
     for changes, before in kept:
         assert as_bytes(changes) == before
@@ -45,7 +45,7 @@ def test_threads_do_not_share_scratch(encoding: StepEncoding) -> None:
         new = cases.stepped(chunk, old, 0.1 * (1 + seed % 9), 0.2, rng)
         blob = encode_chunk(chunk, old, new, compare(old, new), encoding)
         words = old.copy()
-        decode_chunk(blob, chunk, old).apply(words)
+        decode_step(blob, chunk, old)[0].apply(words)
         return words.tobytes() == new.tobytes()
 
     with ThreadPoolExecutor(4) as pool:

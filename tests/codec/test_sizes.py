@@ -10,7 +10,7 @@ import pytest
 from benchmarks.chunks import bounds, simulated
 from weightcast.shared.base.elements import ByteArray, Words, kind_of
 from weightcast.shared.codec.changes import compare
-from weightcast.shared.codec.container import Mode, decode_chunk, encode_chunk
+from weightcast.shared.codec.container import Mode, decode_step, encode_chunk
 
 WORDS = 1 << 20
 
@@ -76,7 +76,7 @@ def test_runs_of_words_that_stay_take_next_to_nothing() -> None:
     )
     assert half[0] == both[0] == Mode.STEPS
     assert len(both) < 1.02 * len(half)
-    whole = decode_chunk(both, chunk, old).whole
+    whole = decode_step(both, chunk, old)[0].whole
     assert whole is not None and np.array_equal(whole, new)
 
 

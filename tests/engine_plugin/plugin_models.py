@@ -209,6 +209,9 @@ class ToyEngine:
     def at_rest(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def gather(self, own: Any) -> Sequence[Any]:
+        return [own]
+
     def synchronise(self) -> None:
         if self.failures:
             self.failures -= 1

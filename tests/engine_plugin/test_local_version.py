@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from patch_writer import WEIGHTS, bytes_of, some_changed, write_checkpoint
 from plugin_models import Llama, ToyEngine, checkpoint
 from torch import Tensor, nn
 from weightcast_engine.update.local_version import CheckpointRank
-from weightcast_engine.update.refusals import BadPatch, InDoubt, OtherBase
+from weightcast_engine.update.refusals import BadPatch, InDoubt, OtherBase, Refusal
 
 from weightcast.publisher import Publisher, init_channel
 
@@ -59,16 +63,41 @@ class Host:
         self._publisher.close()
 
 
+class Gathering:
+    """What ranks in threads of this process give each other."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._given: dict[int, Any] = {}
+        self._barrier = threading.Barrier(count)
+
+    def engine(self, rank: int, model: nn.Module, local: Path) -> ToyEngine:
+        def gather(own: Any) -> list[Any]:
+            self._given[rank] = own
+            self._barrier.wait(60)
+            found = [self._given[each] for each in range(self.count)]
+            self._barrier.wait(60)
+            return found
+
+        engine = ToyEngine(model, local)
+        engine.gather = gather  # type: ignore[method-assign]
+        return engine
+
+
 class Rank:
     """Around a model on the local checkpoint. `loads`: how often the model's own loader loaded all of it."""
 
-    def __init__(self, model: nn.Module, local: Path) -> None:
+    def __init__(self, model: nn.Module, local: Path, engine: ToyEngine | None = None) -> None:
         self.model, self.loads = model, 0
-        self.engine = ToyEngine(model, local)
+        self.engine = engine or ToyEngine(model, local)
         self.rank = CheckpointRank(self.engine, local / ".weightcast" / "engine", 1 << 24)  # type: ignore[arg-type]
 
     def load(self, version: int, root: str | None = None) -> None:
         self.rank.load(version, root, self._load_all)
+
+    def patch(self, *, base: int, version: int, **claims: Any) -> None:
+        wanted = dict.fromkeys(("root", "names", "dtype_names", "shapes"))
+        self.rank.patch({**wanted, "base": base, "version": version, **claims})
 
     def _load_all(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.loads += 1
@@ -131,6 +160,111 @@ def test_later_versions_are_written_in_place_and_equal_a_fresh_load(
     ranks[0].rank.forget("")
     ranks[0].load(following.version)
     assert ranks[0].loads == 2
+
+
+def in_threads(ranks: Sequence[Rank], work: Callable[[Rank], None]) -> list[str]:
+    """What each of them raised; empty where it did not."""
+
+    def outcome(rank: Rank) -> str:
+        try:
+            work(rank)
+        except Refusal as refusal:
+            return f"{type(refusal).__name__}: {refusal.message}"
+        return ""
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(outcome, ranks))
+
+
+def erase_words(directory: Path) -> None:
+    """Names, shapes and dtypes stay."""
+    for path in directory.glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        data[start:] = bytes(len(data) - start)
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_patch_brings_all_ranks_to_what_a_full_load_brings(
+    host: Callable[[Mapping[str, Tensor]], Host], monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setenv("WEIGHTCAST_TRANSFER_PATCH", "true")
+    base, models = of_llama(count)
+    following, together = host(base), Gathering(count)
+    ranks = []
+    for at, model in enumerate(made() for made in models):
+        ranks.append(Rank(model, following.local, together.engine(at, model, following.local)))
+        ranks[-1].load(1)
+    for names in ((), ("o.weight",), tuple(base)):
+        before = following.version
+        following.publish(*names)
+        state = following.root
+        if names == tuple(base):
+            erase_words(following.local)
+        assert (
+            in_threads(ranks, partial(Rank.patch, base=before, version=before + 1, root=state))
+            == [""] * count
+        )
+        for rank, model in zip(ranks, models, strict=True):
+            assert rank.live() == fresh(model(), following.tensors)
+            held = rank.rank.obey({"do": "look"})
+            assert (held["version"], held["root"], held["label"]) == (before + 1, state, str(before + 1))
+    assert [rank.loads for rank in ranks] == [1] * count
+
+
+def test_a_patch_that_does_not_fit_is_refused_by_name_and_changes_nothing(
+    host: Callable[[Mapping[str, Tensor]], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTCAST_TRANSFER_PATCH", "true")
+    base, models = of_llama(2)
+    following, together = host(base), Gathering(2)
+    ranks = []
+    for at, model in enumerate(made() for made in models):
+        ranks.append(Rank(model, following.local, together.engine(at, model, following.local)))
+    following.publish("o.weight")
+
+    def refused(words: str, version: int = 3, base: int = 2, **claims: Any) -> None:
+        before = [rank.live() for rank in ranks]
+        for said in in_threads(ranks, partial(Rank.patch, base=base, version=version, **claims)):
+            assert words in said
+        assert [rank.live() for rank in ranks] == before
+
+    refused("the engine holds an unknown version, expected base 1", version=2, base=1)
+    for rank in ranks:
+        rank.load(2)
+    following.publish("o.weight", "q.bias")
+    refused("the engine holds version 2, expected base 1", base=1)
+    refused("holds version 3 with root", version=4)
+    refused("holds version 3 with root", root="0" * 64)
+    refused("version 3 changes q.bias too, expected in names", names=["o.weight"])
+    both = {"names": ["o.weight", "q.bias"], "dtype_names": ["float32", "float32"]}
+    refused("o.weight is ('float32', [16, 32])", **{**both, "shapes": [[16, 16], [32]]})
+    refused("q.bias is ('float32', [32])", **{**both, "dtype_names": ["float32", "bfloat16"]})
+    refused("other is None in the local checkpoint", names=["o.weight", "q.bias", "other"])
+    # words that one rank holds are not the base's
+    weight = ranks[1].model.get_parameter("o").data
+    right = weight.clone()
+    weight.add_(1)
+    refused("o.weight: its live words are not those of the patch's base")
+    weight.copy_(right)
+    ranks[1].engine.failures = 1
+    refused("RuntimeError: the device is gone")
+    for path in (following.local / ".weightcast" / "engine").iterdir():
+        path.unlink()
+    refused("has 0 patches of version 3, expected 1")
+    for rank, model in zip(ranks, models, strict=True):
+        rank.load(3)
+        assert rank.live() == fresh(model(), following.tensors) and rank.loads == 1
+    # what a rank holds after a patch is known, too: a tensor that goes back is written in place
+    before = dict(following.tensors)
+    following.publish("o.weight")
+    assert in_threads(ranks, partial(Rank.patch, base=3, version=4)) == ["", ""]
+    following.tensors = before
+    following.publish("q.bias")
+    for rank, model in zip(ranks, models, strict=True):
+        rank.load(5)
+        assert rank.live() == fresh(model(), following.tensors) and rank.loads == 1
 
 
 def test_a_version_that_is_not_there_or_not_right_changes_nothing(

@@ -104,7 +104,7 @@ def test_what_a_rank_refuses_is_raised_in_the_server(recorded: dict[str, Any]) -
 
     update(version=3)
     asyncio.run(client.finish_weight_update())
-    quiet = {"version": 3, "root": None, "quiet": True}
+    quiet = {**vars(transfer.UpdateInfo(3)), "quiet": True}
     assert client.sent == [("update", quiet), ("finish", None)] and controls.sent == [("label", "3")]
     # the session is ended on all ranks, and the next one may begin
     controls.looks[1]["refusal"] = "not here"
@@ -118,8 +118,18 @@ def test_what_a_rank_refuses_is_raised_in_the_server(recorded: dict[str, Any]) -
     with pytest.raises(RuntimeError, match="update again"):
         asyncio.run(client.finish_weight_update("mine"))
     assert controls.sent == [("label", "3")]
-    with pytest.raises(ValueError, match="version"):
-        update(version="4")
+    for wrong, words in (
+        ({"version": "4"}, "version"),
+        ({"version": 4, "base": -1}, "base"),
+        ({"version": 4, "names": ["w"]}, "give base too"),
+        ({"version": 4, "base": 3, "names": ["w"], "shapes": []}, "one length"),
+        ({"version": 4, "base": 3, "dtype_names": ["float32"]}, "one length"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            update(**wrong)
+    with pytest.raises(ValueError, match="all ranks take one patch"):
+        each = [{"version": 4, "base": 3}, {"version": 4}]
+        asyncio.run(client.update_weights(SimpleNamespace(update_info=each)))
 
 
 def test_it_has_all_that_the_base_class_asks_for(

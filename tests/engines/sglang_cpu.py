@@ -7,9 +7,10 @@ hollow modules, whose names are hollow classes: enough to be imported, wrong for
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import kept_beside
@@ -28,6 +29,11 @@ def install() -> None:
     importlib.import_module("transformers.utils.import_utils").is_torchvision_greater_or_equal("0.27")
     sys.meta_path.append(HollowFinder(_is_hollow))  # type: ignore[arg-type]
     unpin()
+    if importlib.util.find_spec("checkpoint_engine") is not None:
+        # it knows GPUs and NPUs; there is nothing to wait for, and nothing to free, on a CPU
+        calls = dict.fromkeys(("synchronize", "empty_cache", "ipc_collect"), lambda: None)
+        device = SimpleNamespace(device_module=SimpleNamespace(**calls))
+        vars(importlib.import_module("checkpoint_engine.worker"))["DeviceManager"] = lambda: device
 
 
 def unpin() -> None:

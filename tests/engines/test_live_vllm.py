@@ -59,8 +59,6 @@ class Faulty(LiveServer):
         return {
             **super()._environment(),
             "VLLM_PLUGINS": "weightcast,live_faults",
-            # several ranks on a machine with one NUMA node
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "WEIGHTCAST_TEST_FAULTS": str(self.faults),
         }
 

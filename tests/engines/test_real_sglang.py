@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import signal
 import threading
@@ -16,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import checkpoint_engine
 import httpx
 import kept_beside
 import pytest
@@ -235,13 +237,19 @@ class SGLangWorld(World):
 
 @contextmanager
 def served(
-    room: Path, base: Path, site: Path, judge: FreshLoad, spread: str, kind: type[SGLangServer] = SGLangServer
+    room: Path,
+    base: Path,
+    site: Path,
+    judge: FreshLoad,
+    spread: str,
+    kind: type[SGLangServer] = SGLangServer,
+    option: str = "",
 ) -> Iterator[SGLangWorld]:
     local = room / "local"
     with Run(room, base) as run:
         one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", local)
         with kind(local, room, site, spread) as server:
-            host = Host(room, run.channel, run.base, local, f"sglang={server.url}")
+            host = Host(room, run.channel, run.base, local, f"sglang={server.url}{option}")
             with running(host):
                 host.wait_served(0)
                 yield SGLangWorld(room, run, server, host, judge)
@@ -523,6 +531,36 @@ def test_ranks_with_different_experts_are_patched(site: Path, tmp_path: Path, ju
             world.host.wait_served(world.run.publish())
             assert world.live["way"] == "live", world.live
             require_resident(world)
+
+
+class Unfed(SGLangServer):
+    """Ready when it has got weights for the first time."""
+
+    def __init__(self, local: Path, room: Path, site: Path, spread: str) -> None:
+        words = ("--load-format", "dummy", "--checkpoint-engine-wait-weights-before-ready")
+        super().__init__(local, room, site, spread, *words)
+
+    def __enter__(self) -> Unfed:
+        return self
+
+
+def test_a_server_without_weights_is_fed_from_memory(
+    models: Path, judge: FreshLoad, site: Path, tmp_path: Path
+) -> None:
+    """The released server and checkpoint-engine; only what the latter asks a device is a stand-in."""
+    added = tmp_path / "site"
+    shutil.copytree(site, added)
+    shutil.copytree(Path(checkpoint_engine.__file__).parent, added / "checkpoint_engine")
+    option = f",via=ipc,buffer=1MiB,devices=GPU-{platform.machine()}"
+    with served(tmp_path, models / PLAIN, added, judge, "", Unfed, option) as world:
+        world.server.wait_ready()
+        for version in range(3):
+            world.host.wait_served(version)
+            world.require(version)
+            told = world.server.order("digest", {"tensors": None, "from": 0, "count": 10_000})
+            tensors = tensors_of(world.run.versions[version])
+            assert told["lanes"] == {name: lanes(tensor) for name, tensor in tensors.items()}
+            world.run.publish()
 
 
 def require_copies(world: SGLangWorld, sizes: dict[str, Any]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from test_fuzz_parsers import PARSERS, STATE
 from weightcast.shared.base.elements import TensorSpec, TensorTable, grid
 from weightcast.shared.checkpoint.state.state import read_state, write_state
 from weightcast.shared.codec.changes import compare
-from weightcast.shared.codec.container import decode_chunk, encode_chunk
+from weightcast.shared.codec.container import decode_step, encode_chunk
 from weightcast.shared.codec.slime import PayloadWriter, open_payload
 from weightcast.shared.daemon.settings import load_settings
 from weightcast.subscriber.daemon.settings import SubscriberSettings
@@ -63,7 +63,7 @@ def _read_payload(encoding: str, data: bytes) -> object:
 
 
 def _read_chunk(data: bytes) -> object:
-    changes = decode_chunk(data, CHUNK, OLD)
+    changes = decode_step(data, CHUNK, OLD)[0]
     assert (np.diff(changes.index.astype(np.int64)) > 0).all()
     assert not len(changes) or int(changes.index[-1]) < WORDS
     return changes

@@ -146,7 +146,7 @@ def test_a_fetch_over_a_faulty_store_ends_right(tmp_path: Path, fault: Fault) ->
         if name.startswith("weight_v"):
             for shard in store.names(name):
                 if shard.endswith(".safetensors"):
-                    store.fail("open", f"{name}/{shard}", fault)
+                    store.fail("pieces", f"{name}/{shard}", fault)
     assert bring(store, tmp_path / "local") == EXPECTED["roots"]["fast"]
     assert not store.unused
 

@@ -111,7 +111,7 @@ def test_a_planted_fault(runs: Runs, run: Run, tmp_path: Path, kind: str, damage
     assert snapshot(run.channel, ()) == before, "looking changes nothing"
     assert bool(found) is ((kind, damage) not in UNSEEN), found
     assert all(problem.meaning and problem.message for problem in found)
-    done = repair_channel(open_store(run.channel), run.root / "pub", patience=0.0)
+    done = repair_channel(open_store(run.channel), run.root / "pub", PublisherOptions(take_over_seconds=0.0))
     assert bool(done.left) is ((kind, damage) in LOST), done
     assert bool(done.done) is (bool(found) and (kind, damage) not in NOTHING_TO_DO), done
     after = snapshot(run.channel, ())
@@ -128,7 +128,7 @@ def test_a_planted_fault(runs: Runs, run: Run, tmp_path: Path, kind: str, damage
 
 
 NOTHING_TO_DO = {("shard", damage) for damage in DAMAGES[:4]}
-"""the anchor beside it leads over it"""
+"""the anchor beside it leads past it"""
 
 
 def joins(run: Run, local: Path, base: Path | None) -> None:
@@ -196,7 +196,7 @@ def repair_channel_while_beating(run: Run, held: Any) -> None:
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        repair_channel(open_store(run.channel), patience=3.0)
+        repair_channel(open_store(run.channel), None, PublisherOptions(take_over_seconds=3.0))
     finally:
         stop.set()
         thread.join()
@@ -265,7 +265,7 @@ def test_what_is_lost_is_told_until_it_is_pruned(
     assert weightcast(["channel", "repair", *here, "--local", str(run.root / "pub")]) == 3
     assert "anchor of version 3 written" in capsys.readouterr().out
     assert weightcast(["channel", "verify", *here]) == 3
-    assert "leads over it" in capsys.readouterr().out
+    assert "leads past it" in capsys.readouterr().out
     model = some_changed(run.models[3], np.random.default_rng(3))
     with RunPublisher.open(run.channel, local=run.root / "pub") as publisher:
         publisher.publish_checkpoint(write_checkpoint(tmp_path / "new", model))

@@ -195,7 +195,7 @@ def test_a_damaged_delta_from_an_older_version_is_named_by_its_directory(run: Ru
     sync = Sync(SyncOptions(run.channel, tmp_path / "other", run.base, visible_seconds=0.1))
     outcome = sync.sync_once()
     sync.close()
-    told = next(reason for reason in outcome.degraded if "another way" in reason)
+    told = next(reason for reason in outcome.degraded if "is avoided" in reason)
     assert f"{FROM_0}/{shard(run, FROM_0).name}, chunk." in told
 
 
@@ -247,7 +247,7 @@ def test_a_host_says_what_it_went_around(run: Run, tmp_path: Path) -> None:
     finally:
         sync.close()
     assert (outcome.local_version, outcome.ready) == (5, True)
-    assert any("another way is taken" in reason and "from_v000000" in reason for reason in outcome.degraded)
+    assert any("source is avoided" in reason and "from_v000000" in reason for reason in outcome.degraded)
     assert "from_v000000" in sync.status.updates[-1].around[0]
     assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)
 

@@ -39,7 +39,7 @@ from weightcast.publisher.mirror.served import served
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.http_store import open_http_store
-from weightcast.shared.channel.store import NotFound, Unavailable, pieces_of
+from weightcast.shared.channel.store import NotFound, Unavailable
 from weightcast.subscriber.sync.options import SyncOptions
 from weightcast.subscriber.sync.sync import Sync
 
@@ -287,10 +287,10 @@ def test_what_a_store_over_http_promises(place: Place, server: Server | Served) 
     (place.channel / "empty").write_bytes(b"")
     assert store.read("some file", 10) == b"0123456789" and store.read_range("some file", 3, 4) == b"3456"
     assert store.read_range("some file", 8, 9) == b"89" and store.read_range("some file", 99, 1) == b""
-    assert b"".join(pieces_of(store, "some file")) == b"0123456789" and store.read("empty", 1) == b""
+    assert b"".join(store.pieces("some file")) == b"0123456789" and store.read("empty", 1) == b""
     found = store.stat("some file")
     assert found is not None and found.size == 10 and store.stat("other") is None
-    for use in (lambda: store.read("other", 1), lambda: store.open("other")):
+    for use in (lambda: store.read("other", 1), lambda: next(iter(store.pieces("other")))):
         with pytest.raises(NotFound):
             use()
     with pytest.raises(DamagedFile, match="9-byte"):

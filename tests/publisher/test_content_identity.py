@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from core_cases import bytes_of, read_checkpoint
 from daemonkit import INDEX, Daemon, Places, base_tensors, files_of, rename_in, request_for, write
@@ -487,3 +488,16 @@ def test_a_lower_step_with_new_content_is_published_and_named(places: Places, op
     with Publisher.open(places.channel, local=places.local, base=places.base) as publisher:
         report = publisher.publish_checkpoint(write(places.root / "by-hand", weights(3)), step=3)
         assert report.resumed_from_step == 5
+
+
+def test_what_became_nan_is_published_with_a_warning(places: Places, opened: Opening) -> None:
+    office, model = opened(), weights(1)
+    scale = np.frombuffer(model["layer.0.scale"].data, np.float32).copy()
+    scale[1:3] = np.nan
+    model["layer.0.scale"] = model["layer.0.scale"]._replace(data=scale.view(np.uint8))
+    with capture_logs() as logs:
+        rename_in(places.watch / "step_1", model)
+        settled(office)
+    warned = [each["elements"] for each in logs if each["event"] == "elements became NaN or infinite"]
+    assert places.latest() == "000001" and warned == [2]
+    office.publish_loop.close()

@@ -101,6 +101,7 @@ def test_a_publisher_that_this_process_has_open_is_said_to_be_its_own(base: str)
             Publisher.open("channel", local="local", base=base)
         with pytest.raises(OwnerAlive, match=r"this process has .* open already .*call close\(\)"):
             Publisher.open("channel", local="other", base=base)
+    assert not Path("other").exists() and Path("local").exists()
 
 
 def test_errors_are_importable_from_where_the_publisher_is() -> None:

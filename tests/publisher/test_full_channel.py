@@ -16,6 +16,7 @@ from waiting import wait_until
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import RetryLater
+from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
@@ -116,6 +117,44 @@ def test_an_anchor_that_does_not_fit_is_written_beside_the_next_version(place: P
     assert [path.parent.name for path in place.channel.glob("*/anchor")] == ["weight_v000003"]
     place.arrives(model, 3)
     assert verify(Channel.open(open_store(place.channel))) == []
+
+
+def test_an_ordered_anchor_that_does_not_fit_keeps_nobody_from_publishing(
+    place: Place, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    models, store = [changed(place.model, 1)], open_store(place.channel)
+    with place.publisher() as publisher:
+        publisher.publish_checkpoint(place.new(models[0]))
+        models.append(changed(models[0], 2))
+        new = place.new(models[1])
+        pins.order(store, "anchor")
+        disk.shrink(9999)
+        # room is there again when the publication begins
+        publisher.publish_checkpoint(new, watching=lambda now: disk.grow())
+        assert f"maintenance of {place.channel} failed" in caplog.text
+    place.arrives(models[1], 2)
+    assert not list(place.channel.glob("weight_v*/anchor")) and pins.is_ordered(store, "anchor")
+    assert place.publish(changed(models[1], 3)) == 3
+    assert [path.parent.name for path in place.channel.glob("*/anchor")] == ["weight_v000002"]
+    assert not pins.is_ordered(store, "anchor")
+
+
+def test_an_ordered_anchor_of_damaged_weights_is_refused(place: Place) -> None:
+    store, model = open_store(place.channel), changed(place.model, 1)
+    with place.publisher() as publisher:
+        publisher.publish_checkpoint(place.new(model))
+        with (place.pub / "model.safetensors").open("r+b") as weights:
+            weights.seek(-1, 2)
+            last = weights.read()
+            weights.seek(-1, 2)
+            weights.write(bytes([last[0] ^ 1]))
+        pins.order(store, "anchor")
+        model = changed(model, 2)
+        assert publisher.publish_checkpoint(place.new(model)).version == 2
+    place.arrives(model, 2)
+    refused = pins.refusal(store)
+    assert refused is not None and "does not hold version 1" in str(refused)
+    assert not pins.is_ordered(store, "anchor") and not list(place.channel.glob("weight_v*/anchor"))
 
 
 def test_what_a_kill_left_half_deleted_is_deleted(place: Place) -> None:

@@ -19,9 +19,10 @@ from daemonkit import Daemon, Places
 from publisher_cases import Place, as_numpy, make_place, numpy_model
 from waiting import wait_until
 
-from weightcast.publisher.daemon.sources.handed import HandedWeights, HandOverSource
+from weightcast.publisher.daemon.sources.handed import HandedWeights, HandOverJob, HandOverSource
 from weightcast.publisher.trainer.handover import Export, HandOver
 from weightcast.shared.base.errors import Refused, RetryLater
+from weightcast.shared.daemon.loop import failure_of
 
 HERE = Path(__file__).parent
 
@@ -51,12 +52,15 @@ def publish_newest(place: Place, handed_over: HandOverSource) -> int | None:
     if handed is None:
         return None
     with place.publisher() as publisher:
-        handed_over.begin(handed, publisher.version)
-        version = publisher.publish_weights(
-            lambda: HandedWeights(handed_over.export, handed), step=handed.step
-        ).version
-    handed_over.end()
-    return version
+        job = HandOverJob(handed_over, publisher, handed)
+        job.begin(publisher.version)
+        try:
+            report = publisher.publish_weights(job.open, step=job.step)
+        except Refused as error:
+            job.done(failure_of(error))
+            raise
+        job.done(report)
+    return report.version
 
 
 def test_what_is_put_arrives(place: Place, export: Path, rng: np.random.Generator) -> None:
@@ -207,8 +211,8 @@ def test_published_and_not_noted(place: Place, export: Path) -> None:
         handed = hand_over.put(arrays(place.model))
     for published in (False, True):
         handed_over = HandOverSource(export, place.root / f"memory-{published}")
-        request = handed_over.begin(handed, 0)
         with place.publisher() as publisher:
+            request = HandOverJob(handed_over, publisher, handed).begin(0)
             # a version of somebody else's says nothing
             publisher.publish_checkpoint(place.new(place.model))
             if published:
@@ -331,6 +335,8 @@ def test_adapters_next_to_main(tmp_path: Path) -> None:
         hand_over.put(_as_numpy_bytes(places), step=1)
         with pytest.raises(Refused, match="config= is missing"):
             hand_over.put(adapter(3), component=MATH)
+        with pytest.raises(Refused, match="not for main"):
+            hand_over.put(_as_numpy_bytes(places), main_version=0)
         with pytest.raises(Refused, match="cannot be handed over"):
             hand_over.put(adapter(3), component="adapter/../main", config=CONFIG)
     (export / "adapter" / "a@b").mkdir()
@@ -346,8 +352,10 @@ def test_adapters_next_to_main(tmp_path: Path) -> None:
         with HandOver(export, sidecar=str(daemon.client.base_url)) as hand_over:
             hand_over.put(adapter(4, rank=8), component=MATH, config=CONFIG)
             wait_until(lambda: daemon.status()["totals"]["failures"] == 1)
-            hand_over.put(adapter(5), step=9, component=MATH, config=CONFIG | {"lora_alpha": 16})
+            given = {"component": MATH, "config": CONFIG | {"lora_alpha": 16}}
+            hand_over.put(adapter(5), step=9, main_version=0, **given)
             wait_until(lambda: len(daemon.status()["publications"]) == 4)
+            assert daemon.status()["publications"][0]["main_version"] == 0
         found = follow(places.channel, MATH, tmp_path / "math")
         assert found == (2, bytes_of(adapter(5)), CONFIG | {"lora_alpha": 16})
     finally:
@@ -395,7 +403,6 @@ def test_what_is_refused_leaves_its_slot_free(place: Place, export: Path, rng: n
             with pytest.raises(Refused, match="is missing") as refused:
                 publish_newest(place, handed_over)
             kept.append(refused.value)  # an error that is remembered, as a daemon does, holds its frames
-            handed_over.end()
         hand_over.put(arrays(model), timeout=0.1)
         assert publish_newest(place, handed_over) == 1
     place.arrives(model, 1)

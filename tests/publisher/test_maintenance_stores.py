@@ -21,7 +21,7 @@ from opening import open_publisher
 from publisher_cases import STORE_PARAMS, TWINS, make_store
 
 from weightcast.publisher import init_channel
-from weightcast.publisher.api import Publisher
+from weightcast.publisher.api import Publisher, PublisherOptions
 from weightcast.publisher.channel_repair import repair_channel, sign_channel
 from weightcast.publisher.fleet.report_intake import ReportIntake
 from weightcast.publisher.fleet.versions import VersionHistory
@@ -44,6 +44,7 @@ from weightcast.shared.channel.store import Store, Unavailable
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 INDEX = "model.safetensors.index.json"
+AT_ONCE = PublisherOptions(take_over_seconds=0.0)
 SPANS = UpkeepOptions(skip_span=4, history_share=1000.0)
 LIMIT = 1 << 24
 
@@ -122,7 +123,7 @@ class World:
         return f"weight_v{version:06d}/{next(name for name in names if name.endswith('.safetensors'))}"
 
     def repair(self, **options: Any) -> Repairs:
-        return repair_channel(self.store, self.pub, patience=0.0, **options)
+        return repair_channel(self.store, self.pub, replace(AT_ONCE, **options))
 
 
 @pytest.fixture(params=STORE_PARAMS)
@@ -346,7 +347,7 @@ def test_a_newest_version_that_shows_late_is_pointed_to(world: World, says: str)
     world.store.fail("list", "", *["torn"] * 100)
     if says != "listing":
         world.store.fail("stat", f"weight_v000006/{INDEX}", "late", "late", "late")
-    repair_channel(world.store, world.pub if says == "publisher" else None, patience=0.0)
+    repair_channel(world.store, world.pub if says == "publisher" else None, AT_ONCE)
     assert world.store.read("latest", LIMIT).strip() == b"000006"
 
 
@@ -363,7 +364,7 @@ def test_a_newest_version_that_shows_after_the_repair_is_announced(
     hidden = FaultyStore(world.store)
     hidden.fail("stat", f"weight_v000006/{INDEX}", *["late"] * 100)
     hidden.fail("read", f"weight_v000006/{INDEX}", *["late"] * 100)
-    repair_channel(hidden, None, patience=0.0)
+    repair_channel(hidden, None, AT_ONCE)
     assert world.store.read("latest", LIMIT).strip() == b"000005"
     with world.publisher() as publisher:
         publisher.recover()
@@ -469,7 +470,7 @@ def test_what_is_damaged_is_found_and_restored_byte_for_byte(world: World, damag
         ("copy", "SHARD", "lost"),
         ("replace", f"weight_v000002/{INDEX}", "unavailable"),
         ("replace", f"weight_v000002/{INDEX}", "lost"),
-        ("open", "SHARD", "unavailable"),
+        ("pieces", "SHARD", "unavailable"),
         ("names", "weight_v000002", "torn"),
         ("list", "", "torn"),
     ],
@@ -615,7 +616,7 @@ def test_a_damaged_signature_is_found_and_restored(world: World, damage: str, tm
         pass
     # whoever trusts no key looks at no signature
     assert world.repair() == Repairs() and objects(world.store) == damaged
-    assert repair_channel(world.store, patience=0.0, trusted_keys=[str(key.public)]).left
+    assert repair_channel(world.store, None, replace(AT_ONCE, trusted_keys=[str(key.public)])).left
     assert objects(world.store) == damaged
     done = world.repair(trusted_keys=[str(key.public)])
     assert done.done == [f"{signature} restored byte for byte"] and done.left == []

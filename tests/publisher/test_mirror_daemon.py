@@ -216,6 +216,16 @@ def test_hosts_read_what_a_mirror_serves_and_the_source_is_read_once(
         assert {daemon.stop() for daemon in (mirror, *hosts)} == {0}
 
 
+def test_an_anchor_ordered_of_a_mirror_is_refused(run: Run, tmp_path: Path, weightcast: Command) -> None:
+    run.grow(1)
+    with Daemon.of(tmp_path / "one", run.store.place(), tmp_path / "b", "--look-seconds", 0.1) as mirror:
+        mirror.ready()
+        ordered = weightcast("channel", "anchor", "--channel", tmp_path / "b")
+        assert ordered.code == 3 and "a mirror copies anchors" in ordered.err
+        assert mirror.stop() == 0
+    assert "order refused" in mirror.log.read_text()
+
+
 def test_only_a_directory_is_served(run: Run, tmp_path: Path) -> None:
     with Daemon.of(tmp_path / "one", run.store.place(), "s3://bucket/run7", "--serve") as mirror:
         assert mirror.process.wait(60) == 3

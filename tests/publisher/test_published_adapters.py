@@ -287,6 +287,16 @@ def test_a_refused_first_publication_changes_nothing(tmp_path: Path) -> None:
         assert caught.value.remedy == "give peft.get_peft_model_state_dict(model)"
 
 
+def test_several_ranks_are_told_how_to_replace_tensors_without_versions(tmp_path: Path) -> None:
+    place = make_place(tmp_path, numpy_model(np.random.default_rng(3)))
+    run = Channel.open(open_store(place.channel))
+    like = tensors_in(save_adapter(tmp_path / "like", adapter(1)), MATH)
+    init_component(run, MATH, lambda: like)
+    with place.publisher(world_size=2) as publisher, pytest.raises(Refused) as caught:
+        publisher.publish(adapter(1, rank=8), step=1, component=MATH, config=CONFIG)
+    assert f"weightcast channel component add {MATH} --like DIR" in caught.value.remedy
+
+
 @pytest.mark.parametrize("signed", [False, True])
 def test_other_tensors_replace_those_of_an_adapter_without_versions(tmp_path: Path, signed: bool) -> None:
     key = None

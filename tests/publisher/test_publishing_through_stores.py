@@ -170,7 +170,7 @@ FAULTS: tuple[tuple[str, str, Fault], ...] = (
     *(("replace", "latest", fault) for fault in ("unavailable", "lost", "changed")),
     *(("discard", "weight_v000001.parts/*", fault) for fault in ("unavailable", "lost")),
     *(("read_range", "weight_v000001*.safetensors", fault) for fault in ("cut", "wrong")),
-    *(("open", "weight_v000001*.safetensors", fault) for fault in ("unavailable", "cut", "wrong")),
+    *(("pieces", "weight_v000001*.safetensors", fault) for fault in ("unavailable", "cut", "wrong")),
     ("read", "latest", "unavailable"),
     ("read", "base.json", "unavailable"),
     ("stat", "weight_v000001/*", "unavailable"),
@@ -183,7 +183,7 @@ FAULTS: tuple[tuple[str, str, Fault], ...] = (
 def test_a_fault_of_the_store_is_recovered_from(
     inner: Store, tmp_path: Path, model: Model, rng: np.random.Generator, verb: str, key: str, fault: Fault
 ) -> None:
-    if verb in (("open",) if inner.renames else ("move", "read_range")):
+    if verb in (("pieces",) if inner.renames else ("move", "read_range")):
         return  # a store that does not rename moves nothing, and its files are staged from copies
     if (verb, key) == ("replace", "latest") and not inner.renames:
         verb = "create"  # the first one

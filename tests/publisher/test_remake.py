@@ -61,7 +61,7 @@ def make_place_at(root: Path) -> Place:
 
 
 def repaired(place: Place) -> Repairs:
-    return repair_channel(open_store(place.channel), place.pub, patience=0.0)
+    return repair_channel(open_store(place.channel), place.pub, PublisherOptions(take_over_seconds=0.0))
 
 
 def no_shard(version: Path) -> None:
@@ -187,7 +187,9 @@ def test_signatures_stay(tmp_path: Path) -> None:
     before = snapshot(place.channel, OURS)
     shutil.rmtree(place.channel / "weight_v000002")
     bad_shard(place.channel / "weight_v000003")
-    done = repair_channel(open_store(place.channel), place.pub, patience=0.0, trusted_keys=[public])
+    done = repair_channel(
+        open_store(place.channel), place.pub, PublisherOptions(take_over_seconds=0.0, trusted_keys=[public])
+    )
     assert done.left == [] and faults(open_store(place.channel), None, Trust.load([public])) == []
     assert snapshot(place.channel, OURS) == before
 

@@ -14,6 +14,7 @@ from memory_store import MemoryStore
 from publisher_cases import Place, StorePlace, numpy_model
 
 from weightcast.publisher import init_channel
+from weightcast.publisher.api import PublisherOptions
 from weightcast.publisher.channel_repair import repair_channel
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.doctor.observe import RunFacts, observe_bucket
@@ -65,7 +66,7 @@ def test_init_and_repair_refuse_it_and_change_nothing(place: StorePlace) -> None
     with pytest.raises(Refused, match="ignores if-") as raised:
         repair_channel(place.store)
     assert "--unfenced" in raised.value.remedy and sorted(place.store.names()) == before
-    repair_channel(place.store, unfenced=True)
+    repair_channel(place.store, None, PublisherOptions(unfenced=True))
     other = Unfenced("if-match")
     with pytest.raises(Refused, match="ignores if-"):
         init_channel(other, place.base)

@@ -74,6 +74,18 @@ def test_log_as_a_table(channel: Path, weightcast: Command) -> None:
     assert "run run-1, latest 3" in out and "1.000%" in out and "+anchor" in out
 
 
+def test_log_marks_a_step_that_was_published_again(tmp_path: Path, weightcast: Command) -> None:
+    tensors = {"a": np.zeros(9, np.float32)}
+    write_checkpoint(tmp_path / "base", tensors)
+    init_channel(tmp_path / "channel", tmp_path / "base")
+    with Publisher.open(tmp_path / "channel", local=tmp_path / "pub", base=tmp_path / "base") as publisher:
+        for step in (10, 10):
+            tensors["a"] += 1
+            publisher.publish(tensors, step=step)
+    out = weightcast("channel", "log", "--channel", tmp_path / "channel").out
+    assert "step 10 again, after version 1" in out
+
+
 def test_a_channel_without_versions(tmp_path: Path, weightcast: Command) -> None:
     write_checkpoint(tmp_path / "base", {"a": np.zeros(3, np.float32)})
     init_channel(tmp_path / "channel", tmp_path / "base")

@@ -234,7 +234,7 @@ def test_the_table_has_the_worst_first_and_no_control_characters(channel: Path, 
     path.write_bytes(path.read_bytes().replace(b'"bad"', b'"b\\u2028d"'))
     code, out, _ = weightcast("fleet", "--channel", channel)
     lines = out.splitlines()
-    assert code == 0 and lines[0] == "1 of 2 hosts serve version 5; b\\u2028d: E: no space"
+    assert code == 0 and lines[0].endswith(" (1 without an engine); b\\u2028d: E: no space")
     assert lines[1].endswith("2 hosts: 1 up to date, 1 failed") and lines[2].split()[:3] == [
         "host",
         "doing",
@@ -252,7 +252,8 @@ def test_a_ready_host_that_lacks_an_adapter_is_named(channel: Path, weightcast: 
     serves = replace(REPORT, state="ready", served_version=5, adapters=(lacks,), **trouble)
     write_report(open_store(channel), serves)
     code, out, _ = weightcast("fleet", "--channel", channel)
-    assert code == 0 and out.startswith("1 of 1 host serves version 5; a: adapter wide: has rank 32")
+    said = "1 of 1 host serves version 5 (1 without an engine); a: adapter wide: has rank 32"
+    assert code == 0 and out.startswith(said)
     assert "    restart it" in out.splitlines()
 
 
@@ -284,6 +285,15 @@ def test_hosts_of_one_machine_are_told_apart(channel: Path, weightcast: Command)
     assert code == 0 and json.loads(out)["hosts"] == ["a:/data/a"]
     code, _, err = weightcast(*wait, "--min-hosts", 3)
     assert code == 4 and "a:/data/b (ready, version 4)" in err and "other (ready" in err
+
+
+def test_wait_says_what_it_waits_for(channel: Path, weightcast: Command) -> None:
+    write_report(open_store(channel), REPORT)
+    wait = ("wait", "--channel", channel, "--version", 7, "--timeout", 2)
+    code, out, err = weightcast(*wait)
+    line = "waiting up to 2 s for version 7; newest of main: 5; behind: a (ready, version 3)"
+    assert (code, out, err.splitlines()[0]) == (4, "", line) and err.count("waiting") == 1
+    assert weightcast(*wait, "--json").err == ""
 
 
 def test_a_reload_that_no_engine_took_is_none(channel: Path, weightcast: Command) -> None:

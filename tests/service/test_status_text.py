@@ -13,7 +13,7 @@ from weightcast.shared.cli.status import Summary, summary
 from weightcast.shared.daemon.status import LoopStatus
 from weightcast.subscriber.gateway.daemon import GatewayStatus
 from weightcast.subscriber.gateway.hosts import HostLine
-from weightcast.subscriber.status import EngineStatus, HostStatus, LastError, UpdateStatus
+from weightcast.subscriber.status import AdapterStatus, EngineStatus, HostStatus, LastError, UpdateStatus
 
 NOW = 1_790_000_000.0
 PUBLISHED = Publication(version=6, step=60, at=NOW - 200)
@@ -83,11 +83,11 @@ def test_a_host_that_waits_for_an_engine_is_not_idle() -> None:
 
 def test_a_host_that_is_ready_or_degraded_says_at_what() -> None:
     ready = host(ready=True, state="idle", local_version=6, served_version=6, target_version=6)
-    assert ready.well and ready.sentence == "h is ready: serves version 6"
+    assert ready.well and ready.sentence == "h is ready: holds version 6, no engine"
     error = LastError(error="E", message="m", remedy="free it", at=NOW)
     facts = {"target_version": 7, "degraded": ("disk full",), "last_error": error}
     found = host(ready=True, local_version=6, served_version=6, **facts)
-    assert found.sentence == "h is ready: serves version 6; degraded: disk full"
+    assert found.sentence == "h is ready: holds version 6, no engine; degraded: disk full"
     assert not found.well and found.remedy == "free it" and ("target", "latest: version 7") in found.rows
     assert len(found.rows) <= 14
 
@@ -97,6 +97,17 @@ def test_a_host_that_is_not_ready_does_not_serve() -> None:
     found = host(state="idle", **facts)
     assert found.sentence == "h is not ready: last served version 17; engine a does not answer"
     assert ("doing", "waits: engine a does not answer") in found.rows
+
+
+def test_a_host_lists_its_adapters() -> None:
+    loaded = AdapterStatus(name="math", version=5, target=5, main_version=6, loaded=(5,), state="loaded")
+    failed = loaded.but(name="code", version=1, target=2, loaded=(1,), state="failed", error="rank 32")
+    draft = loaded.but(name="draft", version=3)
+    facts = {"ready": True, "served_version": 6, "adapters": (loaded, failed), "draft": draft}
+    rows = dict(host(engines=(ENGINE,), **facts).rows)
+    assert rows["adapter"] == "code@1 failed, newest version 2: rank 32"
+    assert rows["adapters"] == "math@5, draft@3 (loaded)"
+    assert dict(host(**facts).rows)["adapters"] == "math@5, draft@3 (no engine)"
 
 
 def test_a_publisher_without_a_version_says_nothing_of_its_age() -> None:

@@ -37,13 +37,13 @@ def ours(tmp_path: Path) -> Authority:
 
 def ask(url: str, ca: Path | None = None, cert: Path | None = None) -> bytes:
     with Daemon(url, TOKEN, trust_for=lambda at: client_context(at, ca, cert)) as daemon:
-        return daemon.get("/v1/status")
+        return daemon.ask("GET", "/v1/status")
 
 
 def test_the_daemon_answers_over_tls_alone(serve: Serve, ours: Authority) -> None:
     served = serve(token=TOKEN, tls_cert=ours.issue("daemon"))
     assert b'"version":7' in ask(served.url, ours.file)
-    with pytest.raises(NotInTime, match="http or https"):
+    with pytest.raises(NotInTime, match="use https"):
         ask(served.url.replace("https", "http"))
     tls = ServiceSettings(tls_cert=ours.issue("daemon")).server_tls()
     assert tls is not None and tls.minimum_version == ssl.TLSVersion.TLSv1_2
@@ -105,9 +105,9 @@ def test_a_client_renews_its_own_certificate(serve: Serve, ours: Authority, tmp_
     cert = clients.issue("operator", days=-1)
     with Daemon(served.url, TOKEN, trust_for=lambda at: client_context(at, ours.file, cert)) as daemon:
         with pytest.raises((Refused, NotInTime)):
-            daemon.get("/v1/status")
+            daemon.ask("GET", "/v1/status")
         clients.issue("operator")
-        assert daemon.get("/v1/status")
+        assert daemon.ask("GET", "/v1/status")
 
 
 def test_probes_are_answered_among_more_unfinished_handshakes_than_there_may_be(

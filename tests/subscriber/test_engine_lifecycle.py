@@ -146,6 +146,17 @@ def test_engines_that_map_the_same_files_cannot_roll(tmp_path: Path) -> None:
     open_engines(settings.model_copy(update={"engine": texts[1:]})).close()
 
 
+def test_patches_go_to_a_framework_or_to_engines_of_the_subscriber(tmp_path: Path) -> None:
+    settings = SubscriberSettings(
+        channel=tmp_path / "channel",
+        local=tmp_path / "local",
+        engine=("vllm=http://127.0.0.1:9,name=one,via=live",),
+        transfer_patch=True,
+    )
+    with pytest.raises(BadEngineOption, match="one takes patches by via=live"):
+        open_engines(settings)
+
+
 def test_one_that_maps_the_files_is_patched_in_its_pause_before_the_roll(site: Site, run: Run) -> None:
     floor = Floor()
     mapping, copying = Mapping_(site.root / "host"), floor.engine("a")

@@ -57,6 +57,18 @@ def test_unmet_conditions_are_refused_with_what_is_there(site: Site, run: Run) -
     assert answer.status_code == 400 and "'adapter' is not a condition" in answer.json()["error"]
 
 
+def test_status_of_a_gate(site: Site, run: Run, weightcast: Command) -> None:
+    engine = Engine(site)
+    host = Host(site, run, engine)
+    version = host.publish()
+    said = weightcast("status", host.gate)
+    assert said.code == 0 and said.out.startswith(f"gate is ready: serves version {version}\n")
+    engine.kill()
+    wait_until(lambda: host.client.get("/readyz").status_code == 503)
+    said = weightcast("status", host.gate)
+    assert said.code == 0 and "gate is not ready: serves no version; no engine takes requests" in said.out
+
+
 def test_requests_are_counted_by_outcome_and_their_tokens_by_version(site: Site, run: Run) -> None:
     host = Host(site, run, Engine(site, kind="sglang"))
     host.publish()

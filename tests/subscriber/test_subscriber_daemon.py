@@ -341,6 +341,8 @@ def test_targets_that_are_not_there_say_what_to_give(site: Site, run: Run, weigh
         (("--channel", "C"), "local"),
         (("--channel", "C", "--local", "L", "--engine", "ollama=http://x"), "unknown engine kind"),
         (("--channel", "C", "--local", "L", "--engine", "sglan=http://x"), "did you mean sglang?"),
+        (("--channel", "C", "--local", "L", "--engine", "http://x"), "give sglang=http://x or vllm=http://x"),
+        (("--channel", "C", "--local", "L", "--engine", "vllm=http://x/v1"), "ends in /v1; give http://x"),
         (("--channel", "C", "--local", "L", "--target", "../x"), "target"),
         (("--channel", "C", "--local", "L", "--host", "0.0.0.0"), "token"),
     ],

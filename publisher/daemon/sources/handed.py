@@ -16,7 +16,7 @@ from weightcast.publisher.trainer.handover import Export, Handed
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
 from weightcast.shared.base.elements import MAIN
-from weightcast.shared.base.errors import Refused, RetryLater
+from weightcast.shared.base.errors import Refused, RetryLater, on_error
 from weightcast.shared.channel.components import ADAPTER
 from weightcast.shared.channel.run_files import is_adapter
 from weightcast.shared.daemon.logs import get_log
@@ -50,15 +50,15 @@ class HandOverSource:
         Raises DamagedFile for a memory that is not one of ours."""
         self.export, self.rules, self.component = Export(directory), rules, component
         self._path = memory
-        self._memory = Memory(memory, _Taken(), _LIMIT, "remove it")
+        self.memory = Memory(memory, _Taken(), _LIMIT, "remove it")
         self._adapters: dict[str, HandOverSource] = {}
 
     def resume(self, publisher: RunPublisher) -> None:
         """What was being published has become a version, or is new again."""
-        taken = self._memory.value
+        taken = self.memory.value
         if taken.before is not None:
             made = publisher.made_for(taken.request, taken.before, self.component)
-            self._memory.store(_Taken() if made is None else taken.model_copy(update={"before": None}))
+            self.memory.store(_Taken() if made is None else taken.model_copy(update={"before": None}))
         for each in self._adapters.values():
             each.resume(publisher)
 
@@ -84,22 +84,10 @@ class HandOverSource:
     def newest(self) -> Handed | None:
         """The newest complete slot, unless it or a later one was taken before."""
         self.export.check()
-        newest, taken = self.export.newest(), self._memory.value
+        newest, taken = self.export.newest(), self.memory.value
         if newest is not None and newest.writer == taken.writer and newest.sequence <= taken.sequence:
             return None
         return newest
-
-    def begin(self, handed: Handed, version: int) -> str:
-        """`version`: the channel's before the publication. Returns the request to publish it by."""
-        request = new_request()
-        self._memory.store(
-            _Taken(writer=handed.writer, sequence=handed.sequence, before=version, request=request)
-        )
-        return request
-
-    def end(self) -> None:
-        """It is published, or refused permanently."""
-        self._memory.store(self._memory.value.model_copy(update={"before": None}))
 
 
 class HandedWeights(CheckpointWeights):
@@ -109,16 +97,13 @@ class HandedWeights(CheckpointWeights):
         self._export, self._handed = export, handed
         self._lock = export.lock(handed.slot)
         self._lock.acquire(shared=True)
-        try:
+        with on_error(self._lock.release):
             if not self._is_same():
                 raise RetryLater(
                     f"{export.slot(handed.slot)} now has newer weights",
                     remedy="nothing to do: they are published next",
                 )
             super().__init__(export.slot(handed.slot), follow_links=False, **component)
-        except BaseException:
-            self._lock.release()
-            raise
 
     def _is_same(self) -> bool:
         return self._export.read(self._handed.slot) == self._handed
@@ -146,6 +131,9 @@ class HandOverJob(SourceJob):
         self.name = f"{source.export.slot(handed.slot)} #{handed.sequence}"
         self.step, self.component = handed.step, source.component
 
+    def main_version(self) -> int | None:
+        return self._handed.main_version
+
     def target(self, publisher: RunPublisher) -> RunPublisher:
         return publisher.component(self.component, lambda: tensors_of(self._weights(), self.component))
 
@@ -158,9 +146,13 @@ class HandOverJob(SourceJob):
         return self._publisher.component(self.component).adapted(self._weights(), self._source.rules)
 
     def begin(self, version: int) -> str:
-        return self._source.begin(self._handed, version)
+        request, handed = new_request(), self._handed
+        self._source.memory.store(
+            _Taken(writer=handed.writer, sequence=handed.sequence, before=version, request=request)
+        )
+        return request
 
     def done(self, outcome: Publication | Failure) -> None:
         if isinstance(outcome, Failure):
             log.warning("not published", checkpoint=self.name, **outcome.by_name())
-        self._source.end()
+        self._source.memory.store(self._source.memory.value.model_copy(update={"before": None}))

@@ -112,7 +112,10 @@ class Layouts:
         """`ready`: complete checkpoints that are not published yet, by name; `published`: version, name."""
         before = sorted(published)
         self._clear |= {_layout(name) for _, name in before}
-        new = _best_fits({name: fit for name, fit in ready.items() if not self.is_clear(name)})
+        new: dict[str, Fit] = {}
+        for name, fit in ready.items():
+            if not self.is_clear(name):
+                new[_layout(name)] = max(fit, new.get(_layout(name), fit))
         flat = max((fit for name, fit in ready.items() if _layout(name) == _FLAT), default=None)
         best = max(new.values(), default=None)
         if flat is not None and best is not None and flat >= best:
@@ -122,9 +125,9 @@ class Layouts:
             [each for each in new if new[each] != best],
             "the tensors of other checkpoints fit the base better",
         )
-        fit = {each for each in new if new[each] == best}
+        fitting = {each for each in new if new[each] == best}
         # not what is within another: that one's checkpoint is the whole
-        rivals = [each for each in new if each in fit and fit.isdisjoint(parents_of(each))]
+        rivals = [each for each in new if each in fitting and fitting.isdisjoint(parents_of(each))]
         if before and not all(
             _follows(name, ready[name], before[-1][1]) for name in ready if _layout(name) in rivals
         ):
@@ -147,13 +150,6 @@ class Layouts:
 
 def _layout(name: str) -> str:
     return pattern_of(name) if "/" in name else _FLAT
-
-
-def _best_fits(ready: Mapping[str, Fit]) -> dict[str, Fit]:
-    best: dict[str, Fit] = {}
-    for name, fit in ready.items():
-        best[_layout(name)] = max(fit, best.get(_layout(name), fit))
-    return best
 
 
 def _follows(name: str, fit: Fit, published: str) -> bool:

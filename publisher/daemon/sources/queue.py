@@ -12,9 +12,8 @@ from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from weightcast.publisher.daemon.sources.adapters import WatchedAdapters
 from weightcast.publisher.daemon.sources.source import (
     NO_CONTENT,
     LastContent,
@@ -22,7 +21,7 @@ from weightcast.publisher.daemon.sources.source import (
     SourceJob,
     read_back,
 )
-from weightcast.publisher.daemon.sources.watched import WatchedDirectory
+from weightcast.publisher.daemon.sources.watched import WatchedAdapters, WatchedDirectory
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
@@ -41,6 +40,8 @@ QUEUE_LIMIT = 16
 REMEMBERED = 256
 """ended publications; a key older than that is a new one"""
 _FILE_LIMIT = 16 << 20
+_PATH_LIMIT = 4096
+KEY_LIMIT = 255
 _REMEDY = "remove it: keys of earlier requests are then forgotten"
 _CLOSED = frozenset({EACCES, EPERM, ELOOP, ENAMETOOLONG, EISDIR, ENOTDIR})
 """errors of a checkpoint that no later try can open"""
@@ -48,15 +49,29 @@ _CLOSED = frozenset({EACCES, EPERM, ELOOP, ENAMETOOLONG, EISDIR, ENOTDIR})
 log = get_log("publisher")
 
 
-class Job(BaseModel, frozen=True):
+class PublishRequest(BaseModel, frozen=True, extra="forbid", strict=True):
+    checkpoint: str = Field(
+        min_length=1, max_length=_PATH_LIMIT, description="Absolute path of a checkpoint."
+    )
+    step: int | None = Field(None, ge=0, lt=1 << 63, description="The trainer's step: information only.")
+    component: str = Field(
+        MAIN,
+        max_length=80,
+        description="What the directory is: adapter/NAME (as peft saves it), draft, or main.",
+    )
+    main_version: int | None = Field(
+        None,
+        ge=0,
+        lt=1 << 63,
+        description="Version of main on which the component was trained; the newest if absent.",
+    )
+    key: str | None = Field(
+        None, min_length=1, max_length=KEY_LIMIT, description="Idempotency key, if the header is not set."
+    )
+
+
+class Job(PublishRequest, frozen=True, extra="ignore", strict=False):
     id: str
-    checkpoint: str
-    """as it was asked for"""
-    step: int | None = None
-    key: str | None = None
-    component: str = MAIN
-    main_version: int | None = None
-    """of main, on which it was trained; None: the newest"""
     state: Literal["queued", "running", "done", "failed"] = "queued"
     before: int | None = None
     """the channel's version when it was started"""
@@ -72,7 +87,7 @@ class Job(BaseModel, frozen=True):
 
     @property
     def asked(self) -> dict[str, Any]:
-        return self.model_dump(include={"checkpoint", "step", "key", "component", "main_version"})
+        return self.model_dump(include=set(PublishRequest.model_fields))
 
     @property
     def has_ended(self) -> bool:

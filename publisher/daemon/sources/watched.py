@@ -1,5 +1,6 @@
 """The watched directory with its memory on disk: looks, asks the inbox's rules, stores before it acts.
-Published checkpoints are deleted (`Consumer`) exactly as they were when they were chosen."""
+Adapters in it have a watched directory each, which sees that adapter alone. Published checkpoints are
+deleted (`Consumer`) exactly as they were when they were chosen."""
 
 from __future__ import annotations
 
@@ -46,13 +47,14 @@ from weightcast.shared.daemon.timing import Backoff
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.hf_checkpoint import ADAPTER_MODEL
-from weightcast.shared.files.paths import exists, is_directory, is_link, is_own_directory, matching
+from weightcast.shared.files.paths import exists, is_directory, is_file, is_link, is_own_directory, matching
 
 _EXISTING = "restart with --existing to publish them, in order; or publish one with `POST /v1/publish`"
 _POST = "publish one with `POST /v1/publish` and its absolute path: docs/publishing.md#on-request"
 _REMEDY = "remove the file: present checkpoints then count as published"
 _HELD = "publishing is held; it is published after `weightcast channel resume`"
 _HELD_REMEDY = "move it away before you resume if it must not be published"
+_RENAME = "rename the adapter to letters, digits and ._-, or publish it with `POST /v1/publish`"
 _LIMIT = 256 << 20
 _NAMED = 5
 """checkpoints that a line of the log names"""
@@ -67,7 +69,7 @@ MAIN_VERSION = "main_version"
 
 log = get_log("inbox")
 
-DEFAULT, MEMORY = f"{ADAPTER}default", "inbox-adapter-"
+_DEFAULT, _MEMORY = f"{ADAPTER}default", "inbox-adapter-"
 _SAVE = re.compile(r"((checkpoint|global_?step|step|iter|epoch)[-_]?)?\d+", re.ASCII | re.IGNORECASE)
 
 
@@ -75,7 +77,7 @@ def component_of(name: str) -> str:
     """Of a directory with an adapter, relative to the watched one: in peft's own layout a save has its
     default adapter in itself, and others in directories of their names. Raises Refused."""
     *above, last = name.split("/")
-    return DEFAULT if not above or _SAVE.fullmatch(last) else check_name(ADAPTER + last)
+    return _DEFAULT if not above or _SAVE.fullmatch(last) else check_name(ADAPTER + last)
 
 
 class Consumer:
@@ -196,7 +198,7 @@ def _require_known(at: Path, directory: Path, known: Marks) -> None:
         problem = "it is a link"
     elif ADAPTER_MODEL in names and any(map(holds_weights, names - {ADAPTER_MODEL})):
         problem = "it holds full weights and an adapter"
-    elif not _only_files(at):
+    elif any(is_link(path) or not is_file(path) for path in at.iterdir()):
         problem = "it holds links or directories"
     elif known != all_files(at):
         problem = "it was changed after it was chosen"
@@ -217,11 +219,6 @@ def _put_back(aside: Path, directory: Path) -> bool:
     # Or the rename would say that all of it was written before it got its name.
     os.utime(directory)
     return True
-
-
-def _only_files(directory: Path) -> bool:
-    with os.scandir(directory) as scan:
-        return all(entry.is_file(follow_symlinks=False) for entry in scan)
 
 
 class RefusedStatus(BaseModel, frozen=True):
@@ -292,7 +289,7 @@ class WatchedDirectory:
         self._present: frozenset[str] | None = None
         """what the last look saw"""
         self._place = os.path.realpath(directory)
-        memory = "inbox.json" if self.is_main else f"{MEMORY}{component.removeprefix(ADAPTER)}.json"
+        memory = "inbox.json" if self.is_main else f"{_MEMORY}{component.removeprefix(ADAPTER)}.json"
         self._memory = Memory(LocalPaths(settings.local).room / memory, InboxMemory(), _LIMIT, _REMEDY)
         known = self._memory.value
         self.is_first = known.watch != self._place
@@ -491,6 +488,65 @@ class WatchedDirectory:
     def store(self) -> None:
         entries = tuple(self.inbox.entries.values())
         self._memory.store(InboxMemory(watch=self._place, entries=entries))
+
+
+class WatchedAdapters:
+    """Used by one thread."""
+
+    def __init__(self, watched: WatchedDirectory) -> None:
+        self._directory, self._settings, self._own = watched.directory, watched.settings, watched.own
+        self._of: dict[str, WatchedDirectory] = {}
+        for memory in sorted(matching(LocalPaths(self._settings.local).room, f"{_MEMORY}*.json")):
+            self._add(ADAPTER + memory.stem.removeprefix(_MEMORY))
+        self.left: tuple[Unpublished, ...] = ()
+        """those with names that no component can have"""
+
+    def ignore_existing(self, began: float, version_of: Callable[[str], int]) -> None:
+        """As of WatchedDirectory. `version_of`: of a component, 0 where there is none."""
+        if is_directory(self._directory):
+            for name in self._found():
+                self._of[name].ignore_existing(began, version_of(name))
+
+    def resume(self, publisher: RunPublisher) -> None:
+        for each in self._of.values():
+            each.resume(publisher)
+
+    def next(self, publisher: RunPublisher) -> WatchedJob | None:
+        known = set(self._of)
+        for each in self._of.values():
+            each.finish()
+        for name in self._found():
+            if name not in known:
+                # an earlier process may have begun with it
+                self._of[name].resume(publisher)
+            job = self._of[name].next(publisher)
+            if job is not None:
+                return job
+        return None
+
+    def of(self, component: str) -> WatchedDirectory | None:
+        return self._of.get(component)
+
+    def status(self, main: InboxStatus, *, held: bool) -> InboxStatus:
+        """As of WatchedDirectory, of it and all adapters in it. `main`: its own."""
+        return main.and_of([each.status(held=held) for each in self._of.values()], self.left)
+
+    def _add(self, name: str) -> None:
+        self._of[name] = WatchedDirectory(self._directory, self._settings, component=name)
+
+    def _found(self) -> list[str]:
+        """The components that are there."""
+        names, left = set[str](), []
+        for directory in observation.adapters_in(self._directory, self._own):
+            try:
+                names.add(component_of(directory))
+            except Refused as error:
+                left.append(Unpublished(directory, error.message, _RENAME))
+        self.left = tuple(left)
+        for name in names - self._of.keys():
+            self._add(name)
+        # peft's default adapter has the others below it: it is consumed once these are
+        return sorted(names, key=lambda name: (name == _DEFAULT, name))
 
 
 class WatchedJob(SourceJob):

@@ -255,7 +255,12 @@ function doing(host: Host): string {
 }
 
 function engines(host: Host): string {
-  if (host.engines.length === 0) return "none";
+  const adapters = host.adapters.map((each) => `${each.name.replace(/^adapter\//, "")}@${each.version ?? "–"}`);
+  return [enginesOf(host), ...adapters].join(", ");
+}
+
+function enginesOf(host: Host): string {
+  if (host.engines.length === 0) return "no engine";
   const serving = host.engines.filter((engine) => engine.state === "serving").length;
   const now = host.presence === "live" && host.standing !== "stopped";
   return now ? `${serving} of ${host.engines.length} serving` : `not known now, last ${serving} of ${host.engines.length}`;

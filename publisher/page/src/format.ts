@@ -68,6 +68,8 @@ function digits(value: number): string {
   return value.toLocaleString("en-US", { minimumFractionDigits: Math.min(behind, 2), maximumFractionDigits: Math.min(behind, 4) });
 }
 
+/** Names (`step_5`, `adapter/math`) keep their first letter. */
 export function sentence(text: string): string {
+  if (!/^[a-z]+[ ,:;]/.test(text)) return text;
   return text.charAt(0).toUpperCase() + text.slice(1);
 }

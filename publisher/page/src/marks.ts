@@ -13,11 +13,12 @@ export function mark(back: string, hold: string): Mark {
   return { sign: back !== "" ? "↩" : hold !== "" ? "held" : "", text: [back, hold].filter((text) => text !== "").join(", ") };
 }
 
-/** To what a rollback, or a trainer that resumed from an older step, went back; or empty. */
+/** To what a rollback, or a trainer that resumed from an older step or repeated one, went back; or empty. */
 function wentBack({ step, same_as: same }: Version, before: Version | undefined): string {
-  if (same != null) return `weights of version ${same}`;
+  if (same != null && same !== before?.version) return `weights of version ${same}`;
   const stepBefore = before?.step ?? null;
-  return step !== null && stepBefore !== null && step < stepBefore ? `back from step ${stepBefore}` : "";
+  if (step === null || stepBefore === null || step > stepBefore) return "";
+  return step < stepBefore ? `back from step ${stepBefore}` : `step ${step} again`;
 }
 
 /** By version; `versions`: newest first. Holds are known of the last hour. */

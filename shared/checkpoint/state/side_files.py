@@ -14,7 +14,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import CARRIED, ForeignIndex, Index, object_record
 from weightcast.shared.channel.run_files import DRAFT, Base, FileRecord, carried_records, write_file_records
-from weightcast.shared.channel.store import Store, pieces_of
+from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.update.fetch import NotThere, Patience
@@ -40,9 +40,9 @@ def repair_files(local: LocalCheckpoint, sources: Sequence[Path | Store]) -> lis
 def _copied(source: Path | Store, directory: Path, record: FileRecord) -> bool:
     with contextlib.suppress(WeightcastError, OSError):
         if isinstance(source, Path):
-            pieces = durable.pieces_of(source / record.name)
+            pieces: Iterable[durable.Piece] = durable.pieces_of(source / record.name)
         else:
-            pieces = pieces_of(source, record.name)
+            pieces = source.pieces(record.name)
         durable.replace(durable.make_within(directory, record.name), proven(record, pieces))
         return True
     return False
@@ -93,7 +93,7 @@ class SideFiles:
         except (FileNotFoundError, DamagedFile):
             return {}  # what the local version carries is learned from the channel again
 
-    def keep(self, record: FileRecord, pieces: Iterable[bytes]) -> None:
+    def keep(self, record: FileRecord, pieces: Iterable[durable.Piece]) -> None:
         """Raises DamagedFile where the pieces are not the record's bytes."""
         path = self._paths.carried / record.blake3
         path.parent.mkdir(exist_ok=True)
@@ -222,7 +222,7 @@ class SideFiles:
 
     def _fetch(self, version: int, files: Store, record: FileRecord) -> None:
         try:
-            self.keep(record, pieces_of(files, f"{CARRIED}/{record.name}"))
+            self.keep(record, files.pieces(f"{CARRIED}/{record.name}"))
         except FileNotFoundError as error:
             raise NotThere(f"{error.filename} is missing", version) from error
 

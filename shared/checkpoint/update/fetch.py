@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from io import BufferedWriter
@@ -163,7 +164,6 @@ class Delta:
     incoming: Incoming = field(default_factory=lambda: Incoming(complete=True), compare=False)
 
 
-_BLOCK = 4 << 20
 _PAUSES = (0.05, 2.0)
 """seconds between attempts to copy a file: short, stale and torn reads of network file systems heal"""
 JOURNAL_BYTES = 11
@@ -273,22 +273,25 @@ def _copy(
 ) -> None:
     """`spare`: the file that `target` is written over, where it exists."""
     place = delta.files.place(record.name)
-    digest, room, size = blake3(), memoryview(bytearray(_BLOCK)), 0
+    digest, size = blake3(), 0
     try:
-        with delta.files.open(record.name) as body, named(target), _opened(target, spare) as write:
-            incoming.begin(target.name)
-            failpoint("fetch.begun", target)
-            while count := body.readinto(room):
-                block = room[:count]
-                size += count
-                if 0 <= record.size < size:
-                    break
-                digest.update(block)
-                write_all(write.fileno(), block)
-                incoming.extend(target.name, size)
-                if advance is not None:
-                    advance(count)
-            os.ftruncate(write.fileno(), size)
+        with closing(delta.files.pieces(record.name)) as pieces:
+            # nothing is begun before there is such a file
+            piece = next(pieces, b"")
+            with named(target), _opened(target, spare) as write:
+                incoming.begin(target.name)
+                failpoint("fetch.begun", target)
+                while piece:
+                    size += len(piece)
+                    if 0 <= record.size < size:
+                        break
+                    digest.update(piece)
+                    write_all(write.fileno(), piece)
+                    incoming.extend(target.name, size)
+                    if advance is not None:
+                        advance(len(piece))
+                    piece = next(pieces, b"")
+                os.ftruncate(write.fileno(), size)
         failpoint("fetch.copied", target)
     except FileNotFoundError as error:
         raise NotThere(f"{place} is missing", delta.index.version) from error

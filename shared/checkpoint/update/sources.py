@@ -28,7 +28,7 @@ from weightcast.shared.channel.directory_store import directory_of, may_map
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.run_files import is_adapter
-from weightcast.shared.channel.store import Store, joined, pieces_of
+from weightcast.shared.channel.store import Store, joined
 from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position, pack_lanes
 from weightcast.shared.checkpoint.update.fetch import Delta, NotThere, Patience, staging_bytes
 from weightcast.shared.checkpoint.update.plan import (
@@ -309,7 +309,7 @@ def full_weights(route: Route, version: int, base: Path | None, spool: Path) -> 
         names = _keys(files)
     target = spool / f"full-{version}"
     for key in names:
-        durable.replace(durable.make_within(target, key), pieces_of(files, key), sync=False)
+        durable.replace(durable.make_within(target, key), files.pieces(key), sync=False)
     return target
 
 
@@ -445,12 +445,12 @@ def remember_base(run_id: str, base: Path) -> None:
 def recorded_base(channel: Channel) -> Path | None:
     """The base from which this user made `channel` on this machine, not looked at. None: no record, or it is
     gone; an adapter has none."""
-    path = _base_path(channel) if channel.store.component == MAIN else None
+    path = _base_path(channel)
     return path if path is not None and is_directory(path) else None
 
 
 def _base_path(channel: Channel) -> Path | None:
-    directory = private_directory(os.environ, "bases")
+    directory = private_directory(os.environ, "bases") if channel.store.component == MAIN else None
     found = None if directory is None else _known_bases(directory).get(channel.require_ours()[0].run_id)
     return Path(found) if isinstance(found, str) else None
 
@@ -458,10 +458,9 @@ def _base_path(channel: Channel) -> Path | None:
 def find_base(channel: Channel) -> Path:
     """As `recorded_base`, with its tensors compared. Raises Refused, with what was tried."""
     file, described = channel.require_ours()
-    base = recorded_base(channel)
-    if base is None:
-        gone = _base_path(channel)
-        why = "this user has no record of it on this machine" if gone is None else f"{gone} is gone"
+    base = _base_path(channel)
+    if base is None or not is_directory(base):
+        why = "this user has no record of it on this machine" if base is None else f"{base} is gone"
         raise Refused(
             f"unknown base of run {file.run_id}: {why}",
             remedy="give --base with the checkpoint that the run starts from",

@@ -20,6 +20,7 @@ from weightcast.shared.channel.run_files import FileRecord
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, TensorFiles
 from weightcast.shared.checkpoint.state.state import LANES_BYTES, Phase, Position, unpack_lanes
 from weightcast.shared.digest.checksums import ZERO, Lanes, LanesArray, hash_bytes, hash_pieces, root
+from weightcast.shared.files.durable import Piece
 from weightcast.shared.files.hf_checkpoint import Place, Places
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
@@ -143,8 +144,8 @@ def _differ(found: LanesArray, expected: bytes) -> NDArray[np.bool_]:
 
 
 def proven(
-    record: FileRecord | None, pieces: Iterable[bytes], place: Path | str = "", remedy: str = ""
-) -> Iterator[bytes]:
+    record: FileRecord | None, pieces: Iterable[Piece], place: Path | str = "", remedy: str = ""
+) -> Iterator[Piece]:
     """The pieces of the file `place`; raises DamagedFile after the last one where they are not the record's
     bytes. None: any bytes."""
     hasher, size = blake3(), 0

@@ -76,7 +76,7 @@ class SeedSource:
         index = self.checkpoint.index_file
         return self.beside if index is None else {**self.beside, index.name: index}
 
-    def pieces(self, name: str, path: Path) -> Iterator[bytes]:
+    def pieces(self, name: str, path: Path) -> Iterator[durable.Piece]:
         """Of a file, proven by its record: lanes, compared before, do not protect against forgery."""
         record = None if self.listed is None else self.listed[name]
         return proven(record, durable.pieces_of(path, block_bytes=_BLOCK), path, MEND_CHANNEL)
@@ -300,7 +300,7 @@ def _copy_files(paths: LocalPaths, source: SeedSource, advance: Advance | None) 
     durable.sync_directory(paths.directory)
 
 
-def _copy_into(target: Path, size: int, pieces: Iterator[bytes], advance: Advance | None) -> None:
+def _copy_into(target: Path, size: int, pieces: Iterator[durable.Piece], advance: Advance | None) -> None:
     """Into the same inode if there is one, every byte written, so that a later store through a mapping never
     needs a new block."""
     fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)

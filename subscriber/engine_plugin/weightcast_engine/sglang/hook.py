@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from weightcast_engine.update import routes, strict_json
-from weightcast_engine.update.front import Controls, Front
+from weightcast_engine.update.front import Front
 from weightcast_engine.update.rank import NOT_ENDED, Answer, EngineHere, EngineRank, Order
 from weightcast_engine.update.refusals import BadPatch
 
@@ -225,11 +225,11 @@ def _not_an_order(error: ValueError) -> routes.Reply:
     return 400, {"error": f"not an order: {error}", "remedy": "see docs/live-patch.md"}
 
 
-class SglangControls(Controls):
-    """Of one rank among all: each carries the order out and tells the others."""
+class SglangControls(routes.FromWithin):
+    """`weight_version` of an update names its weights, when it succeeds."""
 
     def __init__(self, rank: EngineRank, group: Any) -> None:
-        self._rank, self._group = rank, group
+        super().__init__(rank.obey, group.all_gather_object)
         self._spent = 0.0
         """seconds of this step"""
         self._is_paused = True
@@ -242,27 +242,13 @@ class SglangControls(Controls):
         if self._spent >= STEP:
             await routes.end_of_step()
         began = time.monotonic()
-        answer = self._rank.obey(order)
-        told: Sequence[tuple[float, Answer]] = self._group.all_gather_object(
-            (time.monotonic() - began, answer)
-        )
+        answer = self._obey(order)
+        told: Sequence[tuple[float, Answer]] = self._gather((time.monotonic() - began, answer))
         self._spent += max(seconds for seconds, _ in told)
         return [answer for _, answer in told]
 
-    async def rest(self, seconds: float) -> None:
-        await routes.end_of_step(seconds)
-
-    async def pause(self, policy: str) -> None:
-        raise BadPatch("pause by the server's own /pause_generation")
-
-    async def resume(self) -> None:
-        raise BadPatch("resume by the server's own /continue_generation")
-
     async def paused(self) -> bool:
         return self._is_paused
-
-    async def relabel(self, label: str) -> None:
-        """The server does, by `weight_version`, when the update succeeds."""
 
 
 class SglangEngine(EngineHere):

@@ -254,6 +254,13 @@ class Front:
         except Exception as error:  # an engine's own, of any kind
             raise InDoubt(f"the engine does not take the label {label!r}: {error}"[:300]) from error
 
+    async def transfer(self, wanted: Order, label: str) -> Answer:
+        """The patch of a version in the local checkpoint, which ranks of CheckpointRank find themselves."""
+        [found, *_] = await self._all({**wanted, "do": "find"})
+        await self.check(found["file"])
+        await self._all({**wanted, **found, "do": "named"})
+        return await self.apply(found["file"], label)
+
     async def reload(self, label: str) -> Answer:
         async with self._lock:
             await self._require_paused()

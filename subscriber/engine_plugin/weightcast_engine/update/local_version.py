@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from weightcast_engine.update import routes
 from weightcast_engine.update.checksums import PIECE, Lanes, sums
-from weightcast_engine.update.elements import INTEGERS, open_regular
+from weightcast_engine.update.elements import DTYPES, INTEGERS, open_regular
+from weightcast_engine.update.front import Front
 from weightcast_engine.update.live_elements import fill
 from weightcast_engine.update.patch_file import Stand
 from weightcast_engine.update.places import Piece
-from weightcast_engine.update.rank import NOT_ENDED, Answer, EngineRank, Order
+from weightcast_engine.update.rank import NOT_ENDED, Answer, EngineHere, EngineRank, Order
 from weightcast_engine.update.refusals import BadPatch, InDoubt, OtherBase, Refusal
 from weightcast_engine.update.strict_json import json_object
 
@@ -33,6 +36,7 @@ _TRY_SECONDS = 0.02
 _LIMIT = 256 << 20
 """bytes of state.json and of base.json"""
 _WAIT = "wait until the host's subscriber has this version"
+_WITHOUT = "update to the version without base, which loads it from the local checkpoint"
 _VERIFY = "run `weightcast local verify`"
 DRIVEN = "the engine takes its versions by vLLM's weight transfer"
 ONE_DRIVER = "remove its --engine from the subscriber, or start vLLM without --weight-transfer-config"
@@ -136,13 +140,18 @@ class CheckpointRank(EngineRank):
     refusal = ""
     """why the framework's last order was not carried out"""
 
+    def __init__(self, engine: EngineHere, patches: Path, limit: int) -> None:
+        super().__init__(engine, patches, limit)
+        # this class's own `obey` is the subscriber's way in
+        self._front = Front(routes.FromWithin(super().obey, engine.gather))
+
     def obey(self, order: Order) -> Answer:
         if order["do"] in ("hold", "stage", "reload"):
             return OtherBase(DRIVEN, remedy=ONE_DRIVER).told()
         return super().obey(order)
 
-    def _look(self, order: Order) -> Answer:
-        return {**super()._look(order), "misplaced": f"{DRIVEN}: {ONE_DRIVER}", "refusal": self.refusal}
+    def do_look(self, order: Order) -> Answer:
+        return {**super().do_look(order), "misplaced": f"{DRIVEN}: {ONE_DRIVER}", "refusal": self.refusal}
 
     def load(
         self, version: int, root: str | None, load_all: Callable[[Iterable[tuple[str, Tensor]]], None]
@@ -172,6 +181,50 @@ class CheckpointRank(EngineRank):
                 self._doubt = f"version {version} was not loaded: {type(error).__name__}: {error}"[:300]
                 raise InDoubt(self._doubt, remedy="load a version again before the engine resumes") from error
             self._doubt, self._held, self._label, self._lanes = "", found.stand, str(version), found.lanes
+
+    def patch(self, wanted: Order) -> None:
+        """From version `base` to `version` by the patch that the subscriber staged: its words alone are read
+        and written, by all ranks or by none. Raises Refusal; after any but InDoubt nothing has changed."""
+        routes.at_once(self._front.transfer(wanted, str(wanted["version"])))
+
+    def do_find(self, order: Order) -> Answer:
+        version, base = order["version"], order["base"]
+        with read_version(self._engine.directory, version, order["root"]) as found:
+            root = found.stand.root
+        held = "an unknown version" if self._held is None else f"version {self._held.version}"
+        if held != f"version {base}":
+            raise OtherBase(f"the engine holds {held}, expected base {base}", remedy=_WITHOUT)
+        names = [path.name for path in self._patches.glob(f"{version}-*.patch")]
+        if len(names) != 1:
+            text = f"{self._patches} has {len(names)} patches of version {version}, expected 1"
+            raise BadPatch(text, remedy=f"{_WITHOUT}, or give the subscriber --transfer-patch")
+        return {"file": names[0], "root": root}
+
+    def do_named(self, order: Order) -> Answer:
+        """The patch leads to the local checkpoint's version, and changes no tensor but those named."""
+        patch, names = self._require_stage(order).patch(), order["names"]
+        if patch.target != Stand(order["version"], order["root"]):
+            raise BadPatch(
+                f"{patch.name} leads to other weights than the local checkpoint's", remedy=_WITHOUT
+            )
+        for name, dtype, shape in zip(
+            names or (), order["dtype_names"] or repeat(None), order["shapes"] or repeat(None), strict=False
+        ):
+            form = self._residence.forms.get(name)
+            has = None if form is None else (f"{DTYPES[form.dtype]}"[6:], list(form.shape))
+            if has is None or dtype not in (None, has[0]) or shape not in (None, has[1]):
+                given = f"update_info names it {dtype} {shape}"
+                raise BadPatch(f"{name} is {has} in the local checkpoint, {given}", tensor=name)
+        more = {change.name for change in patch.changes}.difference(names or ())
+        if names is not None and more:
+            text = f"version {patch.target.version} changes {min(more)} too, expected in names"
+            raise BadPatch(text, tensor=min(more))
+        return {}
+
+    def do_commit(self, order: Order) -> Answer:
+        changed = {change.name: change.new for change in self._require_stage(order).patch().changes}
+        self._lanes = {**self._lanes, **changed}
+        return super().do_commit(order)
 
     def _pieces(self, names: Sequence[str]) -> Mapping[str, Sequence[Piece]] | None:
         """Where these tensors are; None where one of them cannot be written in place."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -54,29 +54,23 @@ class Stage:
 
     def __init__(self, directory: Path, name: str, limit: int) -> None:
         self.name = name
-        self._found: ReadPatch | BadPatch | None = None
-        self._thread = threading.Thread(target=self._read, args=(directory, limit), daemon=True)
-        self._thread.start()
-
-    def _read(self, directory: Path, limit: int) -> None:
-        try:
-            self._found = read_patch(directory, self.name, limit)
-        except BadPatch as refusal:
-            self._found = refusal
-        except Exception as error:  # whatever it is, the order that waits for it is told
-            self._found = BadPatch(f"{self.name}: {type(error).__name__}: {error}"[:500])
+        pool = ThreadPoolExecutor(1, "patch")
+        self._found = pool.submit(read_patch, directory, name, limit)
+        pool.shutdown(wait=False)
 
     def wait(self, seconds: float) -> bool:
         """Whether it is read, or refused."""
-        self._thread.join(seconds)
-        return self._found is not None
+        return bool(wait([self._found], seconds).done)
 
     def patch(self) -> ReadPatch:
-        if self._found is None:
+        if not self._found.done():
             raise BadPatch(f"{self.name} is still being read")
-        if isinstance(self._found, BadPatch):
-            raise self._found
-        return self._found
+        try:
+            return self._found.result()
+        except BadPatch:
+            raise
+        except Exception as error:
+            raise BadPatch(f"{self.name}: {type(error).__name__}: {error}"[:500]) from error
 
 
 Order = Mapping[str, Any]
@@ -140,6 +134,10 @@ class EngineHere(ABC):
         """What a loader of this engine expects around it."""
         return nullcontext()
 
+    def gather(self, own: Any) -> Sequence[Any]:
+        """What every rank gives here, in the same order on all; an engine of one rank has only its own."""
+        return [own]
+
     def synchronise(self) -> None:
         """Returns when the device has finished its work."""
         if torch.accelerator.is_available():
@@ -176,21 +174,6 @@ class EngineRank:
         self._work: Iterator[tuple[int, Row]] = iter(())
         self._turn = ""
         """the order's name: several servers may use one engine"""
-        self._orders: Mapping[str, Callable[[Order], Answer]] = {
-            "look": self._look,
-            "map": lambda order: self._residence.told(order["known"]),
-            "hold": self._hold,
-            "stage": self._read_patch,
-            "sums": self._sum_touched,
-            "digest": self._sum_all,
-            "more": self._more,
-            "passed": self._pass,
-            "apply": self._apply,
-            "rollback": self._roll_back,
-            "commit": self._commit,
-            "reload": self._reload,
-            "draft": self._reload_draft,
-        }
 
     @classmethod
     def from_environment(cls, engine: EngineHere) -> Self:
@@ -198,11 +181,11 @@ class EngineRank:
         return cls(engine, Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit)
 
     def obey(self, order: Order) -> Answer:
-        """`order["do"]` says which. The answer has `status` 200, or what a Refusal tells."""
+        """The method `do_` that `order["do"]` names. The answer has `status` 200, or what a Refusal tells."""
         self._spent = ()
         try:
             with torch.no_grad():
-                return {"status": 200, **self._orders[order["do"]](order)}
+                return {"status": 200, **getattr(self, "do_" + order["do"])(order)}
         except InDoubt as doubt:
             self._doubt = self._doubt or doubt.message
             return doubt.told()
@@ -211,7 +194,7 @@ class EngineRank:
         except Exception as error:  # an order must not end the engine
             return InDoubt(f"{type(error).__name__}: {error}"[:500]).told()
 
-    def _look(self, order: Order) -> Answer:
+    def do_look(self, order: Order) -> Answer:
         held = self._held
         return {
             "misplaced": self._engine.misplaced(self._patches) or "",
@@ -234,14 +217,17 @@ class EngineRank:
         if self._in_doubt():
             raise OtherBase(f"what the engine holds is in doubt: {self._in_doubt()}", remedy=RELOAD_AND_TELL)
 
-    def _hold(self, order: Order) -> Answer:
+    def do_map(self, order: Order) -> Answer:
+        return self._residence.told(order["known"])
+
+    def do_hold(self, order: Order) -> Answer:
         self._require_certain()
         self._held, self._label = Stand(order["version"], order["root"]), order["label"]
         return {}
 
     # a patch, beside an engine that serves
 
-    def _read_patch(self, order: Order) -> Answer:
+    def do_stage(self, order: Order) -> Answer:
         """`anew`: whatever was read under this name before."""
         self._require_certain()
         if order["anew"]:
@@ -268,7 +254,7 @@ class EngineRank:
             raise OtherBase(f"{patch.name} starts from version {patch.base.version}", remedy=RELOAD_AND_TELL)
         return patch
 
-    def _sum_touched(self, order: Order) -> Answer:
+    def do_sums(self, order: Order) -> Answer:
         """Begins the sums over the touched words, before and after, and the update. Nothing is written."""
         patch, found = self._patch(order), self._residence.current()
         # what was checked before is gone with its update
@@ -288,7 +274,7 @@ class EngineRank:
         self._work, self._turn = work(), order["turn"]
         return {}
 
-    def _sum_all(self, order: Order) -> Answer:
+    def do_digest(self, order: Order) -> Answer:
         """Begins the sums over all of some tensors; those that are refused are left out."""
         found = self._residence.current()
 
@@ -301,7 +287,7 @@ class EngineRank:
         self._work, self._turn = work(), order["turn"]
         return {"changes": self._changes}
 
-    def _more(self, order: Order) -> Answer:
+    def do_more(self, order: Order) -> Answer:
         """The next rows of what was begun, until `budget` changes or words are done, or many rows."""
         if self._turn != order["turn"]:
             raise OtherBase("another order came between", remedy="ask again")
@@ -314,7 +300,7 @@ class EngineRank:
             left -= done
         return {"rows": rows, "done": False}
 
-    def _pass(self, order: Order) -> Answer:
+    def do_passed(self, order: Order) -> Answer:
         stage = self._require_stage(order)
         if self._update is None or self._turn != order["turn"]:
             raise OtherBase("another order came between", remedy="ask again")
@@ -323,7 +309,7 @@ class EngineRank:
 
     # a paused engine
 
-    def _apply(self, order: Order) -> Answer:
+    def do_apply(self, order: Order) -> Answer:
         """Everything or nothing, on this rank. With a label it is the only one, and has committed too."""
         self._require_certain()
         patch = self._patch(order)
@@ -335,11 +321,11 @@ class EngineRank:
             self._undo.write()
             self._engine.synchronise()
         except BaseException:
-            self._roll_back(order)
+            self.do_rollback(order)
             raise
-        return {} if order["label"] is None else self._commit(order)
+        return {} if order["label"] is None else self.do_commit(order)
 
-    def _roll_back(self, order: Order) -> Answer:
+    def do_rollback(self, order: Order) -> Answer:
         """Nothing to do is fine."""
         if self._undo is not None:
             try:
@@ -351,16 +337,16 @@ class EngineRank:
             self._undo = self._update = None
         return {}
 
-    def _commit(self, order: Order) -> Answer:
+    def do_commit(self, order: Order) -> Answer:
         stage = self._require_stage(order)
         patch = stage.patch()
         self._held, self._label = patch.target, order["label"]
         self._spent = (stage, patch, self._undo, self._update, self._work)
         self._undo = self._stage = self._update = None
         self._work = iter(())
-        return self._look(order)
+        return self.do_look(order)
 
-    def _reload(self, order: Order) -> Answer:
+    def do_reload(self, order: Order) -> Answer:
         self.forget(NOT_ENDED)
         try:
             self._engine.reload()
@@ -371,7 +357,7 @@ class EngineRank:
         self._doubt = ""
         return {}
 
-    def _reload_draft(self, order: Order) -> Answer:
+    def do_draft(self, order: Order) -> Answer:
         """What goes wrong makes no answer wrong: drafts are judged by the main model."""
         self._engine.reload_draft()
         self._engine.synchronise()

@@ -8,16 +8,16 @@ they decide by what all of them received.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from types import coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from weightcast_engine.update import strict_json
-from weightcast_engine.update.front import Front
+from weightcast_engine.update.front import Controls, Front
 from weightcast_engine.update.patch_file import NAME
-from weightcast_engine.update.rank import Answer
-from weightcast_engine.update.refusals import Refusal
+from weightcast_engine.update.rank import Answer, Order
+from weightcast_engine.update.refusals import BadPatch, Refusal
 
 PREFIX = "/v1/weightcast"
 BODY_LIMIT = 64 << 10
@@ -28,6 +28,7 @@ Reply = tuple[int, Answer]
 Acting = Coroutine[Any, Any, Reply]
 Field = Callable[[object, str], object]
 """Parses a member of a request's body, given its name. Raises ValueError."""
+T = TypeVar("T")
 
 
 @coroutine
@@ -36,7 +37,7 @@ def end_of_step(seconds: float = 0.0) -> Generator[float, None, None]:
     yield seconds
 
 
-def step(acting: Acting) -> tuple[float, Reply | None]:
+def step(acting: Coroutine[Any, Any, T]) -> tuple[float, T | None]:
     """Goes on with an order: seconds to wait, and what it came to when it has ended."""
     try:
         return float(acting.send(None)), None
@@ -44,13 +45,38 @@ def step(acting: Acting) -> tuple[float, Reply | None]:
         return 0.0, ended.value
 
 
-def at_once(acting: Acting) -> Reply:
+def at_once(acting: Coroutine[Any, Any, T]) -> T:
     """All of an order, without a pause between its steps."""
     while True:
         rest, answer = step(acting)
         if answer is not None:
             return answer
         time.sleep(rest)
+
+
+class FromWithin(Controls):
+    """Of one rank among all: each carries an order out and hears what the others answer. The engine's own
+    routes pause it and name its weights."""
+
+    def __init__(self, obey: Callable[[Order], Answer], gather: Callable[[Any], Sequence[Any]]) -> None:
+        self._obey, self._gather = obey, gather
+
+    async def ranks(self, order: Order) -> Sequence[Answer]:
+        return self._gather(self._obey(order))
+
+    async def rest(self, seconds: float) -> None:
+        await end_of_step(seconds)
+
+    async def pause(self, policy: str) -> None:
+        raise BadPatch("pause by the engine's own route")
+
+    async def resume(self) -> None:
+        raise BadPatch("resume by the engine's own route")
+
+    async def paused(self) -> bool:
+        return True
+
+    async def relabel(self, label: str) -> None: ...
 
 
 async def look(front: Front) -> Reply:

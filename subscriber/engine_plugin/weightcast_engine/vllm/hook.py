@@ -166,6 +166,14 @@ class VllmEngine(EngineHere):
     def misplaced(self, patches: Path) -> str | None:
         return misplaced(self.directory, patches)
 
+    def gather(self, own: Any) -> Sequence[Any]:
+        from vllm.distributed.parallel_state import get_world_group  # type: ignore[import-not-found]
+
+        group = get_world_group().cpu_group
+        found: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(found, own, group)
+        return found
+
     def packed(self, name: str, module: Any) -> str | None:
         method = type(getattr(module, "quant_method", None)).__name__
         if method not in _PLAIN_METHODS:

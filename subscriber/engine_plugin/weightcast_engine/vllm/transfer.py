@@ -1,6 +1,6 @@
 """Backend `weightcast` of vLLM's weight transfer: a training framework names a version, and every rank loads
-it from the local checkpoint that vLLM was started on. A path in a request is only compared. Written against
-vLLM 0.32.0 and 0.33.0.
+it from the local checkpoint that vLLM was started on, or, given its base, takes the patch between them. A
+path in a request is only compared. Written against vLLM 0.32.0 and 0.33.0.
 """
 
 from __future__ import annotations
@@ -38,16 +38,29 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """`root`: of the version; None accepts any. `quiet` as in InitInfo."""
+    """`root`: of the version; None accepts any. `base`: the version that the engine holds, from which it is
+    patched; None loads the version. `names`, `dtype_names`, `shapes`, as vLLM's own backends take them: the
+    tensors that the patch may change. `quiet` as in InitInfo."""
 
     version: int
     root: str | None = None
+    base: int | None = None
+    names: list[str] | None = None
+    dtype_names: list[str] | None = None
+    shapes: list[list[int]] | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:
         natural(self.version, "version")
         if self.root is not None:
             hexadecimal(self.root, "root", 64)
+        if self.base is not None:
+            natural(self.base, "base")
+        columns = [each for each in (self.names, self.dtype_names, self.shapes) if each is not None]
+        if columns and self.base is None:
+            raise ValueError("names: the tensors of a patch; give base too")
+        if any(type(each) is not list or len(each) != len(self.names or ()) for each in columns):
+            raise ValueError("names, dtype_names, shapes: expected arrays of one length")
 
 
 class WeightcastTransfer(WeightTransferEngine):  # type: ignore[misc]
@@ -90,7 +103,10 @@ class WeightcastTransfer(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: UpdateInfo) -> None:
         text = ""
         try:
-            self.rank.load(update_info.version, update_info.root, self._load_all)
+            if update_info.base is None:
+                self.rank.load(update_info.version, update_info.root, self._load_all)
+            else:
+                self.rank.patch(asdict(update_info))
         except Refusal as refusal:
             text = f"{refusal.message}; {refusal.remedy}"
         except Exception as error:  # of a file or of torch, before anything was written
@@ -142,6 +158,8 @@ def follow(client: Any, controls: Controls) -> None:
     async def quiet_update(request: Any) -> None:
         each = request.update_info if type(request.update_info) is list else [request.update_info]
         infos = [asdict(UpdateInfo(**{**info, "quiet": True})) for info in each]
+        if any(info != infos[0] for info in infos) and any(info["base"] is not None for info in infos):
+            raise ValueError("update_info: all ranks take one patch, expected equal entries")
         request.update_info = infos if type(request.update_info) is list else infos[0]
         await update(request)
         try:
