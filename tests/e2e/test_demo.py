@@ -80,12 +80,12 @@ def test_without_weight_updates_the_reward_check_fails(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_adapters_over_a_frozen_base(tmp_path: Path) -> None:
     # a busy host skips versions where rollouts may be one version old
-    demo, output, summaries = run_demo(tmp_path, "--lora", "--max-lag", "0")
+    demo, output, summaries = run_demo(tmp_path, "--lora", "--max-lag", "0", "--steps", "22")
     assert demo.returncode == 0, output
     assert list(summaries) == ["ascending", "descending"]
     for summary in summaries.values():
         assert summary["failures"] == {}
-        assert summary["versions_published"] == 33
+        assert summary["versions_published"] == 23
         assert min(summary["versions_served"].values()) >= 20
         assert summary["publisher_kills"] == 1
         assert summary["reward"]["rise"] > 3 * summary["reward"]["standard_error"] > 0
