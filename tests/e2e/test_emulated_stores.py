@@ -13,7 +13,6 @@ from forked import run_weightcast
 from http_faults import Fault, HttpFaults, http_faults
 from in_process import Command
 
-from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.store import Unavailable
 
@@ -137,7 +136,7 @@ def test_errors_name_what_is_wrong_and_no_credential(
     url, keys = emulator.make_bucket(), [v for name, v in emulator.environment.items() if "KEY" in name]
     store = open_store(f"{url}/run")
     missing = open_store(f"{emulator.scheme}://weightcast-has-none/run")
-    with pytest.raises(Refused, match="weightcast-has-none/run/latest: the bucket does not exist"):
+    with pytest.raises(Unavailable, match="weightcast-has-none/run/latest: the bucket does not exist"):
         missing.create("latest", b"000001")
     store.create("latest", b"000001")
     for status in (401, 403):
