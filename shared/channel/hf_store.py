@@ -182,7 +182,7 @@ class HfStore(ObjectStore):
                 self._api.batch_bucket_files(self._bucket, **changes)
 
     @contextlib.contextmanager
-    def _named(self, key: str) -> Iterator[str]:
+    def _named(self, key: str, *, is_long: bool = False) -> Iterator[str]:
         """The key in the bucket. Whatever the hub raises, its own errors, those of its HTTP client and of its
         transfers, as an error of a store without the request in its text."""
         full = self._key(key)

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from weightcast.shared.base.errors import Refused
+from weightcast.shared.channel.awaited import awaited
 from weightcast.shared.channel.rate import NO_RATES, Rates
 from weightcast.shared.channel.store import (
     POLLED_BYTES,
@@ -168,7 +169,8 @@ class HttpStore(Store):
         """A good answer, its body unread. Errors of the client as those of a store."""
         place = self.place(key)
         try:
-            answer = self._sent(method, f"{self._url}/{quote(check_key(key))}", headers or {})
+            with awaited(place):
+                answer = self._sent(method, f"{self._url}/{quote(check_key(key))}", headers or {})
             with contextlib.closing(answer):
                 _judge(answer, place)
                 yield answer

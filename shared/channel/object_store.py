@@ -30,6 +30,7 @@ from obstore.store import from_url
 
 from weightcast.shared.base.errors import USAGE, DamagedFile, Refused
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.awaited import awaited
 from weightcast.shared.channel.rate import NO_RATES, Rates
 from weightcast.shared.channel.store import (
     POLLED_BYTES,
@@ -241,7 +242,7 @@ class ObjectStore(Store):
     def _send(self, key: str, data: Any, **how: Any) -> None:
         """`data`, `how`: as obstore takes them."""
         failpoint("object.begun", self.place(key))
-        with self._named(key) as full:
+        with self._named(key, is_long="chunk_size" in how) as full:
             obstore.put(self._client, full, data, **how)
         failpoint("object.written", self.place(key))
 
@@ -337,7 +338,7 @@ class ObjectStore(Store):
     def move(self, source: str, target: str, *, sync: bool = False) -> None:
         """Copies within the store, then deletes."""
         new = self._key(target)
-        with self._named(source) as old:
+        with self._named(source, is_long=True) as old:
             moved = self._below(source) or [old]
             for key in moved:
                 obstore.copy(self._client, key, new + key[len(old) :])
@@ -346,7 +347,7 @@ class ObjectStore(Store):
     def copy(self, source: str, target: str) -> None:
         if self.stat(target) is not None:
             raise AlreadyExists.at(self.place(target))
-        with self._named(source) as full:
+        with self._named(source, is_long=True) as full:
             obstore.copy(self._client, full, self._key(target))
 
     def commit(
@@ -384,11 +385,11 @@ class ObjectStore(Store):
     def _erase(self, prefix: str, keys: Keys) -> None:
         """`keys`: in the bucket."""
         # Azure says so of objects that another process, or a request whose answer was lost, deleted
-        with contextlib.suppress(NotFound), self._named(prefix):
+        with contextlib.suppress(NotFound), self._named(prefix, is_long=True):
             obstore.delete(self._client, keys)
 
     def _below(self, prefix: str) -> Keys:
-        with self._named(prefix) as full:
+        with self._named(prefix, is_long=True) as full:
             return [meta["path"] for batch in obstore.list(self._client, full) for meta in batch]
 
     def delete(self, key: str) -> bool:
@@ -427,13 +428,14 @@ class ObjectStore(Store):
         return joined(self._prefix, check_key(key)) if key else self._prefix
 
     @contextlib.contextmanager
-    def _named(self, key: str) -> Iterator[str]:
+    def _named(self, key: str, *, is_long: bool = False) -> Iterator[str]:
         """The key in the bucket. Errors of obstore as those of a store, with the object's URL and no request
-        in their text."""
+        in their text. `is_long`: several requests, or as many bytes as the object has."""
         full = self._key(key)
         place = joined(self._url, full)
         try:
-            yield full
+            with contextlib.nullcontext() if is_long else awaited(place):
+                yield full
         except StoreError:
             raise
         except FileNotFoundError as error:
