@@ -41,6 +41,7 @@ from weightcast.shared.base.errors import (
     on_error,
 )
 from weightcast.shared.channel import pins
+from weightcast.shared.channel.awaited import unanswered
 from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.components import (
@@ -254,7 +255,10 @@ class PublishLoop:
 
     def status(self) -> PublisherStatus:
         jobs = () if self.queue is None else self.queue.open()
-        return self.record.status.model_copy(update={"publishing": self._meter.get(), "queue": jobs})
+        now: dict[str, Any] = {"publishing": self._meter.get(), "queue": jobs}
+        if silent := unanswered():
+            now |= {"ready": False, "not_ready_reasons": (silent,)}
+        return self.record.status.model_copy(update=now)
 
     def start(self) -> None:
         """Makes or checks the channel, takes it, seeds the local checkpoint. Raises what ends the daemon."""

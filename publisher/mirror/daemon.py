@@ -13,6 +13,7 @@ from weightcast.publisher.mirror.mirror import Mirror, MirrorOptions, MirrorStat
 from weightcast.publisher.mirror.served import served
 from weightcast.publisher.mirror.settings import MirrorPlaces
 from weightcast.shared.base.errors import DamagedFile, Refused, Stopped, WeightcastError
+from weightcast.shared.channel.awaited import unanswered
 from weightcast.shared.channel.claims import Heart
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.rate import Rate, Rates
@@ -136,11 +137,12 @@ class MirrorDaemon:
         )
 
     def _readiness(self) -> Readiness:
-        if self._is_ready and not self._stop.is_set():
+        silent = unanswered()
+        if self._is_ready and not silent and not self._stop.is_set():
             return Readiness(ready=True)
         trouble = self._trouble
         reason = "starting: no pass has ended" if trouble is None else trouble.message
-        return Readiness(ready=False, reasons=(reason,))
+        return Readiness(ready=False, reasons=(silent or reason,))
 
     def _report(self) -> Report:
         """As a host of the source; `engines` says that it is a mirror."""

@@ -20,10 +20,11 @@ from typing import Annotated
 
 from annotated_types import Ge, Le, MaxLen
 
-from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.channel.layout import PUBLISHERS, claim_key
 from weightcast.shared.channel.run_files import FORMAT, check_format
 from weightcast.shared.channel.store import AlreadyExists, NotFound, Store, read_if_there
+from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 from weightcast.shared.files.system import BOOT_ID, system_text
 
@@ -299,10 +300,16 @@ class Heart:
         self._thread.start()
 
     def _run(self) -> None:
+        said = ""
         while not self._stop.wait(_BEAT_SECONDS):
             # the channel may be away for a while; the next beat tells
-            with contextlib.suppress(OSError):
+            try:
                 self._claim.beat()
+                said = ""
+            except (OSError, WeightcastError) as error:
+                if (reason := error_text(error)) != said:
+                    _log.warning("the claim to the channel was not renewed: %s", reason)
+                said = reason
 
     def stop(self) -> None:
         self._stop.set()

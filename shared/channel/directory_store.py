@@ -18,6 +18,7 @@ from pathlib import Path
 
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.awaited import awaited
 from weightcast.shared.channel.rate import NO_RATES, Rate, Rates
 from weightcast.shared.channel.store import (
     TRASH,
@@ -164,7 +165,7 @@ class DirectoryStore(Store):
 
     def read(self, key: str, limit: int) -> bytes:
         path = self._path(key)
-        with _mapped(path):
+        with _mapped(path), awaited(str(path)):
             return durable.read_file(path, limit)
 
     def read_range(self, key: str, offset: int, length: int) -> bytes:

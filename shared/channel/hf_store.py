@@ -8,7 +8,6 @@ temporary files.
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import secrets
 import tempfile
@@ -29,8 +28,8 @@ from weightcast.shared.channel.store import (
     Pieces,
     Stat,
     Store,
-    Unavailable,
     denied,
+    failed,
     joined,
     too_large,
 )
@@ -183,7 +182,7 @@ class HfStore(ObjectStore):
                 self._api.batch_bucket_files(self._bucket, **changes)
 
     @contextlib.contextmanager
-    def _named(self, key: str) -> Iterator[str]:
+    def _named(self, key: str, *, is_long: bool = False) -> Iterator[str]:
         """The key in the bucket. Whatever the hub raises, its own errors, those of its HTTP client and of its
         transfers, as an error of a store without the request in its text."""
         full = self._key(key)
@@ -195,16 +194,15 @@ class HfStore(ObjectStore):
         except Exception as error:
             status = getattr(getattr(error, "response", None), "status_code", None)
             if type(error).__name__ == "BucketNotFoundError":
-                raise Refused(
-                    f"{place}: the bucket does not exist, or is private",
-                    remedy="create it, correct the URL, or set HF_TOKEN",
-                ) from error
+                remedy = "create it, correct the URL, or set HF_TOKEN"
+                reason = "the bucket does not exist, or is private"
+                raise failed(place, reason, remedy, lasting=True) from error
             if status in (401, 403):
                 raise denied(place, "check HF_TOKEN, and its rights to this bucket") from error
             if status == 404:
                 raise NotFound.at(place) from error
             reason = f"the hub answered {status}" if status else f"the hub failed: {type(error).__name__}"
-            raise Unavailable(f"{place}: {reason}", errno.EIO, place, remedy="check the network") from error
+            raise failed(place, reason, "check the network") from error
 
 
 def _stat(found: Any) -> Stat:

@@ -6,7 +6,6 @@ Plain HTTP has no listing: readers ask for the names that the format implies. Re
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import random
 import time
@@ -20,6 +19,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from weightcast.shared.base.errors import Refused
+from weightcast.shared.channel.awaited import awaited
 from weightcast.shared.channel.rate import NO_RATES, Rates
 from weightcast.shared.channel.store import (
     POLLED_BYTES,
@@ -28,10 +28,10 @@ from weightcast.shared.channel.store import (
     Pieces,
     Stat,
     Store,
-    Unavailable,
     bad_certificate,
     check_key,
     denied,
+    failed,
     joined,
     too_large,
 )
@@ -169,19 +169,16 @@ class HttpStore(Store):
         """A good answer, its body unread. Errors of the client as those of a store."""
         place = self.place(key)
         try:
-            answer = self._sent(method, f"{self._url}/{quote(check_key(key))}", headers or {})
+            with awaited(place):
+                answer = self._sent(method, f"{self._url}/{quote(check_key(key))}", headers or {})
             with contextlib.closing(answer):
                 _judge(answer, place)
                 yield answer
         except httpx.TransportError as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise bad_certificate(place, f": {str(error).rpartition(': ')[2]}") from error
-            raise Unavailable(
-                f"{place}: {str(error) or type(error).__name__}",
-                errno.EIO,
-                place,
-                remedy="check the URL, the server and the network",
-            ) from error
+            remedy = "check the URL, the server and the network"
+            raise failed(place, str(error) or type(error).__name__, remedy) from error
 
     def _sent(self, method: str, url: str, headers: dict[str, str]) -> httpx.Response:
         client = self._client.http
@@ -207,9 +204,9 @@ def _judge(answer: httpx.Response, place: str) -> None:
         raise denied(place, remedy)
     if answer.is_redirect:
         remedy = "give the URL that it redirects to; redirects are not followed"
-        raise Unavailable(f"{place}: redirected ({code})", errno.EIO, place, remedy=remedy, lasting=True)
-    text = f"{place}: the server answered {code} {answer.reason_phrase}"
-    raise Unavailable(text, errno.EIO, place, remedy="check the server and its log")
+        raise failed(place, f"redirected ({code})", remedy, lasting=True)
+    reason = f"the server answered {code} {answer.reason_phrase}"
+    raise failed(place, reason, "check the server and its log")
 
 
 def _tag(answer: httpx.Response) -> str:

@@ -28,8 +28,9 @@ from obstore import exceptions
 from obstore.store import ObjectStore as Client
 from obstore.store import from_url
 
-from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.base.errors import USAGE, DamagedFile, Refused
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.awaited import awaited
 from weightcast.shared.channel.rate import NO_RATES, Rates
 from weightcast.shared.channel.store import (
     POLLED_BYTES,
@@ -46,6 +47,7 @@ from weightcast.shared.channel.store import (
     check_head,
     check_key,
     denied,
+    failed,
     joined,
     too_large,
 )
@@ -76,6 +78,10 @@ _ENDPOINTS = {
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 """by scheme of a URL: variables that name another server than the provider's"""
+_METADATA = re.compile(r"performing [A-Z]+ \S+/latest/(api|meta-data)/")
+_NO_KEY = "no AWS credentials found (AWS_ACCESS_KEY_ID is not set, no instance metadata service answers)"
+_SERVER = re.compile(r"(https?://)(?:[^/@\s]*@)?([\w.:\[\]-]+)(?![^/?\s])")
+"""scheme and host; other URLs make the client panic, or wait for an answer"""
 _CREDENTIALS = {"SecretAccessKey": "AWS_SECRET_ACCESS_KEY", "AccessKeyId": "AWS_ACCESS_KEY_ID"}
 """as the client of S3 names what it lacks: the variable"""
 _CLOCK, _PROBE = ".weightcast-tmp-clock", ".weightcast-tmp-probe"
@@ -101,8 +107,15 @@ def open_object_store(url: str, rates: Rates = NO_RATES, *, stitch: bool = False
             f"{parts.scheme}://{parts.hostname}{parts.path} contains credentials or a query",
             remedy="put credentials into the environment; see docs/stores.md",
         )
+    endpoints = {name: os.environ[name] for name in _ENDPOINTS[parts.scheme] if name in os.environ}
+    for name, given in endpoints.items():
+        if not _SERVER.match(given):
+            text = f"{name} {given.rpartition('@')[2]!r} is not an http:// or https:// URL"
+            wrong = Refused(text, remedy=f"set {name} to http[s]://HOST[:PORT], or unset it")
+            wrong.exit_code = USAGE
+            raise wrong
     # a plain endpoint in the environment is the user's word for it; nothing else is sent unencrypted
-    plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS[parts.scheme])
+    plain = any(given.startswith("http://") for given in endpoints.values())
     bucket = f"{parts.scheme}://{parts.netloc}"
     try:
         client = from_url(
@@ -229,7 +242,7 @@ class ObjectStore(Store):
     def _send(self, key: str, data: Any, **how: Any) -> None:
         """`data`, `how`: as obstore takes them."""
         failpoint("object.begun", self.place(key))
-        with self._named(key) as full:
+        with self._named(key, is_long="chunk_size" in how) as full:
             obstore.put(self._client, full, data, **how)
         failpoint("object.written", self.place(key))
 
@@ -325,7 +338,7 @@ class ObjectStore(Store):
     def move(self, source: str, target: str, *, sync: bool = False) -> None:
         """Copies within the store, then deletes."""
         new = self._key(target)
-        with self._named(source) as old:
+        with self._named(source, is_long=True) as old:
             moved = self._below(source) or [old]
             for key in moved:
                 obstore.copy(self._client, key, new + key[len(old) :])
@@ -334,7 +347,7 @@ class ObjectStore(Store):
     def copy(self, source: str, target: str) -> None:
         if self.stat(target) is not None:
             raise AlreadyExists.at(self.place(target))
-        with self._named(source) as full:
+        with self._named(source, is_long=True) as full:
             obstore.copy(self._client, full, self._key(target))
 
     def commit(
@@ -372,11 +385,11 @@ class ObjectStore(Store):
     def _erase(self, prefix: str, keys: Keys) -> None:
         """`keys`: in the bucket."""
         # Azure says so of objects that another process, or a request whose answer was lost, deleted
-        with contextlib.suppress(NotFound), self._named(prefix):
+        with contextlib.suppress(NotFound), self._named(prefix, is_long=True):
             obstore.delete(self._client, keys)
 
     def _below(self, prefix: str) -> Keys:
-        with self._named(prefix) as full:
+        with self._named(prefix, is_long=True) as full:
             return [meta["path"] for batch in obstore.list(self._client, full) for meta in batch]
 
     def delete(self, key: str) -> bool:
@@ -415,13 +428,14 @@ class ObjectStore(Store):
         return joined(self._prefix, check_key(key)) if key else self._prefix
 
     @contextlib.contextmanager
-    def _named(self, key: str) -> Iterator[str]:
+    def _named(self, key: str, *, is_long: bool = False) -> Iterator[str]:
         """The key in the bucket. Errors of obstore as those of a store, with the object's URL and no request
-        in their text."""
+        in their text. `is_long`: several requests, or as many bytes as the object has."""
         full = self._key(key)
         place = joined(self._url, full)
         try:
-            yield full
+            with contextlib.nullcontext() if is_long else awaited(place):
+                yield full
         except StoreError:
             raise
         except FileNotFoundError as error:
@@ -438,15 +452,24 @@ class ObjectStore(Store):
             found = _STATUS.search(text)
             if "InvalidCertificate" in text:
                 raise bad_certificate(place, "") from error
+            if _METADATA.search(text):
+                remedy = "set them in the environment; see docs/stores.md"
+                raise failed(place, _NO_KEY, remedy, lasting=_is_denied(error)) from error
             if _is_denied(error):
                 request = _REQUEST.search(text)
                 remedy = "check the credentials in the environment and their rights; see docs/stores.md"
                 raise denied(place, remedy, request[1] if request else "no rights") from error
             _check_bucket(place, error)
-            reason = f"the server answered {found[1].strip()}" if found else "the server cannot be reached"
-            raise Unavailable(
-                f"{place}: {reason}", errno.EIO, place, remedy="check the endpoint and the network"
-            ) from error
+            url = _SERVER.search(text)
+            server = "the server" if url is None else f"the server {url[1]}{url[2]}"
+            reason = f"{server} answered {found[1].strip()}" if found else f"{server} cannot be reached"
+            raise failed(place, reason, "check the endpoint and the network") from error
+        except BaseException as error:
+            # of Rust code: not an Exception, and of a class that cannot be imported
+            if type(error).__name__ != "PanicException":
+                raise
+            remedy = "check the endpoint and the environment"
+            raise failed(place, f"the store's client crashed: {error}", remedy) from error
 
 
 def _is_denied(error: exceptions.BaseError) -> bool:
@@ -458,9 +481,9 @@ def _is_denied(error: exceptions.BaseError) -> bool:
 
 def _check_bucket(place: str, error: Exception) -> None:
     if re.search("NoSuchBucket|The specified (bucket|container) does not exist", str(error)):
-        raise Refused(
-            f"{place}: the bucket does not exist", remedy="create it, or correct the URL"
-        ) from error
+        remedy = "create it, or correct the URL"
+        # not Refused: a server that starts again says so for a while, and a daemon that runs tries again
+        raise failed(place, "the bucket does not exist", remedy, lasting=True) from error
 
 
 def _stat(meta: Any) -> Stat:

@@ -99,6 +99,10 @@ def denied(place: str, remedy: str, request: str = "") -> Unavailable:
     return Unavailable(text, errno.EACCES, place, remedy=remedy, lasting=True)
 
 
+def failed(place: str, reason: str, remedy: str, *, lasting: bool = False) -> Unavailable:
+    return Unavailable(f"{place}: {reason}", errno.EIO, place, remedy=remedy, lasting=lasting)
+
+
 def too_large(place: str, limit: int) -> DamagedFile:
     return DamagedFile(f"{place} exceeds the {limit}-byte limit", remedy="restore it, or remove it")
 

@@ -176,12 +176,11 @@ def counted(what: str, help: str, label: str, counts: Mapping[str, int]) -> Metr
 
 
 EVERY_SECONDS = 5.0
-PLACES = ("channel", "local")
 
 
 class DiskMetrics:
-    """`places`: a directory for each of PLACES, or a URL, which has no size; one that is not there yet is
-    judged by where it will be."""
+    """`places`: directories by name; one that is not there yet is judged by where it will be. A URL has no
+    size, and gets no series."""
 
     def __init__(
         self,
@@ -189,10 +188,10 @@ class DiskMetrics:
         places: Mapping[str, ChannelAddress],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        place = {"place": PLACES}
+        self._places = {name: path for name, path in places.items() if isinstance(path, Path)}
+        place = {"place": tuple(self._places)}
         self._free = registry.number("disk_free_bytes", "Free space on the file system.", place)
         self._size = registry.number("disk_size_bytes", "Size of the file system.", place)
-        self._places = {name: path for name, path in places.items() if isinstance(path, Path)}
         self._due = Due(EVERY_SECONDS, clock)
 
     def show(self) -> None:

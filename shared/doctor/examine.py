@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weightcast.shared.base.errors import NotInTime, Refused, WeightcastError
+from weightcast.shared.base.errors import USAGE, NotInTime, Refused, WeightcastError
+from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.doctor.observe import (
     Hangs,
     observe_bucket,
@@ -47,6 +48,7 @@ def examine(
     if channel is not None:
         with _hindrances(CHANNEL, channel, findings):
             if isinstance(channel, str):
+                open_store(channel)
                 run = within_seconds(lambda: observe_run(channel), seconds)
                 is_host = role == "subscriber"
                 races = None if is_host else within_seconds(lambda: observe_bucket(channel), seconds)
@@ -72,9 +74,11 @@ def _hindrances(place: str, path: ChannelAddress, findings: list[Finding]) -> It
     try:
         yield
     except Hangs as hangs:
-        says, remedy = f"{path} {hangs}", "the mount hangs: check its server and the network"
+        says, remedy = f"{path} {hangs}", "the mount or server hangs: check the server and the network"
         findings.append(Finding(place, "answers", "failure", says, remedy, NotInTime.exit_code))
     except (OSError, WeightcastError) as error:
+        if getattr(error, "exit_code", None) == USAGE:
+            raise
         says = f"{path} cannot be looked at: {getattr(error, 'strerror', '') or error}"
         remedy = "check the mount, and that this user may enter every directory on the way"
         if isinstance(error, WeightcastError):

@@ -251,7 +251,7 @@ def within_seconds(look: Callable[[], T], seconds: float) -> T:
     def run() -> None:
         try:
             found.set_result(look())
-        except Exception as error:  # for the thread that waits
+        except BaseException as error:  # for the thread that waits
             found.set_exception(error)
 
     threading.Thread(target=run, name="doctor", daemon=True).start()

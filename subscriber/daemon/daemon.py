@@ -18,6 +18,7 @@ from weightcast.shared.base.errors import (
     WeightcastError,
     WrongRun,
 )
+from weightcast.shared.channel.awaited import unanswered
 from weightcast.shared.channel.channel import NoChannel, require_named
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import report_key
@@ -196,8 +197,10 @@ class Subscriber:
 
     def status(self) -> HostStatus:
         status = self.sync.status
-        hashed = status.last_full_hash
+        hashed, silent = status.last_full_hash, tuple(filter(None, [unanswered()]))
         return status.but(
+            degraded=status.degraded + silent,
+            not_ready_reasons=status.not_ready_reasons + (() if status.ready else silent),
             loop=self.loop.get(),
             kernels=STATUS.get(),
             last_full_hash_age_seconds=None if hashed is None else max(0.0, time.time() - hashed),

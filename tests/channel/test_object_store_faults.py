@@ -115,7 +115,7 @@ def test_no_error_repeats_a_credential(
 
 def test_a_bucket_that_does_not_exist_is_named(store: ObjectStore) -> None:
     there = open_object_store("s3://weightcast-has-no-such-bucket/run")
-    with pytest.raises(Refused, match=r"weightcast-has-no-such-bucket.*does not exist"):
+    with pytest.raises(Unavailable, match=r"weightcast-has-no-such-bucket.*does not exist"):
         there.create("latest", b"000001")
 
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from core_cases import Model, some_changed, tensor, unpack, write_checkpoint
-from emulators import Emulator
+from emulators import Emulator, moto
 from forked import run_weightcast
+from forked import weightcast as weightcast_process
 from http_faults import Fault, HttpFaults, http_faults
 from in_process import Command
+from ports import free_ports
+from waiting import wait_until
 
-from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.store import Unavailable
 
@@ -137,7 +146,7 @@ def test_errors_name_what_is_wrong_and_no_credential(
     url, keys = emulator.make_bucket(), [v for name, v in emulator.environment.items() if "KEY" in name]
     store = open_store(f"{url}/run")
     missing = open_store(f"{emulator.scheme}://weightcast-has-none/run")
-    with pytest.raises(Refused, match="weightcast-has-none/run/latest: the bucket does not exist"):
+    with pytest.raises(Unavailable, match="weightcast-has-none/run/latest: the bucket does not exist"):
         missing.create("latest", b"000001")
     store.create("latest", b"000001")
     for status in (401, 403):
@@ -152,3 +161,75 @@ def test_errors_name_what_is_wrong_and_no_credential(
                 use()
             assert raised.value.remedy and raised.value.exit_code == 3
             assert not [key for key in keys if key in str(raised.value)]
+
+
+@contextlib.contextmanager
+def _daemon(root: Path, side: str, *words: object) -> Iterator[subprocess.Popen[Any]]:
+    """Ends by SIGTERM, and by nothing else."""
+    with (root / f"{side}.log").open("wb") as log:
+        process = weightcast_process(side, "run", *words, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, (root / f"{side}.log").read_text()
+
+
+def _answer(port: int, path: str) -> httpx.Response:
+    return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=20)
+
+
+def test_daemons_outlive_a_store_that_hangs_and_a_bucket_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(moto(tmp_path))
+        proxy = stack.enter_context(http_faults(own.origin))
+        for name, value in own.environment.items():
+            monkeypatch.setenv(name, value.replace(own.origin, proxy.endpoint))
+        channel = f"{own.make_bucket()}/run"
+        base = write_checkpoint(tmp_path / "base", _models(1)[0])
+        ports, sides = free_ports(2), ("publisher", "subscriber")
+        places = ["--channel", channel, "--base", base, "--poll-seconds", 0.2]
+        daemons = [
+            stack.enter_context(
+                _daemon(tmp_path, side, *places, "--local", tmp_path / side / "local", "--port", port)
+            )
+            for side, port in zip(sides, ports, strict=True)
+        ]
+
+        def waits_for(what: Callable[[], object]) -> None:
+            wait_until(what, every=0.2, passing=(httpx.TransportError,))
+
+        def shown(port: int) -> str:
+            return " ".join(run_weightcast("status", str(port)).stdout.split())
+
+        for port in ports:
+            waits_for(lambda port=port: _answer(port, "/readyz").is_success)  # type: ignore[misc]
+
+        proxy.faults = [Fault("delay", times=1_000_000, seconds=30)]
+        with weightcast_process(
+            "channel", "log", "--channel", channel, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+        ) as command:
+            assert command.stderr is not None
+            said = command.stderr.readline()
+            command.kill()
+        assert f"{channel}/" in said and "has not answered for" in said
+        silent = f"{channel}/.* has not answered for [0-9]+ s"
+        for port in ports:
+            waits_for(lambda port=port: re.search(silent, _answer(port, "/v1/status").text))  # type: ignore[misc]
+        for side in sides:
+            waits_for(lambda side=side: re.search(silent, (tmp_path / f"{side}.log").read_text()))  # type: ignore[misc]
+        waits_for(lambda: re.search(silent, shown(ports[0])) and re.search(silent, shown(ports[1])))
+
+        proxy.faults = []
+        for port in ports:
+            waits_for(lambda port=port: "has not answered" not in _answer(port, "/v1/status").text)  # type: ignore[misc]
+        httpx.post(f"{own.origin}/moto-api/reset").raise_for_status()
+        log = tmp_path / "publisher.log"
+        for text in ("step failed: s3://", "the claim to the channel was not renewed: s3://"):
+            waits_for(lambda text=text: text in log.read_text())  # type: ignore[misc]
+        waits_for(lambda: "the bucket does not exist" in _answer(ports[0], "/readyz").text)
+        assert [daemon.poll() for daemon in daemons] == [None, None]
+    for side in sides:
+        assert "Traceback" not in (tmp_path / f"{side}.log").read_text()

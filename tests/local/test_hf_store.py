@@ -87,7 +87,7 @@ def test_names_become_visible_by_one_call() -> None:
         (Answer(404), NotFound, "does not exist"),
         (Answer(503), Unavailable, "answered 503"),
         (ConnectionError("hf_secret"), Unavailable, "ConnectionError"),
-        (BucketNotFoundError(404), Refused, "the bucket does not exist, or is private"),
+        (BucketNotFoundError(404), Unavailable, "the bucket does not exist, or is private"),
     ],
 )
 def test_errors_of_the_hub(

@@ -99,7 +99,11 @@ def test_the_loop_is_shown_as_it_is_now() -> None:
 
 def test_every_error_of_the_tree_is_a_kind() -> None:
     known = metrics.error_kinds()
-    tree = [name for name, each in vars(errors).items() if isinstance(each, type)]
+    tree = [
+        name
+        for name, each in vars(errors).items()
+        if getattr(each, "__module__", "") == errors.__name__ and isinstance(each, type)
+    ]
     assert set(tree) <= set(known) and len(known) == len(set(known))
     assert metrics.error_kind(ValueError("x")) == "crash"
     assert metrics.error_kind(Untrusted("x")) == "Untrusted"
@@ -250,6 +254,14 @@ def test_disks_are_looked_at_now_and_then(tmp_path: Path) -> None:
             found[f'weightcast_disk_free_bytes{{place="{place}"}}']
             <= found[f'weightcast_disk_size_bytes{{place="{place}"}}']
         )
+
+
+def test_a_bucket_has_no_disk(tmp_path: Path) -> None:
+    registry = Metrics()
+    figures = DiskMetrics(registry, {"channel": "s3://weights/run7", "local": tmp_path})
+    figures.show()
+    shown = [name for name in series(registry) if name.startswith("weightcast_disk_")]
+    assert len(shown) == 2 and all('place="local"' in name for name in shown)
 
 
 def test_the_document_is_the_codes() -> None:
