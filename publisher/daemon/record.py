@@ -22,6 +22,7 @@ from weightcast.shared.base.elements import MAIN
 from weightcast.shared.daemon.logs import get_log, size_text
 from weightcast.shared.daemon.metrics import CRASH, OTHER, Metrics, VerifyMetrics, error_kinds, one_of
 from weightcast.shared.daemon.status import SOFTWARE, Failure
+from weightcast.shared.files.hf_checkpoint import HOLE
 
 _NON_FINITE = "if training broke: `weightcast channel rollback`; --non-finite refuse holds back such versions"
 _WENT_BACK = "if it is a copy: keep copies out of --watch, and publish the newest checkpoint again"
@@ -213,7 +214,7 @@ def _log_published(done: Publication) -> None:
     if done.component != MAIN:
         about = about.bind(component=done.component, main_version=done.main_version)
     for note in done.notes:
-        about.info("publication note", note=note)
+        (about.warning if HOLE in note else about.info)("publication note", note=note)
     about.info(
         "version published",
         sentence=_published(done),

@@ -309,6 +309,15 @@ def test_what_was_consumed_is_forgotten_in_time(consume: bool) -> None:
     assert len(kept) == (64 if consume else 200)
 
 
+def test_a_checkpoint_with_a_hole_waits_60_times_as_long() -> None:
+    """It may be sparse where its tensors are zero."""
+    inbox, sparse = Inbox(rules(settle_seconds=1.0)), replace(seen("a", finished=False), hole="a has a hole")
+    for now in (0.0, 2.0, 59.0):
+        choice = inbox.choose([sparse], now)
+        assert choice.chosen is None and choice.waiting[0].reason.startswith("a has a hole")
+    assert inbox.choose([sparse], 60.0).chosen == sparse
+
+
 def test_a_checkpoint_saved_over_file_by_file_waits_for_the_last_one() -> None:
     """Whole by its headers all the while. A writer that leaves files as they are is waited for longer."""
     inbox = Inbox(rules(settle_seconds=1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from daemonkit import (
 )
 from disk_errors import watched
 from prometheus_client import generate_latest
+from structlog.testing import capture_logs
 from waiting import wait_until
 
 from weightcast.publisher import PublisherOptions
@@ -169,6 +171,33 @@ def test_written_in_place_with_pauses_it_is_never_torn(places: Places, opened: O
     office.settle()
     assert places.latest() == "000001"
     assert read_checkpoint(places.local) == bytes_of(weights(1))
+
+
+def test_a_file_with_a_hole_waits_and_is_published_with_a_warning_on_request(
+    places: Places, opened: Opening
+) -> None:
+    """A writer that sets the length first makes files whole by their headers all the while."""
+    office = opened(settle_seconds=3600.0)
+    file = write(places.watch / "step_1", weights(1), 1) / "model.safetensors"
+    data = file.read_bytes()
+    with file.open("wb", buffering=0) as writer:
+        writer.truncate(len(data))
+        writer.write(data[:4096])
+        hole = os.lseek(writer.fileno(), 0, os.SEEK_HOLE)
+    if hole == len(data):
+        pytest.skip("this file system has no holes")
+    for _ in range(2):
+        office.step()
+    inbox, queue = office.publish_loop.status().inbox, office.publish_loop.queue
+    assert inbox is not None and queue is not None and places.latest() == ""
+    [waiting] = inbox.waiting
+    assert waiting.reason.startswith(f"model.safetensors has a hole at byte {hole:,}: still being written")
+    with capture_logs() as logs:
+        queue.ask(request_for(str(file.parent), 1, None))
+        office.step()
+    notes = [(each["log_level"], each["note"]) for each in logs if each["event"] == "publication note"]
+    assert places.latest() == "000001" and [level for level, _ in notes] == ["warning"]
+    assert f"has a hole at byte {hole:,}" in notes[0][1]
 
 
 def test_the_marker_alone_decides(places: Places, opened: Opening) -> None:

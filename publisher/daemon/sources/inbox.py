@@ -29,9 +29,11 @@ _VANISHED_KEPT = 4096
 _CONSUMED_KEPT, _CONTENTS_KEPT = 64, 1024
 """with their files, and with the digest of their content alone: a backup may bring them back"""
 _MIXED_TIMES = 60
-"""the stillness after which a directory counts that was saved over in part, in times of the usual one"""
+"""the stillness after which a directory counts that has a hole or was saved over in part, in times of the
+usual one"""
 _RENAME_TIMES = 5
 """likewise, after which a save under a temporary name is reported"""
+_COMPLETE = "rename complete checkpoints in, or use --marker; POST /v1/publish publishes it as it is"
 _NUMBERS = re.compile(r"(\d+)", re.ASCII)
 _Number = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 """times may lie before 1970; inodes of some file systems use 64 bits"""
@@ -85,6 +87,8 @@ class Candidate:
     """of a complete checkpoint"""
     temporary: bool = False
     """its writer may be going to rename it"""
+    hole: str = ""
+    """of one that is not finished: which file has unallocated bytes"""
 
     @property
     def is_damaged(self) -> bool:
@@ -346,10 +350,13 @@ class Inbox:
             old = any(mark.name == marker for mark in candidate.files)
             reason = f"{marker} is {'older than the weights' if old else 'not there'}"
             return wait(reason, f"write {marker} into it after all weights (--marker)")
-        if self._is_mixed(candidate):
+        mixed = self._is_mixed(candidate)
+        if (mixed or candidate.hole) and not is_still(_MIXED_TIMES):
+            reason = f"{candidate.hole}: still being written"
+            reason = "some of its files are those from before" if mixed else reason
             wanted = self.settings.settle_seconds * _MIXED_TIMES
-            reason = f"some of its files are those from before: waits until nothing changed for {wanted:g} s"
-            return None if is_still(_MIXED_TIMES) else wait(reason)
+            reason += f": waits until nothing changed for {wanted:g} s"
+            return wait(reason, "" if mixed else _COMPLETE)
         return None if is_still() else wait("may still be written: waits for a second look")
 
     def _is_mixed(self, candidate: Candidate) -> bool:
