@@ -367,9 +367,9 @@ class PublishLoop:
 
     def _note_waiting(self, publisher: RunPublisher) -> None:
         """What waits goes on waiting; whoever resumes reads in the channel what is published then."""
-        others = (source.next(publisher) for source in self._sources if source is not self.queue)
-        names = [job.checkpoint for job in (() if self.queue is None else self.queue.open())]
-        names += [job.name for job in others if job is not None]
+        before = () if self.queue is None else self.queue.requested()
+        names = [name for source in self._sources for name in source.upcoming(publisher, before)]
+        names = list(dict.fromkeys(names))
         if names != self._waiting:
             pins.note_waiting(publisher.store, names)
             self._waiting = names

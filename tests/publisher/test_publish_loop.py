@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import adapter, save_adapter
 from core_cases import Model, bytes_of, pack, read_checkpoint, snapshot
 from daemonkit import (
     INDEX,
@@ -778,6 +779,34 @@ def test_an_order_that_comes_while_a_checkpoint_begins_costs_no_checkpoint(
     pins.resume(open_store(places.channel))
     office.settle()
     assert office.published()[-1] == (3, 2) and not left.exists()
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_what_waits_for_the_end_of_a_rollback_is_named_once_and_in_order(
+    places: Places, opened: Opening, every: bool
+) -> None:
+    """Of requests, watched checkpoints and adapters."""
+    office, store = opened(every=every), open_store(places.channel)
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    order_rollback(store, 0)
+    office.step()
+    asked = str(rename_in(places.watch / "step_2", weights(2)))
+    for step in (3, 4):
+        rename_in(places.watch / f"step_{step}", weights(step))
+    for name in ("left", "right"):
+        save_adapter(places.watch / "step_4" / name, adapter(1))
+    assert office.publish_loop.queue is not None
+    office.publish_loop.queue.ask(request_for(asked, 2, None))
+    for _ in range(2):
+        office.step()
+    steps = [3, 4] if every else [4]
+    adapters = ["step_4/left", "step_4/right"]
+    assert pins.waiting(store) == [asked, *(f"step_{step}" for step in steps), *adapters]
+    pins.resume(store)
+    for _ in range(8):
+        office.step()
+    assert [step for _, step in office.published()] == [1, 2, *steps, 4, 4]
 
 
 def test_a_job_that_crashes_is_not_tried_again(places: Places, opened: Opening, tmp_path: Path) -> None:

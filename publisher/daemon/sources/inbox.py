@@ -169,7 +169,7 @@ class InboxMemory(BaseModel, frozen=True):
 @dataclass(frozen=True)
 class Choice:
     """`chosen` is to be published now, which says what is wrong with it if it is damaged; `passed` are older
-    and complete; `ready`: what would be published by and by if nothing else came."""
+    and complete; `ready`: oldest first, what could be published now."""
 
     chosen: Candidate | None
     passed: tuple[Candidate, ...] = ()
@@ -280,7 +280,7 @@ class Inbox:
             chosen = ready[0] if ready[0] is whole[0] else None
             return Choice(chosen, waiting=waiting, ready=tuple(ready))
         newest = ready[-1]
-        return Choice(newest, tuple(whole[: whole.index(newest)]), waiting, (newest,))
+        return Choice(newest, tuple(whole[: whole.index(newest)]), waiting, tuple(ready))
 
     def _is_whole(self, candidate: Candidate) -> bool:
         if not candidate.weights or self._is_no_model(candidate):

@@ -6,6 +6,7 @@ answer counts again once the checkpoint was read and found to have the content o
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM
@@ -18,6 +19,7 @@ from weightcast.publisher.daemon.sources.source import (
     NO_CONTENT,
     LastContent,
     Memory,
+    Requested,
     SourceJob,
     read_back,
 )
@@ -202,6 +204,12 @@ class Queue:
             running = self.change(job, state="running", before=before, repeat=False)
             return QueueJob(self, publisher, running, directory)
         return None
+
+    def upcoming(self, publisher: RunPublisher, before: Requested) -> list[str]:
+        return [job.checkpoint for job in self.open()]
+
+    def requested(self) -> Requested:
+        return {(job.component, os.path.realpath(job.checkpoint)) for job in self.open()}
 
     def interrupted(self, job: Job, error: Exception) -> None:
         self.change(job, error=failure_of(error))

@@ -6,6 +6,7 @@ A source remembers on disk what became of its checkpoints; the loop asks it what
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Generic, Protocol, TypeVar
@@ -74,6 +75,10 @@ def new_request() -> str:
     return secrets.token_hex(8)
 
 
+Requested = Collection[tuple[str, str]]
+"""checkpoints that are published on request: component and real path"""
+
+
 class SourceJob:
     """One checkpoint to publish. `name`: for logs and status; `step`: the trainer's, where it is known."""
 
@@ -129,6 +134,10 @@ class Source(Protocol):
 
     def next(self, publisher: RunPublisher) -> SourceJob | None:
         """What to publish now; raises RetryLater where that cannot be read now."""
+        ...
+
+    def upcoming(self, publisher: RunPublisher, before: Requested) -> list[str]:
+        """Names of all that is published if nothing else comes, in order, after `before`."""
         ...
 
 
