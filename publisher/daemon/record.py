@@ -187,8 +187,10 @@ class Record:
         goes_back = same is not None and same < done.version - 1
         if goes_back:
             done = done.but(notes=(*done.notes, f"goes back to the content of version {same}"))
+        carried = done.carried if done.component == MAIN else self.status.config_carried
         self.show(
             **facts,
+            config_carried=carried,
             publications=(done, *self.status.publications)[:PUBLICATIONS_SHOWN],
             totals=self.status.totals.plus(done),
         )

@@ -109,6 +109,8 @@ def test_a_rewritten_tokenizer_of_a_watched_checkpoint_is_compared(
     assert skipped(office) == ({} if carry else {"step_1": reason})
     carried = [path.read_text() for path in places.channel.glob("weight_v000002/carried/*tokenizer.json")]
     assert carried == (['{"a": 2}'] if carry else [])
+    [note] = office.publish_loop.status().line(0.0).notes
+    assert note.startswith("carried to hosts: tokenizer.json" if carry else "changed: tokenizer.json")
     later = reopened(opened, office, carry_config=carry)
     assert settled(later) == [] and skipped(later) == {}
 
