@@ -135,6 +135,21 @@ def test_a_key_over_rewritten_bytes_is_a_new_publication(
     assert places.latest() == "000002"
 
 
+def test_a_retry_that_goes_back_to_an_older_step_is_named_by_its_key(
+    places: Places, opened: Opening, tmp_path: Path
+) -> None:
+    office = opened(allow=[tmp_path])
+    checkpoint = write(tmp_path / "step_12", weights(1))
+    ask(office, checkpoint)
+    ask(office, write(tmp_path / "step_13", weights(2)), 13, "step-13")
+    rewritten_in_place(checkpoint)
+    with capture_logs() as logs:
+        ask(office, checkpoint)
+    [line] = [each for each in logs if each["event"].startswith("step went back")]
+    assert "an HTTP request published an older step" in line["event"]
+    assert (line["key"], line["step"], line["previous_step"]) == ("step-12", 12, 13)
+
+
 def read(checkpoint: Path) -> dict[str, bytes]:
     return read_checkpoint(checkpoint)
 

@@ -260,6 +260,7 @@ def _unread(answer: Publication) -> str:
 class QueueJob(SourceJob):
     def __init__(self, queue: Queue, publisher: RunPublisher, job: Job, directory: Path) -> None:
         self.name, self.step, self.component = job.checkpoint, job.step, job.component
+        self.key = job.key or ""
         self._queue, self._publisher, self._job, self.directory = queue, publisher, job, directory
         self._watched = queue.watched(job.component)
         self._seen = None if self._watched is None else self._watched.see(directory)

@@ -87,6 +87,8 @@ class SourceJob:
     component: str = MAIN
     directory = Path()
     """where the weights are, except of a hand-over"""
+    key: str | None = None
+    """of the HTTP request that asked for it, empty where it had none; None: nobody asked"""
 
     def main_version(self) -> int | None:
         """Of main, on which it was trained; None: nothing says so. Raises Refused."""
