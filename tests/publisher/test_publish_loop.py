@@ -809,6 +809,21 @@ def test_what_waits_for_the_end_of_a_rollback_is_named_once_and_in_order(
     assert [step for _, step in office.published()] == [1, 2, *steps, 4, 4]
 
 
+def test_what_was_refused_under_other_options_waits_for_a_request(places: Places, opened: Opening) -> None:
+    office = opened()
+    rename_in(places.watch / "step_1", odd("retyped"))
+    for cast in (False, True):
+        office.publish_loop.close()
+        office = opened(cast=cast)
+        office.settle()
+        [refused] = office.publish_loop.status().inbox.refused  # type: ignore[union-attr]
+        assert refused.error.remedy.startswith("refused under earlier options") is cast
+    assert office.publish_loop.queue is not None and places.latest() == ""
+    office.publish_loop.queue.ask(request_for(str(places.watch / "step_1"), 1, None))
+    office.settle()
+    assert places.latest() == "000001" and office.publish_loop.status().inbox.refused == ()  # type: ignore[union-attr]
+
+
 def test_a_job_that_crashes_is_not_tried_again(places: Places, opened: Opening, tmp_path: Path) -> None:
     office = opened(allow=[tmp_path])
     queue = office.publish_loop.queue

@@ -34,6 +34,9 @@ usual one"""
 _RENAME_TIMES = 5
 """likewise, after which a save under a temporary name is reported"""
 _COMPLETE = "rename complete checkpoints in, or use --marker; POST /v1/publish publishes it as it is"
+_OPTIONS = {"cast", "rename", "drop", "quantise", "non_finite", "carry_config"}
+"""that a refusal may depend on"""
+_EARLIER = "refused under earlier options: publish it again with `POST /v1/publish`"
 _NUMBERS = re.compile(r"(\d+)", re.ASCII)
 _Number = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 """times may lie before 1970; inodes of some file systems use 64 bits"""
@@ -130,6 +133,8 @@ class InboxEntry:
     """all else that lay there when it was chosen, hidden files too"""
     content: LastContent = NO_CONTENT
     failure: Failure | None = None
+    options: str = ""
+    """it was refused under these"""
 
     def holds(self, files: Marks) -> bool:
         """Whether these are the weights and config files that this entry is about."""
@@ -432,8 +437,20 @@ class Inbox:
     def refuse(self, candidate: Candidate, failure: Failure) -> None:
         name, content = candidate.name, self.content(candidate.name)
         self.give_up(name)
-        outcome = InboxOutcome.REFUSED
-        self.entries[name] = InboxEntry(name, outcome, candidate.files, failure=failure, content=content)
+        entry = InboxEntry(name, InboxOutcome.REFUSED, candidate.files, content=content)
+        self.entries[name] = replace(entry, failure=failure, options=self._options)
+
+    @property
+    def _options(self) -> str:
+        return self.settings.model_dump_json(include=_OPTIONS)
+
+    def refused(self, present: Collection[str]) -> list[tuple[str, Failure]]:
+        """Names and reasons."""
+        found, current = [], ("", self._options)
+        for name, entry in self.entries.items():
+            if (why := entry.failure) is not None and name in present:
+                found.append((name, why if entry.options in current else why.but(remedy=_EARLIER)))
+        return found
 
     def resume(self, made_for: Callable[[str, int], Index | None]) -> list[str]:
         """After a kill. `made_for`: which version came of a request, if it is one after another version.

@@ -452,12 +452,7 @@ class WatchedDirectory:
         """`held`: nothing is published until an operator resumes."""
         ready = tuple(Unpublished(name, _HELD, _HELD_REMEDY) for name in self._upcoming() if held)
         waiting = (*ready, *self._waiting)
-        entries = [entry for name, entry in self.inbox.entries.items() if name in self._there]
-        refused = [
-            RefusedStatus(name=entry.name, error=entry.failure)
-            for entry in entries
-            if entry.failure is not None
-        ]
+        refused = [RefusedStatus(name=n, error=why) for n, why in self.inbox.refused(self._there)]
         left = self.inbox.left_alone(self._there, self._remedy)
         return InboxStatus(
             watch=str(self.directory),
