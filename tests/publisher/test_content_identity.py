@@ -253,6 +253,7 @@ def test_keys_over_http(places: Places) -> None:
         assert daemon.get(f"/v1/publications/{gone['id']}").json() == gone
         other = daemon.post("/v1/publish", {**body, "checkpoint": str(places.root / "step_13")})
         assert other.status_code == 409 and daemon.status()["version"] == 2
+        assert other.json()["message"] == f"this key was used with checkpoint {checkpoint}"
         assert daemon.stop() == 0
     finally:
         daemon.kill()

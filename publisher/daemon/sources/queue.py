@@ -219,9 +219,9 @@ class Queue:
         jobs = self._memory.value.jobs
         known = next((job for job in jobs if asked.key is not None and job.key == asked.key), None)
         if known is not None and known.asked != asked.asked:
-            raise Answer(
-                409, "this key was used for another checkpoint or step", "use a new key for each publication"
-            )
+            before = [f"{n} {v}" for n, v in known.asked.items() if v != asked.asked[n]]
+            message = f"this key was used with {', '.join(before)}"
+            raise Answer(409, message, "use a new key for each publication")
         return known
 
     def _put(self, job: Job) -> Job:
