@@ -259,7 +259,7 @@ def test_memory_golden_bytes() -> None:
     assert stored(ONE) == (
         b'{"format":1,"watch":"","entries":[{"name":"step_1","outcome":"published","files":[["m",2,3,4,5]],'
         b'"version":8,"behind":"","request":"","beside":[],"content":{"version":null,"root":"","sample":""},'
-        b'"failure":null}]}'
+        b'"failure":null,"options":""}]}'
     )
 
 
