@@ -371,9 +371,9 @@ class PublishLoop:
 
     def _note_waiting(self, publisher: RunPublisher) -> None:
         """What waits goes on waiting; whoever resumes reads in the channel what is published then."""
-        others = (source.next(publisher) for source in self._sources if source is not self.queue)
-        names = [job.checkpoint for job in (() if self.queue is None else self.queue.open())]
-        names += [job.name for job in others if job is not None]
+        before = () if self.queue is None else self.queue.requested()
+        names = [name for source in self._sources for name in source.upcoming(publisher, before)]
+        names = list(dict.fromkeys(names))
         if names != self._waiting:
             pins.note_waiting(publisher.store, names)
             self._waiting = names
@@ -458,7 +458,7 @@ class PublishLoop:
             return self._judge(error, target, before, job, request)
         if report.anchor_problem:
             log.warning("no anchor", version=report.version, error=report.anchor_problem)
-        return self._done(report.shown(job.name))
+        return self._done(report.shown(job.name), job)
 
     def _trained_on(self, job: SourceJob, target: RunPublisher) -> TrainedOn:
         """As the job says, or the newest; the log warns where main moved on since the last version."""
@@ -489,7 +489,7 @@ class PublishLoop:
             publisher.recover()
         made = publisher.made_for(request, before)
         if made is not None:
-            return self._done(read_back(publisher, made, job.name))
+            return self._done(read_back(publisher, made, job.name), job)
         if isinstance(error, RetryLater):
             raise error
         failure = failure_of(error)
@@ -505,7 +505,7 @@ class PublishLoop:
             self._stop.set()
             raise
 
-    def _done(self, done: Publication) -> Publication:
+    def _done(self, done: Publication, job: SourceJob) -> Publication:
         same = self.record.version_with(done.root)
         if done.component != MAIN:
             # it may be new
@@ -513,7 +513,7 @@ class PublishLoop:
         self._shown_due.at_once()
         if same is None and self._watched is not None:
             same = self._watched.version_with(done.root)
-        done = self.record.published(done, same, self._facts())
+        done = self.record.published(done, same, self._facts(), job.key)
         self._look_due.at_once()
         return done
 

@@ -22,9 +22,11 @@ from weightcast.shared.base.elements import MAIN
 from weightcast.shared.daemon.logs import get_log, size_text
 from weightcast.shared.daemon.metrics import CRASH, OTHER, Metrics, VerifyMetrics, error_kinds, one_of
 from weightcast.shared.daemon.status import SOFTWARE, Failure
+from weightcast.shared.files.hf_checkpoint import HOLE
 
 _NON_FINITE = "if training broke: `weightcast channel rollback`; --non-finite refuse holds back such versions"
 _WENT_BACK = "if it is a copy: keep copies out of --watch, and publish the newest checkpoint again"
+_OLDER = "if a retry did this, publish the newest checkpoint again; give rewritten checkpoints new keys"
 PHASES = ("recover", "read", "diff", "ranks", "copy", "stage", "commit", "patch", "anchor", OTHER)
 CAUSES = ("step", "skip", "anchor")
 _NUMBERS = {
@@ -180,14 +182,18 @@ class Record:
     def version_with(self, root: str) -> int | None:
         return next((each.version for each in self.status.publications if each.root == root), None)
 
-    def published(self, done: Publication, same: int | None, facts: Mapping[str, object]) -> Publication:
+    def published(
+        self, done: Publication, same: int | None, facts: Mapping[str, object], key: str | None = None
+    ) -> Publication:
         """As it is shown. `same`: an earlier version with the same content; `facts`: what it changed in the
-        status, shown at the same time."""
+        status, shown at the same time; `key`: as of SourceJob."""
         goes_back = same is not None and same < done.version - 1
         if goes_back:
             done = done.but(notes=(*done.notes, f"goes back to the content of version {same}"))
+        carried = done.carried if done.component == MAIN else self.status.config_carried
         self.show(
             **facts,
+            config_carried=carried,
             publications=(done, *self.status.publications)[:PUBLICATIONS_SHOWN],
             totals=self.status.totals.plus(done),
         )
@@ -204,16 +210,16 @@ class Record:
                 source=done.source,
                 **({"remedy": _WENT_BACK} if goes_back else {}),
             )
-        _log_published(done)
+        _log_published(done, key)
         return done
 
 
-def _log_published(done: Publication) -> None:
+def _log_published(done: Publication, key: str | None) -> None:
     about = log.bind(version=done.version, source=done.source)
     if done.component != MAIN:
         about = about.bind(component=done.component, main_version=done.main_version)
     for note in done.notes:
-        about.info("publication note", note=note)
+        (about.warning if HOLE in note else about.info)("publication note", note=note)
     about.info(
         "version published",
         sentence=_published(done),
@@ -234,8 +240,12 @@ def _log_published(done: Publication) -> None:
     if len(done.not_carried) < len(done.config_changed):
         about.info("config carried", files=list(done.carried))
     if (before := done.resumed_from_step) is not None:
-        reason = "step went back: the trainer resumed from an earlier step"
-        about.warning(reason, step=done.step, previous_step=before)
+        steps = {"step": done.step, "previous_step": before}
+        if key is None:
+            about.warning("step went back: the trainer resumed from an earlier step", **steps)
+        else:
+            reason = "step went back: an HTTP request published an older step"
+            about.warning(reason, key=key, remedy=_OLDER, **steps)
 
 
 def _published(done: Publication) -> str:

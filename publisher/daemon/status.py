@@ -15,6 +15,7 @@ from weightcast.shared.base.elements import MAIN
 from weightcast.shared.checkpoint.verify.hashing import ScrubStatus
 from weightcast.shared.daemon.fleet import TEXT_SHOWN, Host, PublisherLine, RefusedCheckpoint
 from weightcast.shared.daemon.status import Failure, KernelStatus, LoopStatus, Readiness
+from weightcast.shared.files.paths import printable
 
 PUBLICATIONS_SHOWN = 20
 
@@ -145,7 +146,9 @@ class PublisherStatus(BaseModel, frozen=True):
     held: str | None = None
     repair: RepairStatus | None = None
     config_changed: tuple[str, ...] = ()
-    """config files of the checkpoint published last that are not the base's, which hosts keep"""
+    """config files of the checkpoint published last that are not the base's"""
+    config_carried: tuple[str, ...] = ()
+    """those that hosts of the version published last have in place of the base's"""
     left_behind: tuple[str, ...] = ()
     """files of the base that hosts do not get: other formats of the weights, trainer state, hidden ones"""
     upkeep: UpkeepStatus = UpkeepStatus()
@@ -190,8 +193,11 @@ class PublisherStatus(BaseModel, frozen=True):
         for last in self.publications[:1]:
             if last.resumed_from_step is not None:
                 yield f"version {last.version} is of step {last.step}, after step {last.resumed_from_step}"
-        if self.config_changed:
-            yield f"changed: {config_text(self.config_changed)}"
+        if kept := tuple(name for name in self.config_changed if name not in self.config_carried):
+            yield f"changed: {config_text(kept)}"
+        if self.config_carried:
+            names = printable(", ".join(self.config_carried))
+            yield f"carried to hosts: {names} (restart the engines in their engines_to_restart)"
         if self.inbox is not None:
             stuck = [each for each in self.inbox.waiting if each.remedy and not self.held]
             for each in (*stuck, *self.inbox.left_alone):

@@ -33,7 +33,13 @@ from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import DTYPES, MAIN, Chunk, TensorSpec, TensorTable, Words, kind_of
 from weightcast.shared.base.errors import Refused, RetryLater
 from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
-from weightcast.shared.files.hf_checkpoint import Checkpoint, changed_since, open_checkpoint, run_of
+from weightcast.shared.files.hf_checkpoint import (
+    Checkpoint,
+    changed_since,
+    first_hole,
+    open_checkpoint,
+    run_of,
+)
 from weightcast.shared.files.paths import is_same
 from weightcast.shared.kernels.parallel import scratch
 
@@ -126,7 +132,10 @@ class CheckpointWeights(NewWeights):
             raise Refused(
                 f"{error.filename or directory} does not exist", remedy="give a checkpoint directory"
             ) from error
-        self.table, self.facts = self.checkpoint.table, InputFacts(notes=self.checkpoint.notes)
+        notes, hole = self.checkpoint.notes, first_hole(self.checkpoint)
+        if hole:
+            notes = (*notes, f"{hole}, which reads as zeros: check that the save was complete")
+        self.table, self.facts = self.checkpoint.table, InputFacts(notes=notes)
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         try:

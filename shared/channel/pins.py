@@ -9,7 +9,6 @@ import contextlib
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Annotated, Literal
 
 from annotated_types import MaxLen
@@ -130,8 +129,10 @@ def resume(store: Store) -> bool:
 
 def note_waiting(store: Store, names: Iterable[str]) -> None:
     """By the owner while an order holds publishing: what is published once it is withdrawn."""
-    lines = (line for line in names if is_plain(line))
-    store.replace(_WAITING, "\n".join(islice(lines, _MOST_WAITING)).encode())
+    lines = [line for line in names if is_plain(line)]
+    if len(lines) > _MOST_WAITING:
+        lines[_MOST_WAITING:] = [f"and {len(lines) - _MOST_WAITING} more"]
+    store.replace(_WAITING, "\n".join(lines).encode())
 
 
 def waiting(store: Store) -> list[str]:

@@ -250,6 +250,7 @@ def _publisher_rows(answer: Answer) -> Iterator[Row]:
         error = _of(each, "error")
         yield "refused", f"{each.get('name')}: {error.get('message')} ({error.get('remedy')})"
     yield "config changed", ", ".join(_texts(answer, "config_changed"))
+    yield "config carried", ", ".join(_texts(answer, "config_carried"))
     yield "hosts", f"{len(_list(answer, 'hosts'))} reported; `weightcast fleet --url` shows them"
     yield "maintenance", str(_of(answer, "upkeep").get("problem", ""))
 

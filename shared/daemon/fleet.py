@@ -535,10 +535,12 @@ def _host_findings(fleet: Fleet) -> list[tuple[Level, str]]:
     found: list[tuple[Level, str]] = []
     for hosts in worst[:_MOST_KINDS]:
         first, same = hosts[0], len(hosts) - 1
-        more = f" (and {same} more {shown_standing(first)})" if same else ""
-        why = short(trouble_of(first, fleet.run_id)[0]) or shown_standing(first)
+        errors = [trouble_of(host, fleet.run_id)[0] for host in hosts]
+        alike = same and errors[0] and len(set(errors)) == 1
+        who = counted(len(hosts), "host") if alike else names[first.key]
+        more = f" (and {same} more {shown_standing(first)})" if same and not alike else ""
         level: Level = "bad" if first.standing in ("failed", "lost") else "warning"
-        found.append((level, f"{names[first.key]}: {why}{more}"))
+        found.append((level, f"{who}: {short(errors[0]) or shown_standing(first)}{more}"))
     rest = Counter(host.standing for hosts in worst[_MOST_KINDS:] for host in hosts)
     if rest:
         found.append(("warning", f"also {', '.join(f'{number} {each}' for each, number in rest.items())}"))
@@ -563,4 +565,7 @@ def _publisher_findings(fleet: Fleet) -> list[tuple[Level, str]]:
 
 
 def short(text: str) -> str:
-    return text[:_MOST_TEXT] + ("..." if len(text) > _MOST_TEXT else "")
+    """Cut after a word."""
+    if len(text) <= _MOST_TEXT:
+        return text
+    return (text[: _MOST_TEXT + 1].rpartition(" ")[0] or text[:_MOST_TEXT]) + "..."

@@ -6,6 +6,7 @@ weights, the trainer's own state, and hidden files.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -123,6 +124,20 @@ def changed_since(checkpoint: Checkpoint) -> bool:
     """Whether a file, through links, is another one than before it was read, or was written. Raises
     FileNotFoundError."""
     return any(file_identity(path) != checkpoint.seen[path.name] for path in checkpoint.files)
+
+
+HOLE = "has a hole at byte"
+
+
+def first_hole(checkpoint: Checkpoint) -> str:
+    """The file of its weights with unallocated bytes, in words: a writer that sets the length first is not
+    done, or zeros were saved sparsely. Empty if there is none, or the file system does not tell."""
+    for path in checkpoint.weight_files:
+        with path.open("rb", buffering=0) as file, contextlib.suppress(OSError):
+            at = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+            if at < checkpoint.seen[path.name].size:
+                return f"{path.name} {HOLE} {at:,}"
+    return ""
 
 
 def file_identity(path: Path) -> FileIdentity:

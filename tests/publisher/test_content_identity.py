@@ -109,6 +109,8 @@ def test_a_rewritten_tokenizer_of_a_watched_checkpoint_is_compared(
     assert skipped(office) == ({} if carry else {"step_1": reason})
     carried = [path.read_text() for path in places.channel.glob("weight_v000002/carried/*tokenizer.json")]
     assert carried == (['{"a": 2}'] if carry else [])
+    [note] = office.publish_loop.status().line(0.0).notes
+    assert note.startswith("carried to hosts: tokenizer.json" if carry else "changed: tokenizer.json")
     later = reopened(opened, office, carry_config=carry)
     assert settled(later) == [] and skipped(later) == {}
 
@@ -131,6 +133,21 @@ def test_a_key_over_rewritten_bytes_is_a_new_publication(
     again = ask(office, checkpoint)
     assert (again.state, again.report) == ("done", second.report) and "unchanged" in again.note
     assert places.latest() == "000002"
+
+
+def test_a_retry_that_goes_back_to_an_older_step_is_named_by_its_key(
+    places: Places, opened: Opening, tmp_path: Path
+) -> None:
+    office = opened(allow=[tmp_path])
+    checkpoint = write(tmp_path / "step_12", weights(1))
+    ask(office, checkpoint)
+    ask(office, write(tmp_path / "step_13", weights(2)), 13, "step-13")
+    rewritten_in_place(checkpoint)
+    with capture_logs() as logs:
+        ask(office, checkpoint)
+    [line] = [each for each in logs if each["event"].startswith("step went back")]
+    assert "an HTTP request published an older step" in line["event"]
+    assert (line["key"], line["step"], line["previous_step"]) == ("step-12", 12, 13)
 
 
 def read(checkpoint: Path) -> dict[str, bytes]:
@@ -236,6 +253,7 @@ def test_keys_over_http(places: Places) -> None:
         assert daemon.get(f"/v1/publications/{gone['id']}").json() == gone
         other = daemon.post("/v1/publish", {**body, "checkpoint": str(places.root / "step_13")})
         assert other.status_code == 409 and daemon.status()["version"] == 2
+        assert other.json()["message"] == f"this key was used with checkpoint {checkpoint}"
         assert daemon.stop() == 0
     finally:
         daemon.kill()

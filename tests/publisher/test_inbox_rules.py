@@ -259,7 +259,7 @@ def test_memory_golden_bytes() -> None:
     assert stored(ONE) == (
         b'{"format":1,"watch":"","entries":[{"name":"step_1","outcome":"published","files":[["m",2,3,4,5]],'
         b'"version":8,"behind":"","request":"","beside":[],"content":{"version":null,"root":"","sample":""},'
-        b'"failure":null}]}'
+        b'"failure":null,"options":""}]}'
     )
 
 
@@ -307,6 +307,15 @@ def test_what_was_consumed_is_forgotten_in_time(consume: bool) -> None:
     kept = [n for n, entry in inbox.entries.items() if n.startswith("step_") and entry.files]
     assert {"before", "bad"} < set(inbox.entries) and kept[-1] == "step_199"
     assert len(kept) == (64 if consume else 200)
+
+
+def test_a_checkpoint_with_a_hole_waits_60_times_as_long() -> None:
+    """It may be sparse where its tensors are zero."""
+    inbox, sparse = Inbox(rules(settle_seconds=1.0)), replace(seen("a", finished=False), hole="a has a hole")
+    for now in (0.0, 2.0, 59.0):
+        choice = inbox.choose([sparse], now)
+        assert choice.chosen is None and choice.waiting[0].reason.startswith("a has a hole")
+    assert inbox.choose([sparse], 60.0).chosen == sparse
 
 
 def test_a_checkpoint_saved_over_file_by_file_waits_for_the_last_one() -> None:

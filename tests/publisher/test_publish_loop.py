@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import adapter, save_adapter
 from core_cases import Model, bytes_of, pack, read_checkpoint, snapshot
 from daemonkit import (
     INDEX,
@@ -25,6 +27,7 @@ from daemonkit import (
 )
 from disk_errors import watched
 from prometheus_client import generate_latest
+from structlog.testing import capture_logs
 from waiting import wait_until
 
 from weightcast.publisher import PublisherOptions
@@ -169,6 +172,33 @@ def test_written_in_place_with_pauses_it_is_never_torn(places: Places, opened: O
     office.settle()
     assert places.latest() == "000001"
     assert read_checkpoint(places.local) == bytes_of(weights(1))
+
+
+def test_a_file_with_a_hole_waits_and_is_published_with_a_warning_on_request(
+    places: Places, opened: Opening
+) -> None:
+    """A writer that sets the length first makes files whole by their headers all the while."""
+    office = opened(settle_seconds=3600.0)
+    file = write(places.watch / "step_1", weights(1), 1) / "model.safetensors"
+    data = file.read_bytes()
+    with file.open("wb", buffering=0) as writer:
+        writer.truncate(len(data))
+        writer.write(data[:4096])
+        hole = os.lseek(writer.fileno(), 0, os.SEEK_HOLE)
+    if hole == len(data):
+        pytest.skip("this file system has no holes")
+    for _ in range(2):
+        office.step()
+    inbox, queue = office.publish_loop.status().inbox, office.publish_loop.queue
+    assert inbox is not None and queue is not None and places.latest() == ""
+    [waiting] = inbox.waiting
+    assert waiting.reason.startswith(f"model.safetensors has a hole at byte {hole:,}: still being written")
+    with capture_logs() as logs:
+        queue.ask(request_for(str(file.parent), 1, None))
+        office.step()
+    notes = [(each["log_level"], each["note"]) for each in logs if each["event"] == "publication note"]
+    assert places.latest() == "000001" and [level for level, _ in notes] == ["warning"]
+    assert f"has a hole at byte {hole:,}" in notes[0][1]
 
 
 def test_the_marker_alone_decides(places: Places, opened: Opening) -> None:
@@ -749,6 +779,49 @@ def test_an_order_that_comes_while_a_checkpoint_begins_costs_no_checkpoint(
     pins.resume(open_store(places.channel))
     office.settle()
     assert office.published()[-1] == (3, 2) and not left.exists()
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_what_waits_for_the_end_of_a_rollback_is_named_once_and_in_order(
+    places: Places, opened: Opening, every: bool
+) -> None:
+    """Of requests, watched checkpoints and adapters."""
+    office, store = opened(every=every), open_store(places.channel)
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    order_rollback(store, 0)
+    office.step()
+    asked = str(rename_in(places.watch / "step_2", weights(2)))
+    for step in (3, 4):
+        rename_in(places.watch / f"step_{step}", weights(step))
+    for name in ("left", "right"):
+        save_adapter(places.watch / "step_4" / name, adapter(1))
+    assert office.publish_loop.queue is not None
+    office.publish_loop.queue.ask(request_for(asked, 2, None))
+    for _ in range(2):
+        office.step()
+    steps = [3, 4] if every else [4]
+    adapters = ["step_4/left", "step_4/right"]
+    assert pins.waiting(store) == [asked, *(f"step_{step}" for step in steps), *adapters]
+    pins.resume(store)
+    for _ in range(8):
+        office.step()
+    assert [step for _, step in office.published()] == [1, 2, *steps, 4, 4]
+
+
+def test_what_was_refused_under_other_options_waits_for_a_request(places: Places, opened: Opening) -> None:
+    office = opened()
+    rename_in(places.watch / "step_1", odd("retyped"))
+    for cast in (False, True):
+        office.publish_loop.close()
+        office = opened(cast=cast)
+        office.settle()
+        [refused] = office.publish_loop.status().inbox.refused  # type: ignore[union-attr]
+        assert refused.error.remedy.startswith("refused under earlier options") is cast
+    assert office.publish_loop.queue is not None and places.latest() == ""
+    office.publish_loop.queue.ask(request_for(str(places.watch / "step_1"), 1, None))
+    office.settle()
+    assert places.latest() == "000001" and office.publish_loop.status().inbox.refused == ()  # type: ignore[union-attr]
 
 
 def test_a_job_that_crashes_is_not_tried_again(places: Places, opened: Opening, tmp_path: Path) -> None:

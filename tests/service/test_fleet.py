@@ -541,6 +541,16 @@ def test_the_verdict_counts_three_kinds_of_trouble(channel: Path, weightcast: Co
     assert "engine e does not serve" in out and "1 serving" not in out
 
 
+def test_the_verdict_names_an_error_of_several_hosts_once_and_cuts_it_after_a_word(
+    channel: Path, weightcast: Command
+) -> None:
+    error = "E: " + "shard " * 30
+    for name in ("a", "b"):
+        write_report(open_store(channel), replace(REPORT, host=name, state="x", last_error=error))
+    verdict = weightcast("fleet", "--channel", channel)[1].splitlines()[0]
+    assert verdict.endswith("; 2 hosts: E: " + " ".join(["shard"] * 19) + "...")
+
+
 def test_a_host_of_another_run_says_so(channel: Path, weightcast: Command) -> None:
     write_report(open_store(channel), replace(REPORT, run_id="another"))
     _, out, _ = weightcast("fleet", "--channel", channel)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from weightcast.publisher.components import ComponentWeights, tensors_of
-from weightcast.publisher.daemon.sources.source import Memory, SourceJob, new_request
+from weightcast.publisher.daemon.sources.source import Memory, Requested, SourceJob, new_request
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.publisher.trainer.handover import Export, Handed
@@ -70,6 +70,12 @@ class HandOverSource:
         self._look_for_adapters(publisher)
         jobs = (each.next(publisher) for each in self._adapters.values())
         return next((job for job in jobs if job is not None), None)
+
+    def upcoming(self, publisher: RunPublisher, before: Requested) -> list[str]:
+        handed = self.newest()
+        self._look_for_adapters(publisher)
+        others = [name for each in self._adapters.values() for name in each.upcoming(publisher, before)]
+        return ([] if handed is None else [HandOverJob(self, publisher, handed).name]) + others
 
     def _look_for_adapters(self, publisher: RunPublisher) -> None:
         room = self.export.directory / ADAPTER

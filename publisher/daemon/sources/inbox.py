@@ -29,9 +29,14 @@ _VANISHED_KEPT = 4096
 _CONSUMED_KEPT, _CONTENTS_KEPT = 64, 1024
 """with their files, and with the digest of their content alone: a backup may bring them back"""
 _MIXED_TIMES = 60
-"""the stillness after which a directory counts that was saved over in part, in times of the usual one"""
+"""the stillness after which a directory counts that has a hole or was saved over in part, in times of the
+usual one"""
 _RENAME_TIMES = 5
 """likewise, after which a save under a temporary name is reported"""
+_COMPLETE = "rename complete checkpoints in, or use --marker; POST /v1/publish publishes it as it is"
+_OPTIONS = {"cast", "rename", "drop", "quantise", "non_finite", "carry_config"}
+"""that a refusal may depend on"""
+_EARLIER = "refused under earlier options: publish it again with `POST /v1/publish`"
 _NUMBERS = re.compile(r"(\d+)", re.ASCII)
 _Number = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 """times may lie before 1970; inodes of some file systems use 64 bits"""
@@ -85,6 +90,8 @@ class Candidate:
     """of a complete checkpoint"""
     temporary: bool = False
     """its writer may be going to rename it"""
+    hole: str = ""
+    """of one that is not finished: which file has unallocated bytes"""
 
     @property
     def is_damaged(self) -> bool:
@@ -126,6 +133,8 @@ class InboxEntry:
     """all else that lay there when it was chosen, hidden files too"""
     content: LastContent = NO_CONTENT
     failure: Failure | None = None
+    options: str = ""
+    """it was refused under these"""
 
     def holds(self, files: Marks) -> bool:
         """Whether these are the weights and config files that this entry is about."""
@@ -165,7 +174,7 @@ class InboxMemory(BaseModel, frozen=True):
 @dataclass(frozen=True)
 class Choice:
     """`chosen` is to be published now, which says what is wrong with it if it is damaged; `passed` are older
-    and complete; `ready`: what would be published by and by if nothing else came."""
+    and complete; `ready`: oldest first, what could be published now."""
 
     chosen: Candidate | None
     passed: tuple[Candidate, ...] = ()
@@ -276,7 +285,7 @@ class Inbox:
             chosen = ready[0] if ready[0] is whole[0] else None
             return Choice(chosen, waiting=waiting, ready=tuple(ready))
         newest = ready[-1]
-        return Choice(newest, tuple(whole[: whole.index(newest)]), waiting, (newest,))
+        return Choice(newest, tuple(whole[: whole.index(newest)]), waiting, tuple(ready))
 
     def _is_whole(self, candidate: Candidate) -> bool:
         if not candidate.weights or self._is_no_model(candidate):
@@ -346,10 +355,13 @@ class Inbox:
             old = any(mark.name == marker for mark in candidate.files)
             reason = f"{marker} is {'older than the weights' if old else 'not there'}"
             return wait(reason, f"write {marker} into it after all weights (--marker)")
-        if self._is_mixed(candidate):
+        mixed = self._is_mixed(candidate)
+        if (mixed or candidate.hole) and not is_still(_MIXED_TIMES):
+            reason = f"{candidate.hole}: still being written"
+            reason = "some of its files are those from before" if mixed else reason
             wanted = self.settings.settle_seconds * _MIXED_TIMES
-            reason = f"some of its files are those from before: waits until nothing changed for {wanted:g} s"
-            return None if is_still(_MIXED_TIMES) else wait(reason)
+            reason += f": waits until nothing changed for {wanted:g} s"
+            return wait(reason, "" if mixed else _COMPLETE)
         return None if is_still() else wait("may still be written: waits for a second look")
 
     def _is_mixed(self, candidate: Candidate) -> bool:
@@ -425,8 +437,20 @@ class Inbox:
     def refuse(self, candidate: Candidate, failure: Failure) -> None:
         name, content = candidate.name, self.content(candidate.name)
         self.give_up(name)
-        outcome = InboxOutcome.REFUSED
-        self.entries[name] = InboxEntry(name, outcome, candidate.files, failure=failure, content=content)
+        entry = InboxEntry(name, InboxOutcome.REFUSED, candidate.files, content=content)
+        self.entries[name] = replace(entry, failure=failure, options=self._options)
+
+    @property
+    def _options(self) -> str:
+        return self.settings.model_dump_json(include=_OPTIONS)
+
+    def refused(self, present: Collection[str]) -> list[tuple[str, Failure]]:
+        """Names and reasons."""
+        found, current = [], ("", self._options)
+        for name, entry in self.entries.items():
+            if (why := entry.failure) is not None and name in present:
+                found.append((name, why if entry.options in current else why.but(remedy=_EARLIER)))
+        return found
 
     def resume(self, made_for: Callable[[str, int], Index | None]) -> list[str]:
         """After a kill. `made_for`: which version came of a request, if it is one after another version.

@@ -28,6 +28,7 @@ from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
+    first_hole,
     is_other_format,
     open_checkpoint,
 )
@@ -284,7 +285,8 @@ def observe_candidate(
         signs += [watch / around for around in (name, *parents_of(name)) if around.startswith(save_of(name))]
     # ctime, since copies keep the mtime of their originals
     completed_ns = max((sign.lstat().st_ctime_ns for sign in signs if exists(sign)), default=0)
-    return Candidate(name, files, weights, completed_ns, finished, hidden=hidden, table=checkpoint.table)
+    hole, table = "" if finished else first_hole(checkpoint), checkpoint.table
+    return Candidate(name, files, weights, completed_ns, finished, hidden=hidden, table=table, hole=hole)
 
 
 def _marker_after(watch: Path, name: str, files: Marks, marker: str) -> Path | None:

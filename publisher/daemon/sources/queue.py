@@ -6,6 +6,7 @@ answer counts again once the checkpoint was read and found to have the content o
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM
@@ -18,6 +19,7 @@ from weightcast.publisher.daemon.sources.source import (
     NO_CONTENT,
     LastContent,
     Memory,
+    Requested,
     SourceJob,
     read_back,
 )
@@ -203,6 +205,12 @@ class Queue:
             return QueueJob(self, publisher, running, directory)
         return None
 
+    def upcoming(self, publisher: RunPublisher, before: Requested) -> list[str]:
+        return [job.checkpoint for job in self.open()]
+
+    def requested(self) -> Requested:
+        return {(job.component, os.path.realpath(job.checkpoint)) for job in self.open()}
+
     def interrupted(self, job: Job, error: Exception) -> None:
         self.change(job, error=failure_of(error))
         self._poison = "" if isinstance(error, RetryLater | NotInTime) else job.id
@@ -211,9 +219,9 @@ class Queue:
         jobs = self._memory.value.jobs
         known = next((job for job in jobs if asked.key is not None and job.key == asked.key), None)
         if known is not None and known.asked != asked.asked:
-            raise Answer(
-                409, "this key was used for another checkpoint or step", "use a new key for each publication"
-            )
+            before = [f"{n} {v}" for n, v in known.asked.items() if v != asked.asked[n]]
+            message = f"this key was used with {', '.join(before)}"
+            raise Answer(409, message, "use a new key for each publication")
         return known
 
     def _put(self, job: Job) -> Job:
@@ -252,6 +260,7 @@ def _unread(answer: Publication) -> str:
 class QueueJob(SourceJob):
     def __init__(self, queue: Queue, publisher: RunPublisher, job: Job, directory: Path) -> None:
         self.name, self.step, self.component = job.checkpoint, job.step, job.component
+        self.key = job.key or ""
         self._queue, self._publisher, self._job, self.directory = queue, publisher, job, directory
         self._watched = queue.watched(job.component)
         self._seen = None if self._watched is None else self._watched.see(directory)

@@ -6,6 +6,7 @@ A source remembers on disk what became of its checkpoints; the loop asks it what
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Generic, Protocol, TypeVar
@@ -74,6 +75,10 @@ def new_request() -> str:
     return secrets.token_hex(8)
 
 
+Requested = Collection[tuple[str, str]]
+"""checkpoints that are published on request: component and real path"""
+
+
 class SourceJob:
     """One checkpoint to publish. `name`: for logs and status; `step`: the trainer's, where it is known."""
 
@@ -82,6 +87,8 @@ class SourceJob:
     component: str = MAIN
     directory = Path()
     """where the weights are, except of a hand-over"""
+    key: str | None = None
+    """of the HTTP request that asked for it, empty where it had none; None: nobody asked"""
 
     def main_version(self) -> int | None:
         """Of main, on which it was trained; None: nothing says so. Raises Refused."""
@@ -129,6 +136,10 @@ class Source(Protocol):
 
     def next(self, publisher: RunPublisher) -> SourceJob | None:
         """What to publish now; raises RetryLater where that cannot be read now."""
+        ...
+
+    def upcoming(self, publisher: RunPublisher, before: Requested) -> list[str]:
+        """Names of all that is published if nothing else comes, in order, after `before`."""
         ...
 
 

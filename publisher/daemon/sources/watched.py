@@ -32,7 +32,7 @@ from weightcast.publisher.daemon.sources.inbox import (
 )
 from weightcast.publisher.daemon.sources.layouts import ROOT, Unpublished, parents_of, step_of
 from weightcast.publisher.daemon.sources.observation import OURS, all_files
-from weightcast.publisher.daemon.sources.source import LastContent, Memory, SourceJob, new_request
+from weightcast.publisher.daemon.sources.source import LastContent, Memory, Requested, SourceJob, new_request
 from weightcast.publisher.publish.publish_job import Publication
 from weightcast.publisher.run_publisher import RunPublisher
 from weightcast.publisher.weights.tensors import NewWeights
@@ -337,6 +337,16 @@ class WatchedDirectory:
         self.inbox.forget_vanished(found.names)
         return None if choice.chosen is None else WatchedJob(self, publisher, choice, choice.chosen)
 
+    def upcoming(self, publisher: RunPublisher, before: Requested) -> list[str]:
+        self.next(publisher)
+        return self._upcoming(before)
+
+    def _upcoming(self, before: Requested = ()) -> list[str]:
+        """As of the last look."""
+        names = [each.name for each in self._ready]
+        left = [n for n in names if (self.component, os.path.realpath(self.directory / n)) not in before]
+        return left if self.settings.every else left[-1:]
+
     def finish(self) -> None:
         """What was left of checkpoints being deleted."""
         if self.settings.consume:
@@ -440,14 +450,9 @@ class WatchedDirectory:
 
     def status(self, *, held: bool) -> InboxStatus:
         """`held`: nothing is published until an operator resumes."""
-        ready = tuple(Unpublished(each.name, _HELD, _HELD_REMEDY) for each in self._ready if held)
+        ready = tuple(Unpublished(name, _HELD, _HELD_REMEDY) for name in self._upcoming() if held)
         waiting = (*ready, *self._waiting)
-        entries = [entry for name, entry in self.inbox.entries.items() if name in self._there]
-        refused = [
-            RefusedStatus(name=entry.name, error=entry.failure)
-            for entry in entries
-            if entry.failure is not None
-        ]
+        refused = [RefusedStatus(name=n, error=why) for n, why in self.inbox.refused(self._there)]
         left = self.inbox.left_alone(self._there, self._remedy)
         return InboxStatus(
             watch=str(self.directory),
@@ -512,17 +517,21 @@ class WatchedAdapters:
             each.resume(publisher)
 
     def next(self, publisher: RunPublisher) -> WatchedJob | None:
+        jobs = (each.next(publisher) for each in self._present(publisher))
+        return next((job for job in jobs if job is not None), None)
+
+    def upcoming(self, publisher: RunPublisher, before: Requested) -> list[str]:
+        return [name for each in self._present(publisher) for name in each.upcoming(publisher, before)]
+
+    def _present(self, publisher: RunPublisher) -> list[WatchedDirectory]:
         known = set(self._of)
         for each in self._of.values():
             each.finish()
-        for name in self._found():
-            if name not in known:
-                # an earlier process may have begun with it
-                self._of[name].resume(publisher)
-            job = self._of[name].next(publisher)
-            if job is not None:
-                return job
-        return None
+        found = self._found()
+        for name in set(found) - known:
+            # an earlier process may have begun with it
+            self._of[name].resume(publisher)
+        return [self._of[name] for name in found]
 
     def of(self, component: str) -> WatchedDirectory | None:
         return self._of.get(component)

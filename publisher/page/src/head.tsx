@@ -34,7 +34,7 @@ export function Head({ shown }: { shown: Shown }) {
           <dl class="figures">
             <Latest fleet={fleet} came={came} versions={versions} />
             <Figure name="Hosts up to date" value={count(fleet.counts.ready)} note={`of ${count(running(fleet))}${readyText(fleet)}`} id="ready" level={readyLevel(fleet)} />
-            <Figure name="Largest lag" value={count(largestLag(fleet))} note={largestLag(fleet) === null ? "" : "versions"} id="largest-lag" level={lagLevel(fleet)} />
+            <Figure name="Largest lag" value={count(largestLag(fleet))} note={lagUnit(fleet)} id="largest-lag" level={lagLevel(fleet)} />
             <Figure name="Newest delta" value={bytes(newest?.bytes)} note={newest?.ratio == null ? "" : `1/${round(newest.ratio)} of full`} id="newest" />
           </dl>
           {fleet.publisher !== null && <PublisherStrip publisher={fleet.publisher} channel={fleet.channel} came={came} live={link.state === "live"} />}
@@ -130,6 +130,11 @@ function LinkState({ link, came }: { link: Link; came: number }) {
 
 function largestLag(fleet: Fleet): number | null {
   return fleet.lag.length === 0 ? null : Math.max(...fleet.lag.map(({ lag }) => lag));
+}
+
+function lagUnit(fleet: Fleet): string {
+  const lag = largestLag(fleet);
+  return lag === null ? "" : lag === 1 ? "version" : "versions";
 }
 
 function title(fleet: Fleet | null): string {
