@@ -311,6 +311,7 @@ class Trust:
                 raise Untrusted(
                     f"{what} is signed by key {signed.key}, which is not trusted here",
                     remedy="add it to --trusted-key if it is your publisher's",
+                    unknown_key=True,
                 )
             if not key.verifies(signed.signature, _CONTEXT + signed.text):
                 raise Untrusted(

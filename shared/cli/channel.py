@@ -244,7 +244,9 @@ def verify(channel: ChannelAddress, trusted_key: Sequence[str], as_json: bool) -
         problems = all_faults(store, advance, Trust.load(trusted_key))
     if problems and not as_json:
         show_problems(problems)
-        print(f"remedy: weightcast channel repair --channel {printable(str(channel))}")
+        repair = f"weightcast channel repair --channel {printable(str(channel))}"
+        for remedy in dict.fromkeys(problem.remedy or repair for problem in problems):
+            print(f"remedy: {remedy}")
     facts = {"channel": str(channel), "problems": [vars(problem) for problem in problems]}
     if as_json or not problems:
         output.result(facts, lambda console: console.print(f"{channel}: no problem found"))
