@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -100,8 +101,20 @@ def options_of_settings(
         if doc.type == "true|false":
             yield click.Option([f"{doc.flag}/--no-{doc.flag[2:]}"], default=None, help=text)
         elif doc.flag:
-            metavar = doc.type if "|" in doc.type else "TEXT" if doc.type == "list" else doc.type.upper()
-            yield click.Option([doc.flag], metavar=metavar, multiple=doc.type == "list", help=text)
+            values = doc.type.split("|") if "|" in doc.type else []
+            metavar = doc.type if values else "TEXT" if doc.type == "list" else doc.type.upper()
+            yield click.Option(
+                [doc.flag],
+                metavar=metavar,
+                multiple=doc.type == "list",
+                help=text,
+                # settings check the value themselves
+                shell_complete=partial(_completed, values),
+            )
+
+
+def _completed(values: Sequence[str], ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
+    return [value for value in values if value.startswith(begun)]
 
 
 def _config() -> click.Option:
