@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -71,7 +70,7 @@ class UpdaterOptions:
     """put the config files that versions carry in place; a publisher keeps the base's"""
     before_replay: Callable[[LocalCheckpoint], None] = lambda local: None
     """called before `load` finishes an update that was begun, which writes words"""
-    locked: Callable[[LocalCheckpoint], AbstractContextManager[None]] = LocalCheckpoint.patching
+    locked: Callable[[LocalCheckpoint], contextlib.AbstractContextManager[None]] = LocalCheckpoint.patching
     """takes the patch lock"""
     base_version: int = 0
     """whose full weights the base has; above 0 only in foreign channels"""

@@ -110,8 +110,6 @@ _COLLECTED = (50_000, 20, 100)
 """objects made before the collector looks for cycles, and how often it looks further: several 100,000 tensors
 are millions of tuples, no cycles, and would be gone through many times per version"""
 
-_ALIKE = 0.75
-"""the ratio of difflib from which a mistyped option may mean another one; click's own 0.6 is too low"""
 _MOST_FILES = 1 << 20
 """where the hard limit is higher or infinite: some programs close all files up to their limit"""
 
@@ -288,7 +286,8 @@ def run(arguments: list[str], commands: Mapping[str, tuple[str, str]] = COMMANDS
         if isinstance(error, click.NoSuchOption):
             from difflib import get_close_matches
 
-            nearest = get_close_matches(error.option_name, error.possibilities or (), 1, _ALIKE)
+            # click takes 0.6, and --json for --seconds
+            nearest = get_close_matches(error.option_name, error.possibilities or (), 1, 0.75)
             error = click.NoSuchOption(error.option_name, possibilities=nearest, ctx=error.ctx)
         if output.json:
             output.error(BadUsage(error.format_message(), remedy="see --help"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -108,13 +107,8 @@ def options_of_settings(
                 metavar=metavar,
                 multiple=doc.type == "list",
                 help=text,
-                # settings check the value themselves
-                shell_complete=partial(_completed, values),
+                shell_complete=lambda _, __, begun, values=values: [v for v in values if v.startswith(begun)],
             )
-
-
-def _completed(values: Sequence[str], ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
-    return [value for value in values if value.startswith(begun)]
 
 
 def _config() -> click.Option:

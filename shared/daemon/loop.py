@@ -198,10 +198,9 @@ class Loop:
 
     def _log_expected(self, error: WeightcastError) -> None:
         failure, status = failure_of(error), self._status.get()
-        if isinstance(error, EngineLoads):
-            log.info("waiting for an engine", **failure.by_name())
-        elif isinstance(error, Stopped):
-            log.info("step failed", **failure.by_name())
+        if isinstance(error, Stopped | EngineLoads):
+            loads = isinstance(error, EngineLoads)
+            log.info("waiting for an engine" if loads else "step failed", **failure.by_name())
         elif not isinstance(error, NoChannel) or status.steps > status.failures:
             log.warning("step failed", **failure.by_name())
         elif status.last_failure != failure:

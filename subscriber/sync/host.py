@@ -297,12 +297,9 @@ class StepHost:
 
     def failed(self, error: BaseException) -> WeightcastError:
         failure = self.error = known(error)
-        self._note_error(failure)
-        return failure
-
-    def _note_error(self, failure: WeightcastError) -> None:
         facts = {"error": type(failure).__name__, "message": failure.message, "remedy": failure.remedy}
         self.note(last_error=LastError(**facts, at=self.now()))
+        return failure
 
     def moved(self, kind: MoveKind, before: int | None, folded: int, taken: bool | None = None) -> None:
         """`taken`: None where it follows from the engines as they are."""
@@ -354,12 +351,13 @@ class StepHost:
         def wait(seconds: float) -> None:
             refusal = FileLock(local.paths.patch).refusal()
             if isinstance(refusal, EngineLoads) and self.status.last_error is before.last_error:
-                self._note_error(refusal)
+                self.failed(refusal)
                 self.enter("starting")
             self.wait(seconds)
 
         with local.patching(wait=wait):
             if self.status.last_error is not before.last_error:
+                self.error = None
                 self.note(last_error=before.last_error)
                 self.enter(before.state)
             yield

@@ -151,15 +151,6 @@ class FileLock:
             self.release()
 
 
-def is_held(path: Path) -> bool:
-    """Whether another process, or another FileLock, holds the lock exclusively."""
-    try:
-        with FileLock(path).holding(shared=True):
-            return False
-    except RetryLater:
-        return True
-
-
 def _write_text(fd: int, text: str) -> None:
     with contextlib.suppress(OSError):
         os.ftruncate(fd, 0)

@@ -25,7 +25,7 @@ from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.run_files import Base, write_base
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, read_base
-from weightcast.shared.checkpoint.state.locks import is_held
+from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.state.side_files import SideFiles
 from weightcast.shared.checkpoint.state.state import (
     LANES_BYTES,
@@ -158,11 +158,11 @@ def _journals(found: Inspection, state: LocalState, base: Base) -> None:
         if problem is not None and _is_named(paths, step):
             found.add(paths.journal(step.journal), problem, _NO_WAY_BACK)
     kept = {step.journal for step in state.steps}
-    strays = [path for path in matching(paths.journals, "*") if path.stem not in kept]
-    # of a running daemon they are what it has staged
-    if strays and not is_held(paths.owner):
-        for path in strays:
-            found.add(path, "left by an interrupted update", "the next start removes it")
+    for path in matching(paths.journals, "*"):
+        if path.stem not in kept:
+            # a daemon that runs, and has the lock, staged it
+            with contextlib.suppress(RetryLater), FileLock(paths.owner).holding(shared=True):
+                found.add(path, "left by an interrupted update", "the next start removes it")
 
 
 def _is_named(paths: LocalPaths, step: Step) -> bool:
