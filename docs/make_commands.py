@@ -12,7 +12,8 @@ TOP = """\
 # Commands
 
 The help of every command. Exit codes: [runbook](../runbook.md#exit-codes). Flags of the daemons with their
-variables and defaults: [settings](../settings.md).
+variables and defaults: [settings](../settings.md). Completion of commands, options and values in bash,
+zsh and fish: `weightcast --install-completion`.
 """
 
 

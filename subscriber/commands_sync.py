@@ -174,6 +174,6 @@ def _show(console: Console, status: HostStatus) -> None:
         rows.append((engine.name, f"{engine.mark} {version} {engine.reason}"))
     for name, one in status.components.items():
         loaded = ", ".join(map(str, one.loaded)) or "-"
-        state = one.state if status.engines or one.state != "loaded" else "exported"
+        state = one.state if status.engines or one.state != "loaded" else "holds"
         rows.append((name, f"{state} {loaded} (target {or_dash(one.target)}) {one.error}"))
     console.print(facts_table((printable(name), printable(text)) for name, text in rows if text))

@@ -105,7 +105,11 @@ class Linked(Refused):
 
 
 class Untrusted(Refused):
-    """No trusted key signed it."""
+    """No trusted key signed it. `unknown_key`: another key did, which its reader may lack."""
+
+    def __init__(self, message: str, *, remedy: str = "", unknown_key: bool = False) -> None:
+        super().__init__(message, remedy=remedy)
+        self.unknown_key = unknown_key
 
 
 class NeedsReseed(WeightcastError):

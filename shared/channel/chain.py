@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from weightcast.shared.base.elements import TensorTable
-from weightcast.shared.base.errors import RetryLater, WeightcastError
+from weightcast.shared.base.errors import RetryLater, Untrusted, WeightcastError
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel, FullVersion, look
@@ -40,13 +40,17 @@ Part = Literal["pointer", "version", "link", "anchor", "skip", "claim", "report"
 
 @dataclass(frozen=True)
 class Flaw:
-    """`unread`: it could not be read now, by this user, over this mount. It may be intact."""
+    """`unread`: it could not be read now, by this user, over this mount. It may be intact. `remedy`:
+    where the reader, not the file, is to be changed."""
 
     message: str
     unread: bool = False
+    remedy: str = ""
 
 
 def flaw(error: WeightcastError | OSError) -> Flaw:
+    if isinstance(error, Untrusted) and error.unknown_key:
+        return Flaw(error.message, remedy=error.remedy)
     if isinstance(error, WeightcastError):
         return Flaw(error.message, isinstance(error, RetryLater) and not isinstance(error, NotFound))
     return Flaw(disk_text(error, "a file"), unread=True)
@@ -54,20 +58,21 @@ def flaw(error: WeightcastError | OSError) -> Flaw:
 
 @dataclass(frozen=True)
 class ChainEntry:
-    """One version directory. `index` is None where it cannot be read: `problem` says why, `unread` that it is
-    not known to be wrong."""
+    """One version directory. `index` is None where it cannot be read: `problem` says why; `unread` and
+    `remedy` as of a Flaw: it is not known to be wrong."""
 
     version: int
     files: Store
     index: AnyIndex | None
     problem: str = ""
     unread: bool = False
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
 class Problem:
     """`part`: what of the channel it concerns; `directory`: of the anchor or the delta from an older version
-    that it concerns, else empty; `meaning`: for hosts; `unread`: as of a Flaw."""
+    that it concerns, else empty; `meaning`: for hosts; `unread` and `remedy`: as of a Flaw."""
 
     version: int | None
     message: str
@@ -75,6 +80,7 @@ class Problem:
     directory: str = ""
     meaning: str = ""
     unread: bool = False
+    remedy: str = ""
 
     @property
     def where(self) -> str:
@@ -133,7 +139,7 @@ def read_entry(channel: Channel, pointer: Pointer, version: int) -> ChainEntry:
         found = flaw(error)
         # the shards that a foreign index names are read with it: an absent one is missing
         unread = found.unread and not (channel.foreign and isinstance(error, RetryLater))
-        return ChainEntry(version, files, None, found.message, unread)
+        return ChainEntry(version, files, None, found.message, unread, found.remedy)
     if index is None:
         cut = files.stat(pointer.index_name) is not None
         return ChainEntry(version, files, None, f"its index is {'cut short' if cut else 'missing'}")
@@ -154,7 +160,9 @@ def verify_to(channel: Channel, pointer: Pointer | None, advance: Advance | None
     """As `verify`, were this the pointer."""
     found = list(entries(channel, pointer))
     problems = [
-        Problem(entry.version, entry.problem, unread=entry.unread) for entry in found if entry.problem
+        Problem(entry.version, entry.problem, unread=entry.unread, remedy=entry.remedy)
+        for entry in found
+        if entry.problem
     ]
     problems += _links(channel, pointer, found)
     known = {entry.version: entry.index for entry in found if isinstance(entry.index, Index)}
@@ -162,7 +170,7 @@ def verify_to(channel: Channel, pointer: Pointer | None, advance: Advance | None
         problems += [Problem(entry.version, one.message, unread=one.unread) for one in _files(entry, advance)]
         anchor = channel.anchor_files(entry.version).place()
         problems += [
-            Problem(entry.version, one.message, "anchor", anchor, unread=one.unread)
+            Problem(entry.version, one.message, "anchor", anchor, unread=one.unread, remedy=one.remedy)
             for one in _anchor(channel, entry, advance)
         ]
         problems += list(_skips(channel, entry, known, advance))
@@ -174,7 +182,7 @@ def _links(channel: Channel, pointer: Pointer | None, found: Sequence[ChainEntry
     if pointer is not None and pointer.version > 0 and pointer.version not in known:
         yield Problem(pointer.version, "the pointer names it, and it is not there")
     horizon = 0 if channel.file is None else channel.file.horizon
-    unread = {entry.version for entry in found if entry.unread}
+    unread = {entry.version for entry in found if entry.unread or entry.remedy}
     epoch = 0
     for entry in found:
         if isinstance(entry.index, Index):
@@ -276,7 +284,7 @@ def _skips(
         place = channel.multi_step_files(entry.version, base_version).place()
         start = channel.base if base_version == 0 else known.get(base_version)
         for one in _skip(channel, main, base_version, start, advance):
-            yield Problem(entry.version, one.message, "skip", place, unread=one.unread)
+            yield Problem(entry.version, one.message, "skip", place, unread=one.unread, remedy=one.remedy)
 
 
 def _skip(
@@ -326,6 +334,7 @@ _OURS = (*_FILES, *(f"{name}.sig" for name in _FILES))
 _LIKE_OURS = re.compile(r"(weight_v(?!.*\.parts$)|latest|channel|base)", re.ASCII)
 _POINTER = "hosts keep what they have until it names a version again; `channel repair` writes it"
 _CHANNEL = "no host can follow or join; engines keep what they have"
+UNKNOWN_KEY = "hosts that trust only the given keys keep what they have; others follow"
 _ANCHOR = "hosts that join or are far behind take another way, where there is one; `channel repair` drops it"
 _SKIP = "hosts that are behind take single steps; `channel repair` drops it"
 _CLAIM = "it still counts as a claim: a new publisher waits for it, or takes over"
@@ -346,7 +355,9 @@ def faults(store: Store, advance: Advance | None = None, trust: Trust | None = N
     except WeightcastError as error:
         if not store.present():
             raise
-        return [Problem(None, error.message, "channel", meaning=_CHANNEL, unread=flaw(error).unread)]
+        found = flaw(error)
+        meaning = UNKNOWN_KEY if found.remedy else _CHANNEL
+        return [Problem(None, found.message, "channel", "", meaning, found.unread, found.remedy)]
     return of_channel(opened, advance)
 
 
@@ -383,8 +394,8 @@ def sound_anchors(channel: Channel, problems: Sequence[Problem]) -> list[int]:
 
 
 def _meaning(problem: Problem, anchors: Sequence[int]) -> str:
-    if problem.unread:
-        return _UNREAD
+    if problem.unread or problem.remedy:
+        return _UNREAD if problem.unread else UNKNOWN_KEY
     if problem.part in ("version", "link") and problem.version is not None:
         return _lost(problem.version, anchors)
     return {"pointer": _POINTER, "anchor": _ANCHOR, "skip": _SKIP}.get(problem.part, "")

@@ -440,7 +440,7 @@ def _missing(place: str) -> str:
     if "://" in place or exists(path):
         return ""
     there = next(each for each in path.parents if exists(each))
-    return f": {there} has no {path.relative_to(there).parts[0]}"
+    return f": {path.relative_to(there).parts[0]} is missing in {there}"
 
 
 def require_named(store: Store) -> None:

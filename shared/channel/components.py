@@ -15,7 +15,7 @@ from blake3 import blake3
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile, Refused, Untrusted, WeightcastError, WrongRun
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.chain import Problem, faults
+from weightcast.shared.channel.chain import UNKNOWN_KEY, Problem, faults, flaw
 from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.run_files import (
     DRAFT,
@@ -269,13 +269,15 @@ def all_faults(store: Store, advance: Advance | None = None, trust: Trust | None
     try:
         names = [each.name for each in read_components(run)]
     except WeightcastError as error:
-        return [*problems, Problem(None, error.message, "channel", meaning=_NOT_LISTED)]
+        found = flaw(error)
+        meaning = UNKNOWN_KEY if found.remedy else _NOT_LISTED
+        return [*problems, Problem(None, found.message, "channel", meaning=meaning, remedy=found.remedy)]
     for name in names:
         try:
-            found = faults(component_store(store, name), advance, trust)
+            of_component = faults(component_store(store, name), advance, trust)
         except WeightcastError as error:
-            found = [Problem(None, error.message, "channel")]
-        problems += [replace(each, message=f"{name}: {each.message}") for each in found]
+            of_component = [Problem(None, error.message, "channel")]
+        problems += [replace(each, message=f"{name}: {each.message}") for each in of_component]
     return problems
 
 

@@ -169,6 +169,8 @@ def _read(path: Path, *, private: bool) -> bytes:
         data = file.read(KEY_LIMIT + 1)
         if private and data.startswith(_PREFIX.encode()):
             raise Refused(f"{path} is the public key", remedy="give the private key: the file without .pub")
+        if not private and b"PRIVATE KEY-----" in data:
+            raise Refused(f"{path} is the private key", remedy=f"give {path}.pub")
         if private and os.fstat(fd).st_mode & _OTHERS:
             raise Refused(f"{path} may be used by others than its owner", remedy=f"chmod 600 {path}")
     if len(data) > KEY_LIMIT:
@@ -311,6 +313,7 @@ class Trust:
                 raise Untrusted(
                     f"{what} is signed by key {signed.key}, which is not trusted here",
                     remedy="add it to --trusted-key if it is your publisher's",
+                    unknown_key=True,
                 )
             if not key.verifies(signed.signature, _CONTEXT + signed.text):
                 raise Untrusted(

@@ -70,6 +70,8 @@ class UpdaterOptions:
     """put the config files that versions carry in place; a publisher keeps the base's"""
     before_replay: Callable[[LocalCheckpoint], None] = lambda local: None
     """called before `load` finishes an update that was begun, which writes words"""
+    locked: Callable[[LocalCheckpoint], contextlib.AbstractContextManager[None]] = LocalCheckpoint.patching
+    """takes the patch lock"""
     base_version: int = 0
     """whose full weights the base has; above 0 only in foreign channels"""
 
@@ -168,7 +170,7 @@ class LocalUpdater:
                 self._check_base(channel)
                 if patching.is_replayed(self.local):
                     self.options.before_replay(self.local)
-                with self.local.patching():
+                with self.options.locked(self.local):
                     patching.recover(self.local, advance=advance)
                 self.side_files.complete(self.local, channel)
         except NeedsReseed as error:
@@ -197,7 +199,7 @@ class LocalUpdater:
         if self.local is None:
             return
         try:
-            with self.local.patching():
+            with self.options.locked(self.local):
                 patching.rehash(self.local, advance=advance)
         except NeedsReseed as error:
             self._give_up(error)
@@ -228,7 +230,7 @@ class LocalUpdater:
             if local is None:
                 return None
             self._check_base(channel)
-            with local.patching():
+            with self.options.locked(local):
                 repaired = repair(
                     local,
                     lambda at: repair_sources(
@@ -406,7 +408,7 @@ class LocalUpdater:
             return stage(local, fetched)
         except DamagedFile:
             if self._intact != local.state.generation:
-                with local.patching():
+                with self.options.locked(local):
                     patching.rehash(local, advance=advance)
                 self._intact = local.state.generation
             raise
@@ -500,7 +502,7 @@ class LocalUpdater:
             case Patch():
                 for leg in plan.legs:
                     staged = self.prepare(route, leg, advance)
-                    with self._require().patching():
+                    with self.options.locked(self._require()):
                         self.patch(staged, undoable=False)
                     self.drop_journal(staged)
             case Refuse():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -244,7 +245,9 @@ def verify(channel: ChannelAddress, trusted_key: Sequence[str], as_json: bool) -
         problems = all_faults(store, advance, Trust.load(trusted_key))
     if problems and not as_json:
         show_problems(problems)
-        print(f"remedy: weightcast channel repair --channel {printable(str(channel))}")
+        repair = f"weightcast channel repair --channel {printable(str(channel))}"
+        for remedy in dict.fromkeys(problem.remedy or repair for problem in problems):
+            print(f"remedy: {remedy}")
     facts = {"channel": str(channel), "problems": [vars(problem) for problem in problems]}
     if as_json or not problems:
         output.result(facts, lambda console: console.print(f"{channel}: no problem found"))
@@ -269,11 +272,12 @@ _NAME = "weightcast.key"
 
 
 @click.command
-@option("--out", type=path, required=True, help="File for the private key, or a directory for both.")
+@option("--out", required=True, metavar="PATH", help="File for the private key, or a directory for both.")
 @json_option
-def keygen(out: Path, as_json: bool) -> None:
+def keygen(out: str, as_json: bool) -> None:
     """Make a key that signs versions: the private one for the publisher, FILE.pub for the hosts."""
-    file = out / _NAME if is_directory(out) else out
+    place = path(out)
+    file = place / _NAME if is_directory(place) or out.endswith("/") else place
     if not is_directory(file.parent):
         raise Refused(f"directory {file.parent} is missing", remedy=f"make it: mkdir -p {file.parent}")
     key = make_key(file)
@@ -284,6 +288,8 @@ def keygen(out: Path, as_json: bool) -> None:
         "trusted_key": str(_public_path(file)),
     }
     Output(json=as_json).result(facts, lambda console: console.print(str(key.public), soft_wrap=True))
+    if not as_json:
+        print(printable(f"private key in {file}, public key in {_public_path(file)}"), file=sys.stderr)
 
 
 def make_key(path: Path) -> PrivateKey:
@@ -292,7 +298,7 @@ def make_key(path: Path) -> PrivateKey:
     public = _public_path(path)
     try:
         if exists(public) or is_link(public):
-            raise Refused(f"{public} is there already", remedy="keys are never overwritten")
+            raise Refused(f"{public} is there already", remedy="choose another --out")
         write_private_key(path, key)
         line = f"{key.public}\n".encode()
         try:
@@ -304,7 +310,7 @@ def make_key(path: Path) -> PrivateKey:
                 public.unlink()
             raise
     except FileExistsError as error:
-        raise Refused(f"{path} is there already", remedy="keys are never overwritten") from error
+        raise Refused(f"{path} is there already", remedy="choose another --out") from error
     except OSError as error:
         where = error.filename or path
         raise Refused(f"{where}: {error.strerror}", remedy="check the directory and its space") from error

@@ -283,6 +283,12 @@ def run(arguments: list[str], commands: Mapping[str, tuple[str, str]] = COMMANDS
     except click.exceptions.Exit as end:
         return end.exit_code
     except click.UsageError as error:
+        if isinstance(error, click.NoSuchOption):
+            from difflib import get_close_matches
+
+            # click takes 0.6, and --json for --seconds
+            nearest = get_close_matches(error.option_name, error.possibilities or (), 1, 0.75)
+            error = click.NoSuchOption(error.option_name, possibilities=nearest, ctx=error.ctx)
         if output.json:
             output.error(BadUsage(error.format_message(), remedy="see --help"))
         else:

@@ -100,8 +100,15 @@ def options_of_settings(
         if doc.type == "true|false":
             yield click.Option([f"{doc.flag}/--no-{doc.flag[2:]}"], default=None, help=text)
         elif doc.flag:
-            metavar = doc.type if "|" in doc.type else "TEXT" if doc.type == "list" else doc.type.upper()
-            yield click.Option([doc.flag], metavar=metavar, multiple=doc.type == "list", help=text)
+            values = doc.type.split("|") if "|" in doc.type else []
+            metavar = doc.type if values else "TEXT" if doc.type == "list" else doc.type.upper()
+            yield click.Option(
+                [doc.flag],
+                metavar=metavar,
+                multiple=doc.type == "list",
+                help=text,
+                shell_complete=lambda _, __, begun, values=values: [v for v in values if v.startswith(begun)],
+            )
 
 
 def _config() -> click.Option:

@@ -261,7 +261,8 @@ def _host_rows(answer: Answer) -> Iterator[Row]:
     yield "local copy", _version(answer, "local_version")
     # a step that ended says nothing of engines that are still to follow
     idle = answer.get("state") == "idle" and not answer.get("ready")
-    yield "doing", f"waits: {_reasons(answer)}" if idle else str(answer.get("state"))
+    waits = _reasons(answer) if idle else _engine_loads(answer)
+    yield "doing", f"waits: {waits}" if waits else str(answer.get("state"))
     waiting = _of(answer, "waiting_for")
     yield "waiting for", f"version {waiting.get('version')}: {waiting.get('reason')}" if waiting else ""
     engines = _list(answer, "engines")
@@ -286,6 +287,12 @@ def _host_rows(answer: Answer) -> Iterator[Row]:
         yield "blocked", f"version {blocked.get('version')}: {blocked.get('reason')}"
 
 
+def _engine_loads(answer: Answer) -> str:
+    """The message of a host that waits for an engine of `run-engine`; it is not an error."""
+    error = _of(answer, "last_error")
+    return str(error.get("message")) if error.get("error") == "EngineLoads" else ""
+
+
 def _at(adapter: Answer) -> str:
     version = adapter.get("version")
     return f"{str(adapter.get('name')).rpartition('/')[2]}@{'-' if version is None else version}"
@@ -298,7 +305,8 @@ def _places(answer: Answer) -> Iterator[Row]:
 
 def _troubles(answer: Answer) -> Iterator[Row]:
     message, verify = _of(answer, "last_error").get("message", ""), _of(answer, "verify")
-    yield "last error", "" if message == _of(answer, "last_refused").get("message") else str(message)
+    known = (_of(answer, "last_refused").get("message"), _engine_loads(answer))
+    yield "last error", "" if message in known else str(message)
     loop = _of(answer, "loop")
     soon = f"within {age(loop.get('pause_seconds'))}; `weightcast wake URL` tries at once"
     yield "next try", soon if loop.get("failures_in_a_row") else ""

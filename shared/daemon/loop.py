@@ -91,7 +91,7 @@ def backoff_for(error: Exception) -> Backoff:
 
 def next_status(before: LoopStatus, error: Exception | None, poll_seconds: float) -> LoopStatus:
     """The loop's status after a step that ended with `error`, and how long to pause (without jitter)."""
-    if error is None:
+    if error is None or isinstance(error, EngineLoads):
         return before.but(
             steps=before.steps + 1,
             failures_in_a_row=0,
@@ -199,7 +199,8 @@ class Loop:
     def _log_expected(self, error: WeightcastError) -> None:
         failure, status = failure_of(error), self._status.get()
         if isinstance(error, Stopped | EngineLoads):
-            log.info("step failed", **failure.by_name())
+            loads = isinstance(error, EngineLoads)
+            log.info("waiting for an engine" if loads else "step failed", **failure.by_name())
         elif not isinstance(error, NoChannel) or status.steps > status.failures:
             log.warning("step failed", **failure.by_name())
         elif status.last_failure != failure:

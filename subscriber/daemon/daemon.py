@@ -141,8 +141,9 @@ class Subscriber:
         """A report is a local checkpoint's: that of its writer. A start that is refused leaves none."""
         status = self.sync.status.but(loop=self.loop.get(), gate=self._gate_status())
         unknown = self.refused is not None or isinstance(self.sync.host.error, HasWriter)
-        # others hear of this host once its settings have led somewhere
-        is_known = status.loop.steps > 0 or status.state not in _EARLY
+        # others hear of this host once its settings have led somewhere, or only an engine keeps it
+        waits = status.state == "starting" and status.last_error is not None
+        is_known = status.loop.steps > 0 or status.state not in _EARLY or waits
         return None if unknown or not is_known else describe(status)
 
     def on_start(self) -> None:

@@ -6,6 +6,7 @@ from weightcast.shared.base.errors import FIX_ENGINE
 from weightcast.shared.channel.components import ADAPTER
 from weightcast.shared.channel.reports import UPDATES_LIMIT, AdapterReport, Report, Update
 from weightcast.shared.channel.run_files import DRAFT
+from weightcast.shared.checkpoint.state.locks import EngineLoads
 from weightcast.shared.daemon.reporter import report_of
 from weightcast.subscriber.status import AdapterStatus, GateStatus, HostStatus, UpdateStatus
 
@@ -41,7 +42,8 @@ def _trouble(status: HostStatus) -> tuple[str, str]:
     engine that never served is still starting."""
     error = status.last_error
     if error is not None:
-        return f"{error.error}: {error.message}", error.remedy
+        kind = "waits" if error.error == EngineLoads.__name__ else error.error
+        return f"{kind}: {error.message}", error.remedy
     waiting = status.waiting_for
     if waiting is not None:
         return str(waiting), VERIFY_CHANNEL

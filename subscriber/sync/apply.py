@@ -134,7 +134,7 @@ class Apply:
     def _locked(self, local: LocalCheckpoint) -> Iterator[None]:
         """The patch lock. What an operator must fix is raised before engines are paused."""
         self._move.enter("lock")
-        with local.patching(wait=self._host.wait):
+        with self._host.patching(local):
             self._move.enter("")
             require_readable(local)
             yield

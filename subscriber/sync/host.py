@@ -17,6 +17,7 @@ from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.rate import Rate, Rates
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter, LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
+from weightcast.shared.checkpoint.state.locks import EngineLoads, FileLock
 from weightcast.shared.checkpoint.state.state import LocalState, Mark, Phase, Position, write_state
 from weightcast.shared.checkpoint.update.fetch import Awaited
 from weightcast.shared.daemon.status import SOFTWARE
@@ -189,6 +190,7 @@ class StepHost:
                 self.wait,
                 self.on_wait,
                 before_replay=self.pause_for_replay,
+                locked=self.patching,
                 base_version=options.base_version,
             ),
         )
@@ -203,6 +205,8 @@ class StepHost:
         """A pass begins."""
         self.move.begin()
         self.around = ()
+        if isinstance(self.error, EngineLoads):
+            self.note(last_error=None)
         if not isinstance(self.error, HasWriter):
             self.error = None
         self.note(degraded=(), waiting_for=None)
@@ -338,6 +342,25 @@ class StepHost:
     def wait(self, seconds: float) -> None:
         if self.stop(seconds):
             raise Stopped("the process ends", remedy="the next start continues")
+
+    @contextmanager
+    def patching(self, local: LocalCheckpoint) -> Iterator[None]:
+        """The patch lock. A wait for an engine that loads is shown meanwhile."""
+        before = self.status
+
+        def wait(seconds: float) -> None:
+            refusal = FileLock(local.paths.patch).refusal()
+            if isinstance(refusal, EngineLoads) and self.status.last_error is before.last_error:
+                self.failed(refusal)
+                self.enter("starting")
+            self.wait(seconds)
+
+        with local.patching(wait=wait):
+            if self.status.last_error is not before.last_error:
+                self.error = None
+                self.note(last_error=before.last_error)
+                self.enter(before.state)
+            yield
 
     def on_phase(self, phase: str) -> None:
         self.move.enter(phase)

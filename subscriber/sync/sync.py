@@ -396,7 +396,7 @@ class Sync:
     def _relabel(self, route: Route, plan: Relabel) -> None:
         local = self.host.local()
         before = local.state.position.version
-        with local.patching(wait=self.host.wait):
+        with self.host.patching(local):
             self.updater.relabel(route, plan)
             if not self.updater.side_files.changed:  # else they are reloaded, as some read these then
                 self.engines.relabel(local, before)
@@ -428,7 +428,7 @@ class Sync:
         if not order.is_at(local.state.undo[0].base):
             return False
         before = local.state.position.version
-        with local.patching(wait=self.host.wait):
+        with self.host.patching(local):
             self._apply.undo()
         self.host.moved("undo", before, 0)
         return True

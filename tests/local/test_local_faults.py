@@ -15,6 +15,10 @@ from core_cases import bytes_of, read_checkpoint, snapshot
 from in_process import Command
 from local_cases import Run, catch_up, following, make_run, patch_keeping_undo, step_to
 
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.layout import Pointer
+from weightcast.shared.checkpoint.update.plan import Patch
+
 ROOM = ".weightcast"
 KINDS = ["state", "base", "weights", "index", "config", "tokenizer", "journal"]
 DAMAGES = ["removed", "truncated", "flipped", "swapped", "duplicated", "emptied", "link"]
@@ -132,6 +136,22 @@ def test_a_planted_fault(
         catch_up(updater)
         updater.forget_undo()
     assert read_checkpoint(local) == bytes_of(hosts.run.models[3])
+
+
+def test_what_a_running_daemon_has_staged_is_not_a_fault(
+    hosts: Hosts, tmp_path: Path, verify: Callable[..., tuple[int, dict[str, Any]]]
+) -> None:
+    local = Path(shutil.copytree(hosts.older, tmp_path / "local"))
+    with following(hosts.run, local) as updater:
+        channel = Channel.open(updater.store)
+        updater.load(channel)
+        route = updater.route(channel, Pointer(2), 2, exact=True)
+        assert isinstance(route.plan, Patch)
+        staged = updater.prepare(route, route.plan.legs[0])
+        assert verify("--local", local)[0] == 0
+    code, found = verify("--local", local)
+    assert code == 3 and staged.step.journal in found["faults"][0]["file"]
+    assert found["faults"][0]["problem"] == "left by an interrupted update"
 
 
 def test_an_intact_one_has_no_fault(

@@ -369,6 +369,26 @@ def test_log_and_show_say_who_signed(signed: Signed, capsys: pytest.CaptureFixtu
     assert weightcast(["channel", "log", *where[:2]]) == 0, "without keys nothing is checked"
 
 
+@pytest.mark.parametrize("signs", ["the whole channel", "the newest version"])
+def test_verify_asks_for_a_key_that_it_lacks(
+    signed: Signed, tmp_path: Path, signs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signed.publish()
+    old, new = signed.key, new_key(tmp_path / "new.key")
+    given, other = (old, new) if signs == "the newest version" else (new, old)
+    publics = {key: str(load_private_key(key).public) for key in (old, new)}
+    signed.key = new
+    signed.publish(trusted_keys=[publics[old]])
+    signed.publish(trusted_keys=[publics[old]])
+    verify_with = ["channel", "verify", "--channel", str(signed.place.channel), "--trusted-key"]
+    assert weightcast([*verify_with, publics[given]]) == 3
+    said = capsys.readouterr().out
+    assert f"signed by key {load_private_key(other).public.id}, which is not trusted here" in said
+    assert "\nremedy: add it to --trusted-key" in said and "repair" not in said
+    assert "others follow" in said and "starts from" not in said
+    assert weightcast([*verify_with, publics[given], "--trusted-key", publics[other]]) == 0
+
+
 def test_a_publisher_without_the_key_keeps_out_of_a_signed_channel(signed: Signed) -> None:
     before = snapshot(signed.place.channel)
     with pytest.raises(Refused, match="is signed"):

@@ -14,8 +14,9 @@ from weightcast.shared.channel.signing import load_private_key, trusted_keys
 
 
 def test_a_key_for_the_publisher_and_one_for_the_hosts(tmp_path: Path, weightcast: Command) -> None:
-    code, out, _ = weightcast("keygen", "--out", tmp_path / "run.key")
+    code, out, err = weightcast("keygen", "--out", tmp_path / "run.key")
     assert code == 0 and out.startswith("ed25519:") and out.count("\n") == 1
+    assert f"private key in {tmp_path / 'run.key'}, public key in" in err
     private, public = tmp_path / "run.key", tmp_path / "run.key.pub"
     assert private.stat().st_mode & 0o777 == 0o600 and public.read_text() == out
     assert trusted_keys(public) == trusted_keys(out.strip()) == (load_private_key(private).public,)
@@ -35,19 +36,23 @@ def test_the_public_key_signs_nothing(tmp_path: Path, weightcast: Command) -> No
     assert weightcast("keygen", "--out", tmp_path / "k.key")[0] == 0
     code, _, err = weightcast("channel", "sign", "--channel", tmp_path, "--sign-key", tmp_path / "k.key.pub")
     assert code == 3 and "k.key.pub is the public key" in err and "without .pub" in err
+    code, _, err = weightcast("channel", "log", "--channel", tmp_path, "--trusted-key", tmp_path / "k.key")
+    assert code == 3 and "k.key is the private key" in err and f"remedy: give {tmp_path / 'k.key.pub'}" in err
 
 
 @pytest.mark.parametrize("present", ["run.key", "run.key.pub"])
 def test_nothing_is_overwritten(tmp_path: Path, weightcast: Command, present: str) -> None:
     (tmp_path / present).write_text("precious")
     code, out, err = weightcast("keygen", "--out", tmp_path / "run.key")
-    assert code == 3 and out == "" and "is there already" in err
+    assert code == 3 and out == "" and "is there already" in err and "remedy: choose another --out" in err
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(present, "precious")]
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path, weightcast: Command) -> None:
     code, _, err = weightcast("keygen", "--out", tmp_path / "nowhere" / "run.key")
     assert code == 3 and f"mkdir -p {tmp_path / 'nowhere'}" in err
+    code, _, err = weightcast("keygen", "--out", f"{tmp_path}/new/")
+    assert code == 3 and f"mkdir -p {tmp_path / 'new'}" in err and list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_leaves_no_half_of_a_pair(tmp_path: Path, weightcast: Command) -> None:

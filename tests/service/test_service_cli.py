@@ -205,6 +205,10 @@ def test_misspelled_commands_are_corrected(capsys: pytest.CaptureFixture[str]) -
     for words, meant in ((["chanel"], "channel"), (["channel", "lgo"], "log"), (["sync", "--jsn"], "--json")):
         assert main.run(words) == 2
         assert f"Did you mean '{meant}'" in capsys.readouterr().err
+    assert main.run(["publisher", "run", "--wacth", "x"]) == 2
+    assert "Did you mean '--watch'?" in capsys.readouterr().err
+    assert main.run(["wait", "--seconds", "5"]) == 2
+    assert "No such option" in (said := capsys.readouterr().err) and "mean" not in said
 
 
 @pytest.mark.parametrize(
@@ -246,6 +250,8 @@ def test_commands_and_options_are_completed() -> None:
     assert completed("chan") == ["channel"]
     assert {"log", "init"} <= {*completed("channel", "")}
     assert "--channel" in completed("channel", "log", "--ch")
+    assert completed("subscriber", "run", "--log-format", "") == ["console", "json"]
+    assert completed("subscriber", "run", "--reload", "r") == ["rolling"]
 
 
 def test_settings_are_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -688,7 +688,7 @@ def test_a_single_sync_brings_adapters_too(site: Site, run: Run, weightcast: Com
     words[-1] = "--adapters=none"
     assert weightcast(*words).code == 0
     done = weightcast(*words[:5], "--local", site.root / "apart")
-    assert done.code == 0 and "exported 1" in done.out
+    assert done.code == 0 and "holds 1" in done.out
 
 
 def test_adapters_come_over_http_too(site: Site, run: Run) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 from hosts import Run, SGLang, Site, on_disk
+from in_process import Command
+from test_subscriber_daemon import Daemon
 from waiting import wait_until
 
 from weightcast.shared.base.errors import NeedsReseed, RetryLater
@@ -171,6 +173,42 @@ def test_a_daemon_that_waits_for_a_loading_engine_ends_when_told(site: Site, run
     host.sync.host.stop = before
     host.step()
     assert host.at(run, 1)
+
+
+@pytest.mark.parametrize("first", ["daemon", "engine"])
+def test_a_host_of_a_loading_engine_waits_and_has_not_failed(
+    site: Site, run: Run, first: str, weightcast: Command
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        engine = f"sglang=http://127.0.0.1:{taken.getsockname()[1]}"
+    host = site.host(run)
+    host.step()
+    host.sync.close()
+    daemon = Daemon(site, run, options=("--engine", engine)) if first == "daemon" else None
+    if daemon is not None:
+        wait_until(lambda: daemon.port_file.exists() and daemon.status()["state"] == "idle")
+    starting = Started(site, host.local, "--engine", engine)
+    wait_until(lambda: starting.has("started"))
+    run.publish()
+    daemon = daemon or Daemon(site, run, options=("--engine", engine))
+    wait_until(daemon.port_file.exists)
+    url = f"http://127.0.0.1:{daemon.port_file.read_text().strip()}"
+
+    def row() -> dict[str, Any]:
+        found = json.loads(weightcast("fleet", "--channel", run.channel, "--json").out)["hosts"]
+        return found[0] if found else {"last_error": ""}
+
+    wait_until(lambda: row()["last_error"].startswith("waits: an engine is loading the local checkpoint"))
+    assert row()["standing"] == "behind" and row()["remedy"].startswith("wait: ")
+    said = weightcast("status", url).out
+    assert "waits: an engine is loading the local checkpoint" in said
+    assert "remedy: wait: " in said and "last error" not in said
+    assert weightcast("local", "verify", "--local", host.local).code == 0
+    starting.send(signal.SIGTERM)
+    assert starting.wait() == 7
+    wait_until(lambda: daemon.status()["local_version"] == 1)
+    wait_until(lambda: daemon.status()["last_error"] is None)
+    assert daemon.status()["loop"]["failures"] == 0
 
 
 def test_the_lock_ends_with_the_deadline_and_the_engine_goes_on(site: Site, run: Run) -> None:

@@ -162,7 +162,7 @@ def test_a_start_before_the_channel_is_no_warning(site: Site) -> None:
     aside = run.channel.rename(site.root / "aside")
     daemon = Daemon(site, run, SGLang())
     log = site.root / "log"
-    missing = f"is not a directory: {run.channel.parent} has no {run.channel.name}"
+    missing = f"is not a directory: {run.channel.name} is missing in {run.channel.parent}"
     wait_until(
         lambda: log.exists() and f"waiting for the channel: {run.channel} {missing}" in log.read_text()
     )

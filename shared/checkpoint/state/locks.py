@@ -89,7 +89,7 @@ class FileLock:
         Raises RetryLater, naming the holder, when the lock is not free within `seconds`; OSError where the
         file system has no locks."""
         if self.held:
-            raise self._refusal()
+            raise self.refusal()
         os.stat(self.path.parent)  # filelock would create a missing directory
 
         def paused() -> bool:
@@ -108,7 +108,7 @@ class FileLock:
             with named(self.path, "flock"):
                 lock.acquire(seconds, 0.0, blocking=seconds > 0, cancel_check=paused)
         except Timeout:
-            raise self._refusal() from None
+            raise self.refusal() from None
         self._lock, self._clears_text = lock, shared and bool(text)
 
     def _taken(self, text: str, fd: int) -> None:
@@ -121,9 +121,10 @@ class FileLock:
         """A descriptor that holds the lock too, also in a forked child."""
         return os.dup(self._fd)
 
-    def _refusal(self) -> RetryLater:
+    def refusal(self) -> RetryLater:
+        """Why it cannot be taken now."""
         if holder(self.path).startswith(ENGINE_STARTER):
-            text = f"an engine loads the local checkpoint ({holder(self.path)})"
+            text = f"an engine is loading the local checkpoint ({holder(self.path)})"
             return EngineLoads(text, remedy="wait: versions come once it has loaded")
         return RetryLater(
             f"{self.path} is held by {holder(self.path) or 'another process'}",

@@ -25,6 +25,7 @@ from weightcast.shared.channel.directory_store import DirectoryStore
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.run_files import Base, write_base
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, read_base
+from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.state.side_files import SideFiles
 from weightcast.shared.checkpoint.state.state import (
     LANES_BYTES,
@@ -159,7 +160,9 @@ def _journals(found: Inspection, state: LocalState, base: Base) -> None:
     kept = {step.journal for step in state.steps}
     for path in matching(paths.journals, "*"):
         if path.stem not in kept:
-            found.add(path, "is named by no state", "nothing; the next start drops it")
+            # a daemon that runs, and has the lock, staged it
+            with contextlib.suppress(RetryLater), FileLock(paths.owner).holding(shared=True):
+                found.add(path, "left by an interrupted update", "the next start removes it")
 
 
 def _is_named(paths: LocalPaths, step: Step) -> bool:
