@@ -146,10 +146,8 @@ def _judge(status: HostStatus) -> None:
         )
     failed = [f"{name}: {one.error}" for name, one in status.components.items() if not one.ready]
     if reasons := list(status.not_ready_reasons) or failed:
-        known = dict.fromkeys(
-            one.remedy for one in status.components.values() if one.remedy and not one.ready
-        )
-        remedy = "; ".join(known) or "fix what the message names, or see the engines' logs; then sync again"
+        known = (one.remedy for one in status.components.values() if one.remedy and not one.ready)
+        remedy = next(known, "fix what the message names, or see the engines' logs; then sync again")
         raise EngineFailed("; ".join(reasons), remedy=remedy)
 
 

@@ -310,7 +310,7 @@ class OwnerRank:
             return
         attempt = self._attempt(channel.pointed() + 1, "", step)
         parts = channel.store.within(begin_attempt(self._claim, attempt.version))
-        rendezvous.close_attempt(parts, error)
+        rendezvous.leave_failure(parts, 0, error)
         rendezvous.open_attempt(parts, attempt)
 
     def _attempt(self, version: int, base_digest: str, step: int | None) -> Attempt:
@@ -365,7 +365,7 @@ class OwnerRank:
         except BaseException as error:
             # the error counts, not that the other ranks could not read it
             with contextlib.suppress(OSError):
-                rendezvous.close_attempt(files, error)
+                rendezvous.leave_failure(files, 0, error)
             raise
         return Draft(index, parts, sources, given.facts, written[0].non_finite, local)
 

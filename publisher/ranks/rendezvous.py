@@ -238,18 +238,10 @@ def open_attempt(files: Store, attempt: Attempt) -> None:
     files.replace(_OPEN, _packed(asdict(attempt)))
 
 
-def close_attempt(files: Store, error: BaseException) -> None:
-    """Tells the other ranks that this attempt is over without a version."""
-    _say(files, _CLOSED, error)
-
-
 def leave_failure(files: Store, rank: int, error: BaseException) -> None:
-    _say(files, _failure(rank), error)
-
-
-def _say(files: Store, name: str, error: BaseException) -> None:
+    """Of rank 0: the attempt is over without a version."""
     # where a local checkpoint is not what it claims, nobody knows for sure whose
-    files.replace(name, _packed([reason_of(error), isinstance(error, NeedsReseed)]))
+    files.replace(_failure(rank), _packed([reason_of(error), isinstance(error, NeedsReseed)]))
 
 
 @dataclass(frozen=True)
@@ -277,7 +269,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _failure(rank: int) -> str:
-    return rank_file("part", rank, "failed.json")
+    return rank_file("part", rank, "failed.json") if rank else _CLOSED
 
 
 def await_plan(files: Store, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
@@ -346,7 +338,7 @@ def collect(
         for rank in ranks:
             # before its files are read: a rank that left all of them may end
             has_ended = rank in known and is_dead(known[rank], observer)
-            _raise_said(files, _failure(rank), f"rank {rank} failed")
+            _raise_failed(files, rank)
             one = None if rank in found else read(rank)
             if one is not None:
                 found[rank] = one
@@ -396,14 +388,10 @@ def _check(draft: Index, attempt: Attempt, rank: int, assignment: ShardAssignmen
         )
 
 
-def _raise_closed(files: Store) -> None:
-    _raise_said(files, _CLOSED, "rank 0 gave up")
-
-
-def _raise_said(files: Store, name: str, what: str) -> None:
-    said = _read(files, name, partial(_parsed, kind=tuple[str, bool]), _LIMIT)
+def _raise_failed(files: Store, rank: int = 0) -> None:
+    said = _read(files, _failure(rank), partial(_parsed, kind=tuple[str, bool]), _LIMIT)
     if said is not None:
-        text = f"{what}: {printable(said[0])}"
+        text = f"rank {rank} {'failed' if rank else 'gave up'}: {printable(said[0])}"
         if said[1]:
             raise NeedsReseed(text, remedy="nothing was published; publish again on all ranks")
         raise Refused(text, remedy="nothing was published")
@@ -416,7 +404,7 @@ def is_cleared(files: Store) -> bool:
 
 def _raise_over(files: Store) -> None:
     """While there can be no version of it yet: one that was committed is cleared away too."""
-    _raise_closed(files)
+    _raise_failed(files)
     _raise_cleared(files)
 
 
@@ -459,12 +447,12 @@ def find_attempt(
         for key in closed:
             if key not in seen:
                 seen.add(key)
-                _raise_closed(store.within(key))
+                _raise_failed(store.within(key))
         for key, attempt in newer:
             if step is not None and attempt.step != step and attempt.world_size == rank.world_size:
                 _raise_differs(store.within(key), attempt, step, rank.number, told)
     for key in reversed(closed):
-        _raise_closed(store.within(key))
+        _raise_failed(store.within(key))
     raise NotInTime(
         f"rank 0 opened no version above {above} for step {step} in time",
         remedy="check that rank 0 runs and publishes the same step",
@@ -513,7 +501,7 @@ def wait_for_commit(
     for _ in looks(deadline):
         index = committed()
         if index is None:
-            _raise_closed(files)
+            _raise_failed(files)
             continue
         if (index.parent, index.step) != (attempt.base_digest, attempt.step):
             raise Refused(

@@ -53,6 +53,7 @@ from weightcast.subscriber.sync.host import LOOK_SECONDS, StepHost, known
 GRACE_SECONDS = 60.0
 """before an old version is unloaded where no gate counts the requests that use it"""
 _RETRY = Backoff(1.0, 60.0)
+_DRIFTED = "publish the adapter over version {}, retire it, or give --allow-base-drift"
 
 
 @dataclass
@@ -595,12 +596,7 @@ class Adapters:
                     f"version {newest.version} belongs to main version {newest.main_version}, and this host "
                     f"has {self._main.version}"
                 )
-                remedy = ""
-                if self._is_past(newest):
-                    remedy = (
-                        f"publish the adapter over version {self._main.version}, retire it, or give "
-                        "--allow-base-drift"
-                    )
+                remedy = _DRIFTED.format(self._main.version) if self._is_past(newest) else ""
             is_here = bool(loaded) and (one.target or 0) <= loaded[0]
             yield AdapterStatus(
                 name=one.name,
