@@ -162,7 +162,7 @@ class Publisher:
         rank: int = 0,
         world_size: int = 1,
         encoding: Encoding = "fast",
-        options: PublisherOptions = DEFAULTS,
+        options: PublisherOptions | None = None,
         component: str = MAIN,
         **other: Never,
     ) -> Self:
@@ -192,6 +192,7 @@ class Publisher:
             hint = f": give options=PublisherOptions({', '.join(known)})" if known else ""
             raise TypeError(f"Publisher.open() has no argument {', '.join(other)}{hint}")
         require_option("encoding", encoding, Encoding)
+        options = DEFAULTS if options is None else options
         require_option("options", options, PublisherOptions)
         if not 0 <= rank < world_size:
             raise Refused(

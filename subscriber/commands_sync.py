@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from weightcast.subscriber.sync.sync import Sync
 
 _LOOK_SECONDS = 0.5
+_FIRST_SECONDS, _TELL_SECONDS = 3.0, 10.0
+"""after which, and how often, a line says how far the command is"""
 _SETTINGS = (
     "channel", "local", "base", "base_version", "draft", "engine", "target", "adapters", "adapters_kept",
     "adapters_plain_names", "allow_base_drift", "threads", "visible_deadline", "fetch_rate", "trusted_key",
@@ -66,7 +68,7 @@ def sync(wait_channel: float, wait_engine: float, rehash: bool, as_json: bool, *
     options = replace(options_of(settings), group_follower=False)
     output = Output(json=as_json)
     with _term_as_interrupt(), output.progress(str(options.local), None) as advance:
-        one = Sync(options, engines, lead, Callbacks(show=_tell_wait_once(), advance=advance))
+        one = Sync(options, engines, lead, Callbacks(show=_tell(), advance=advance))
         try:
             status = _first(one, rehash, wait_channel)
             deadline = time.monotonic() + wait_engine
@@ -101,12 +103,17 @@ def _first(one: Sync, rehash: bool, seconds: float) -> HostStatus:
             time.sleep(_LOOK_SECONDS)
 
 
-def _tell_wait_once() -> Callable[[HostStatus], None]:
-    """Says once what the command waits for: a person looks on."""
-    told = False
+def _tell() -> Callable[[HostStatus], None]:
+    """Says once what the command waits for, and every some seconds how far it is, where no bar shows that."""
+    told, due = False, time.monotonic() + _FIRST_SECONDS
 
     def tell(status: HostStatus) -> None:
-        nonlocal told
+        nonlocal told, due
+        if time.monotonic() >= due and status.progress_bytes and not sys.stderr.isatty():
+            due = time.monotonic() + _TELL_SECONDS
+            total = f" of {size_text(status.progress_total)}" if status.progress_total else ""
+            done = f"{size_text(status.progress_bytes)}{total}"
+            print(f"{status.state} version {or_dash(status.target_version)}: {done}", file=sys.stderr)
         waiting = status.waiting_for
         if waiting is not None and not told:
             told = True
@@ -139,10 +146,9 @@ def _judge(status: HostStatus) -> None:
         )
     failed = [f"{name}: {one.error}" for name, one in status.components.items() if not one.ready]
     if reasons := list(status.not_ready_reasons) or failed:
-        raise EngineFailed(
-            "; ".join(reasons),
-            remedy="fix what the message names, or see the engines' logs; then sync again",
-        )
+        known = (one.remedy for one in status.components.values() if one.remedy and not one.ready)
+        remedy = next(known, "fix what the message names, or see the engines' logs; then sync again")
+        raise EngineFailed("; ".join(reasons), remedy=remedy)
 
 
 def _show(console: Console, status: HostStatus) -> None:

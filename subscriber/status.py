@@ -232,6 +232,8 @@ class HostStatus(FollowerStatus):
     state: State = "starting"
     progress_bytes: int = 0
     """done in this state"""
+    progress_total: int | None = None
+    """of a fetch: the bytes of the versions that are fetched together"""
     local_root: str | None = None
     confirmed_by: str = ""
     """the weakest of what the engines' confirmations rest on"""

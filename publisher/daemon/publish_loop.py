@@ -123,7 +123,11 @@ def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
             sign_key=settings.sign_key,
             trusted_keys=settings.trusted_key,
         )
-    _, base = Channel.open(open_store(settings.channel)).require_ours()
+    file, base = Channel.open(open_store(settings.channel)).require_ours()
+    if not made:
+        new, run_id = f"made a new channel {settings.channel}", file.run_id
+        said = f"{new}, run {run_id}: hosts of another run do not follow it"
+        log.info("channel made", sentence=said, channel=str(settings.channel), run_id=run_id)
     if settings.base is not None:
         _check_base(settings.base, base)
     return base.table.nbytes

@@ -69,7 +69,7 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import committed
 from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.claims import Claim
+from weightcast.shared.channel.claims import Claim, Claimant
 from weightcast.shared.channel.index import Index, parse_index, write_index
 from weightcast.shared.channel.layout import index_key, version_name
 from weightcast.shared.channel.run_files import Base, ChannelFile
@@ -126,6 +126,8 @@ class OwnerRank:
         """of the last version that has one, once this owner has published"""
         self._file: ChannelFile | None = None
         """as the last publication read it"""
+        self._processes: dict[int, Claimant] = {}
+        """of the other ranks, as they last came; one that has ended is named once, and may come again"""
 
     def publish(self, job: PublishJob) -> PublishReport:
         try:
@@ -308,7 +310,7 @@ class OwnerRank:
             return
         attempt = self._attempt(channel.pointed() + 1, "", step)
         parts = channel.store.within(begin_attempt(self._claim, attempt.version))
-        rendezvous.close_attempt(parts, error)
+        rendezvous.leave_failure(parts, 0, error)
         rendezvous.open_attempt(parts, attempt)
 
     def _attempt(self, version: int, base_digest: str, step: int | None) -> Attempt:
@@ -363,7 +365,7 @@ class OwnerRank:
         except BaseException as error:
             # the error counts, not that the other ranks could not read it
             with contextlib.suppress(OSError):
-                rendezvous.close_attempt(files, error)
+                rendezvous.leave_failure(files, 0, error)
             raise
         return Draft(index, parts, sources, given.facts, written[0].non_finite, local)
 
@@ -374,14 +376,18 @@ class OwnerRank:
         own = RankWeights.of(self._rank.number, writer.local, given.weights, given.matched)
         with job.phase("ranks"):
             read = rendezvous.message(parts, "holds", partial(rendezvous.parse_holds, table=table))
-            others = rendezvous.collect(parts, attempt, range(1, attempt.world_size), read, deadline)
-            holds = [own.holds, *others]
+            ranks, processes = range(1, attempt.world_size), self._processes
+            others = rendezvous.collect(parts, attempt, ranks, read, deadline, processes)
+            processes.update((rank, process) for rank, (process, _) in zip(ranks, others, strict=True))
+            holds = [own.holds, *(one for _, one in others)]
             meeting = Meeting(parts, writer, given, own, holds, deadline)
             parts.replace(rendezvous.PLAN, rendezvous.write_plan(holds))
         written = [meeting.write_part(job)]
         job.source.release_tensors()
         with job.phase("ranks"):
-            written += rendezvous.collect_parts(parts, attempt, meeting.assignment, table, deadline)
+            written += rendezvous.collect_parts(
+                parts, attempt, meeting.assignment, table, deadline, self._processes
+            )
         check_doubles(meeting.assignment, table, written)
         return written
 

@@ -6,7 +6,8 @@ commits exactly the drafts it has verified. The other ranks learn the outcome fr
 
 What ranks tell each other lives as long as the attempt: all run the same release, and hosts never see it.
 
-`holds-<rank>.json`   which boxes the rank holds, before anything is compared
+`holds-<rank>.json`   the rank's process, and which boxes it holds, before anything is compared
+`step-<rank>.json`    the rank's step, where it is another one than rank 0's
 `plan.json`           all ranks' holds, from rank 0: each rank computes the same division from it
 `sent-<rank>.json`    changes to what others write, chunk by chunk of theirs; digests of what it holds doubly
 `sent-<rank>.bin`     the blobs of those chunks
@@ -15,7 +16,10 @@ What ranks tell each other lives as long as the attempt: all run the same releas
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,6 +40,7 @@ from weightcast.shared.base.errors import (
     RetryLater,
     WeightcastError,
 )
+from weightcast.shared.channel.claims import Claimant, is_dead, owner_of, this_process
 from weightcast.shared.channel.delta import read_exactly
 from weightcast.shared.channel.index import Encoding, Index, parse_index, write_index
 from weightcast.shared.channel.layout import ATTEMPTS
@@ -44,7 +49,13 @@ from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.files.paths import printable
 from weightcast.shared.files.strict_json import MAX_INTEGER
 
+_log = logging.getLogger("weightcast.ranks")
 _POLL_SECONDS = 0.05
+_QUIET_SECONDS = 10.0
+"""a wait that takes longer is logged, then every minute"""
+_LOGGED_SECONDS = 60.0
+_STEP_SECONDS = 5.0
+"""how long a rank that is ahead waits for rank 0 to come to its step"""
 _LIMIT = 1 << 20
 _OPEN = "open.json"
 _CLOSED = "closed.json"
@@ -53,6 +64,7 @@ _MESSAGE_LIMIT = 128 << 20
 _BLOB_LIMIT = 4 * CHUNK_WORDS + 4096
 """bytes; a blob is no longer than its words, but for its header"""
 PLAN = "plan.json"
+_SAME_STEP = "publish the same step on all ranks"
 
 Found = TypeVar("Found")
 
@@ -93,16 +105,17 @@ _Rows = list[tuple[tuple[_Natural, ...], tuple[_Natural, ...], tuple[_Natural, .
 
 
 def write_holds(holds: Holds) -> bytes:
-    return _packed(_rows(holds))
+    return _packed([asdict(this_process()), _rows(holds)])
 
 
 def write_plan(holds: Sequence[Holds]) -> bytes:
     return _packed([_rows(one) for one in holds])
 
 
-def parse_holds(data: bytes, what: str, table: TensorTable) -> Holds:
+def parse_holds(data: bytes, what: str, table: TensorTable) -> tuple[Claimant, Holds]:
     """Raises DamagedFile."""
-    return _holds(_parsed(data, what, _Rows), table, what)
+    process, rows = _parsed(data, what, tuple[Claimant, _Rows])
+    return process, _holds(rows, table, what)
 
 
 def parse_plan(data: bytes, what: str, table: TensorTable) -> list[Holds]:
@@ -225,18 +238,10 @@ def open_attempt(files: Store, attempt: Attempt) -> None:
     files.replace(_OPEN, _packed(asdict(attempt)))
 
 
-def close_attempt(files: Store, error: BaseException) -> None:
-    """Tells the other ranks that this attempt is over without a version."""
-    _say(files, _CLOSED, error)
-
-
 def leave_failure(files: Store, rank: int, error: BaseException) -> None:
-    _say(files, _failure(rank), error)
-
-
-def _say(files: Store, name: str, error: BaseException) -> None:
+    """Of rank 0: the attempt is over without a version."""
     # where a local checkpoint is not what it claims, nobody knows for sure whose
-    files.replace(name, _packed([reason_of(error), isinstance(error, NeedsReseed)]))
+    files.replace(_failure(rank), _packed([reason_of(error), isinstance(error, NeedsReseed)]))
 
 
 @dataclass(frozen=True)
@@ -260,11 +265,11 @@ def leave_part(files: Store, rank: int, part: RankPart, table: TensorTable) -> N
 
 def reason_of(error: BaseException) -> str:
     kind = "" if isinstance(error, WeightcastError) else f"{type(error).__name__}: "
-    return printable(" ".join(f"{kind}{error}"[:500].split()))
+    return printable(textwrap.shorten(f"{kind}{error}", 500, placeholder=" ..."))
 
 
 def _failure(rank: int) -> str:
-    return rank_file("part", rank, "failed.json")
+    return rank_file("part", rank, "failed.json") if rank else _CLOSED
 
 
 def await_plan(files: Store, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
@@ -284,7 +289,12 @@ def await_plan(files: Store, attempt: Attempt, table: TensorTable, deadline: flo
 
 
 def collect_parts(
-    files: Store, attempt: Attempt, assignment: ShardAssignment, table: TensorTable, deadline: float
+    files: Store,
+    attempt: Attempt,
+    assignment: ShardAssignment,
+    table: TensorTable,
+    deadline: float,
+    processes: dict[int, Claimant],
 ) -> list[RankPart]:
     """What all other ranks leave, in rank order. Raises as `collect`."""
 
@@ -300,7 +310,7 @@ def collect_parts(
             parse_sent(files.read(sent, _MESSAGE_LIMIT), files.place(sent)),
         )
 
-    return collect(files, attempt, range(1, attempt.world_size), read, deadline)
+    return collect(files, attempt, range(1, attempt.world_size), read, deadline, processes)
 
 
 def collect(
@@ -309,26 +319,54 @@ def collect(
     ranks: Sequence[int],
     read: Callable[[int], Found | None],
     deadline: float,
+    processes: dict[int, Claimant] | None = None,
 ) -> list[Found]:
-    """What each of `ranks` leaves. NotInTime names the ranks that are missing, Refused the one that failed or
-    why rank 0 gave up; NeedsReseed where that was a drifted local checkpoint, RetryLater where the attempt
-    was cleared away."""
+    """What each of `ranks` leaves. NotInTime names the ranks that are missing, Refused the one that failed,
+    that ended (`processes`: as last known, less those that were named) or has another step, or why rank 0
+    gave up; NeedsReseed where that was a drifted local checkpoint, RetryLater where the attempt was cleared
+    away."""
     found: dict[int, Found] = {}
-    for _ in looks(deadline):
+    known = {} if processes is None else processes
+
+    def missing() -> str:
+        numbers = [str(rank) for rank in ranks if rank not in found]
+        return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)} of {attempt.world_size}"
+
+    observer = this_process()
+    for _ in looks(deadline, missing):
         _raise_over(files)
         for rank in ranks:
-            _raise_said(files, _failure(rank), f"rank {rank} failed")
+            # before its files are read: a rank that left all of them may end
+            has_ended = rank in known and is_dead(known[rank], observer)
+            _raise_failed(files, rank)
             one = None if rank in found else read(rank)
             if one is not None:
                 found[rank] = one
+            elif rank not in found:
+                _raise_absent(files, attempt, rank, known.pop(rank) if has_ended else None)
         if len(found) == len(ranks):
             return [found[rank] for rank in ranks]
-    missing = [str(rank) for rank in ranks if rank not in found]
     raise NotInTime(
-        f"version {attempt.version}: rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of "
-        f"{attempt.world_size} left no part in time",
+        f"version {attempt.version}: {missing()} left no part in time",
         remedy="check that all ranks run and publish the same step; nothing was published",
     )
+
+
+def _raise_absent(files: Store, attempt: Attempt, rank: int, ended: Claimant | None) -> None:
+    step = _read(files, rank_file("step", rank), partial(_parsed, kind=_Natural), _LIMIT)
+    if step is not None:
+        raise Refused(f"rank 0 publishes step {attempt.step}, rank {rank} step {step}", remedy=_SAME_STEP)
+    if ended is not None:
+        raise Refused(
+            f"version {attempt.version}: rank {rank} of {attempt.world_size} has ended ({ended})",
+            remedy="start that rank again, then publish on all ranks; nothing was published",
+        )
+
+
+def _rank_0(store: Store) -> str:
+    """For the log: whom other ranks wait for. It may start again, and they go on with it."""
+    owner = owner_of(store)
+    return f"rank 0: {owner.name} has ended" if owner is not None and owner.dead else "rank 0"
 
 
 def _check(draft: Index, attempt: Attempt, rank: int, assignment: ShardAssignment) -> None:
@@ -350,14 +388,10 @@ def _check(draft: Index, attempt: Attempt, rank: int, assignment: ShardAssignmen
         )
 
 
-def _raise_closed(files: Store) -> None:
-    _raise_said(files, _CLOSED, "rank 0 gave up")
-
-
-def _raise_said(files: Store, name: str, what: str) -> None:
-    said = _read(files, name, partial(_parsed, kind=tuple[str, bool]), _LIMIT)
+def _raise_failed(files: Store, rank: int = 0) -> None:
+    said = _read(files, _failure(rank), partial(_parsed, kind=tuple[str, bool]), _LIMIT)
     if said is not None:
-        text = f"{what}: {printable(said[0])}"
+        text = f"rank {rank} {'failed' if rank else 'gave up'}: {printable(said[0])}"
         if said[1]:
             raise NeedsReseed(text, remedy="nothing was published; publish again on all ranks")
         raise Refused(text, remedy="nothing was published")
@@ -370,7 +404,7 @@ def is_cleared(files: Store) -> bool:
 
 def _raise_over(files: Store) -> None:
     """While there can be no version of it yet: one that was committed is cleared away too."""
-    _raise_closed(files)
+    _raise_failed(files)
     _raise_cleared(files)
 
 
@@ -394,10 +428,11 @@ def find_attempt(
     yet. Raises Refused when rank 0 gave up one that is not in `seen`, which is then added there; in the end
     for one in `seen` too: this rank came late."""
     closed: list[str] = []
-    for _ in looks(deadline):
+    told: dict[str, float] = {}
+    for _ in looks(deadline, lambda: _rank_0(store)):
+        newer = [one for one in _attempts(store, rank.number) if one[1].version > above]
         fitting = sorted(
-            (one for one in _attempts(store, rank.number) if one[1].version > above and one[1].step == step),
-            key=lambda one: (one[1].epoch, one[1].created),
+            (one for one in newer if one[1].step == step), key=lambda one: (one[1].epoch, one[1].created)
         )
         found = [one for one in fitting if store.stat(f"{one[0]}/{_CLOSED}") is None]
         if found:
@@ -412,13 +447,32 @@ def find_attempt(
         for key in closed:
             if key not in seen:
                 seen.add(key)
-                _raise_closed(store.within(key))
+                _raise_failed(store.within(key))
+        for key, attempt in newer:
+            if step is not None and attempt.step != step and attempt.world_size == rank.world_size:
+                _raise_differs(store.within(key), attempt, step, rank.number, told)
     for key in reversed(closed):
-        _raise_closed(store.within(key))
+        _raise_failed(store.within(key))
     raise NotInTime(
         f"rank 0 opened no version above {above} for step {step} in time",
         remedy="check that rank 0 runs and publishes the same step",
     )
+
+
+def _raise_differs(files: Store, attempt: Attempt, step: int, rank: int, told: dict[str, float]) -> None:
+    """Tells rank 0, if it still runs, that this rank has another step. Raises Refused once rank 0 has given
+    up its own; a rank that is ahead first waits for rank 0 to come to its step. `told`: until when, by place;
+    0: rank 0 did not answer yet."""
+    place, now = files.place(), time.monotonic()
+    if files.stat(_CLOSED) is None:
+        if place not in told:
+            with contextlib.suppress(OSError):  # rank 0 may clear it away
+                files.replace(rank_file("step", rank), _packed(step))
+                told[place] = 0.0
+    elif place in told:
+        told[place] = told[place] or now + (_STEP_SECONDS if step > (attempt.step or 0) else 0)
+        if now >= told[place]:
+            raise Refused(f"rank 0 publishes step {attempt.step}, this rank step {step}", remedy=_SAME_STEP)
 
 
 def _attempts(store: Store, rank: int) -> list[tuple[str, Attempt]]:
@@ -447,7 +501,7 @@ def wait_for_commit(
     for _ in looks(deadline):
         index = committed()
         if index is None:
-            _raise_closed(files)
+            _raise_failed(files)
             continue
         if (index.parent, index.step) != (attempt.base_digest, attempt.step):
             raise Refused(
@@ -461,12 +515,19 @@ def wait_for_commit(
     )
 
 
-def looks(deadline: float) -> Iterator[None]:
-    """One step for each look: one at least, the last one about at the deadline."""
+def looks(deadline: float, awaited: Callable[[], str] = lambda: "rank 0") -> Iterator[None]:
+    """One step for each look: one at least, the last one about at the deadline. A long wait is logged, with
+    what is awaited."""
+    began = time.monotonic()
+    logged = began + _QUIET_SECONDS
     while True:
         yield
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now >= deadline:
             return
+        if now >= logged:
+            _log.warning("waiting for %s (%.0f s of %.0f s)", awaited(), now - began, deadline - began)
+            logged = now + _LOGGED_SECONDS
         time.sleep(_POLL_SECONDS)
 
 

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import takewhile
@@ -26,10 +27,13 @@ from weightcast.shared.files.hf_checkpoint import MERGE_ADAPTER, is_adapter_tens
 
 OF_A_MODEL = re.compile(r"lora_(A|B|embedding_A|embedding_B)\.(?!weight$|bias$)[^.]+(\.|$)")
 """a model has the adapter's name there"""
+_MAP_NAMES = "map names: give ((new_name(name), tensor) for name, tensor in ...); or leave out others"
 _LORA_A = re.compile(r"([^.]+)\.lora_A(\.|$)")
 AS_PEFT_SAVES = "give peft.get_peft_model_state_dict(model)"
 _FEW = 3
 """tensors of another dtype that are named one by one"""
+_MANY = 10
+"""tensors of other names that are named one by one"""
 _ENOUGH = 2
 """words at their ends by which two names are taken for those of one tensor"""
 _LOOKED_AT = 2000
@@ -85,8 +89,8 @@ def _matched(
             misfit.compare(given.named(source), wanted)
         elif number in still:
             absent.append(number)
-        elif not partial:
-            misfit.missing.append(wanted.name)
+        else:
+            (misfit.elsewhere if partial else misfit.missing).append(wanted.name)
     ties: list[tuple[str, int]] = []
     for spec in given:
         name = names.run_names[spec.name]
@@ -145,6 +149,8 @@ class _Misfit:
     missing: list[str] = field(default_factory=list)
     surplus: list[str] = field(default_factory=list)
     forms: list[tuple[TensorSpec, TensorSpec]] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
+    """of the run, not given here: perhaps by another rank"""
 
     def compare(self, found: TensorSpec, wanted: TensorSpec) -> None:
         if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
@@ -172,8 +178,16 @@ class _Misfit:
                     f"{self.missing[0]} expected"
                 )
                 return
-        yield from (f"{name} is missing" for name in self.missing)
-        yield from (f"{name} is not part of the run" for name in self.surplus)
+        missing = [f"{name} is missing" for name in self.missing]
+        surplus = [f"{name} is not part of the run" for name in self.surplus]
+        if len(surplus) > _MANY:
+            first = self.surplus[0]
+            near = get_close_matches(first, (self.missing or self.elsewhere)[:_LOOKED_AT], 1)
+            lacks = f", which is missing ({len(self.missing):,})" if self.missing else ""
+            has = f"; the run has {near[0]}{lacks}" if near else ""
+            surplus = [f"{len(surplus):,} tensors are not part of the run, as {first}{has}"]
+            missing = [] if near else missing
+        yield from (*missing, *surplus)
 
     def _forms(self) -> Iterator[str]:
         """Many tensors that differ in the dtype alone are reported as one."""
@@ -215,9 +229,9 @@ class _Misfit:
             dropped = f"drop the prefix {old} from all names" if not new else f"rename {old} to {new}"
             added = f"put {new.removesuffix('*')} in front of all names" if old == "*" else dropped
             said.append(f"--rename {old}={new}" if self.by_flags else added)
-        elif self.surplus and self.missing:
+        elif self.surplus and (self.missing or self.elsewhere):
             flags = "map names with --rename A=B, or leave out with --drop GLOB"
-            said.append(flags if self.by_flags else "map names")
+            said.append(flags if self.by_flags else _MAP_NAMES)
         elif self.surplus:
             flags = "leave them out, --drop GLOB"
             said.append(flags if self.by_flags else "leave out what the run does not have")

@@ -148,10 +148,11 @@ class NoChannel(RetryLater):
     """The channel does not exist yet, or is not mounted."""
 
     @classmethod
-    def at(cls, place: str | Path) -> NoChannel:
+    def at(cls, store: Store) -> NoChannel:
+        make = "only for a new run start a publisher, or run `weightcast channel init`"
         return cls(
-            f"{_absolute(place)} is not a directory{_missing(str(place))}",
-            remedy="mount it, or make it: start the publisher, or run `weightcast channel init`",
+            f"{_absolute(store.place())} is not a directory{_missing(store.place())}",
+            remedy="mount it again; do not make a new channel" if store.was_opened else f"mount it; {make}",
         )
 
     @classmethod
@@ -178,7 +179,7 @@ class Channel:
         Untrusted when `trust` is given and its base is not signed. `known`: as it was opened before with this
         `trust`; the base of a run never changes, and is not read again."""
         if not store.present():
-            raise NoChannel.at(store.place())
+            raise NoChannel.at(store)
         file = read_if_there(store, CHANNEL_JSON, CHANNEL_FILE_LIMIT)
         if file is None:
             foreign = cls(store, None, None)
@@ -203,6 +204,7 @@ class Channel:
                 f"{place} is of run {base.run_id}, channel.json of {parsed.run_id}",
                 remedy="restore both from one backup",
             )
+        store.was_opened = True
         return cls(store, parsed, base, trust)
 
     @property

@@ -179,6 +179,9 @@ class Store(Protocol):
     is_static: bool = False
     """Whether only objects of known names can be read, as over plain HTTP: listing, writing raise Refused."""
 
+    was_opened: bool = False
+    """Whether this process has seen the run's channel here."""
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.place()!r})"
 

@@ -135,9 +135,10 @@ class LocalUpdater:
     def _leave_nothing(self) -> None:
         """Of a directory that was made here, and in which nothing was seeded: a start that was refused."""
         with contextlib.suppress(OSError):  # what somebody wrote there stays
-            for directory in (self.paths.journals, self.paths.spool):
+            for directory in filter(exists, (self.paths.journals, self.paths.spool)):
                 directory.rmdir()
-            if {path.name for path in self.paths.room.iterdir()} == {self.paths.owner.name}:
+            if set(self.paths.room.iterdir()) <= {self.paths.owner, self.paths.patch}:
+                self.paths.patch.unlink(missing_ok=True)
                 self.paths.owner.unlink()
                 self.paths.room.rmdir()
                 self.paths.directory.rmdir()

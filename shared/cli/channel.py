@@ -85,8 +85,7 @@ def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> dic
         "same_as": None,
     }
     if isinstance(index, Index):
-        totals, stat = index.totals, entry.files.stat(INDEX_NAME)
-        nbytes = totals.delta_bytes + (0 if stat is None else stat.size)
+        totals, nbytes = index.totals, _delta_bytes(entry, index)
         row |= {
             "kind": index.kind,
             "base_version": None if index.kind == "anchor" else index.base_version,
@@ -101,6 +100,12 @@ def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> dic
             "signed_by": None if trust is None else trust.signer(index.digest),
         }
     return row
+
+
+def _delta_bytes(entry: ChainEntry, index: Index) -> int:
+    """Of all files of the version, its index included."""
+    stat = entry.files.stat(INDEX_NAME)
+    return index.totals.delta_bytes + (0 if stat is None else stat.size)
 
 
 def _log_table(console: Console, facts: dict[str, Any]) -> None:
@@ -176,7 +181,7 @@ def version_facts(channel: Channel, version: int) -> dict[str, Any]:
         raise Refused(f"version {version} is not published", remedy="`weightcast channel log` lists versions")
     entry = read_entry(channel, pointer, version)
     if isinstance(entry.index, Index):
-        return _index_facts(entry.index)
+        return _index_facts(entry.index) | {"delta_bytes": _delta_bytes(entry, entry.index)}
     if isinstance(entry.index, ForeignIndex):
         found = entry.index
         return {
@@ -213,7 +218,6 @@ def _index_facts(index: Index) -> dict[str, Any]:
         "elements": index.totals.elements,
         "elements_changed": index.totals.changed,
         "full_bytes": index.totals.nbytes,
-        "delta_bytes": index.totals.delta_bytes,
         "files": [[record.name, record.size, record.blake3] for record in index.all_files],
         "tensors": {name: record.changed for name, record in index.tensors.items()},
     }

@@ -370,7 +370,7 @@ def _version_age(store: Store, version: int | None, now: float | None) -> float 
 
 def _run_of(store: Store) -> RunHead:
     if not store.present():
-        raise NoChannel.at(store.place())
+        raise NoChannel.at(store)
     data = read_if_there(store, CHANNEL_JSON, CHANNEL_FILE_LIMIT)
     if data is not None:
         pointer = read_pointer(store)

@@ -78,9 +78,14 @@ class Traffic(Protocol):
     def open(self, name: str, version: int | None, process: str | None, looked_at: float) -> None:
         """`version`: what the engine serves as of the look that began at `looked_at`; None: nobody knows."""
 
-    def name_adapters(self, adapters: Mapping[str, int | None], models: Collection[str] = ()) -> None:
-        """The version that each is to reach here; None: it is retired, or not followed here. `models`: what
-        else requests may name, empty while that is not known."""
+    def name_adapters(
+        self,
+        adapters: Mapping[str, int | None],
+        models: Collection[str] = (),
+        retired: Collection[str] = (),
+    ) -> None:
+        """The version that each is to reach here; None: it is one of `retired`, or not followed here.
+        `models`: what else requests may name, empty while that is not known."""
 
     def offer(self, name: str, adapter: str, versions: Collection[int]) -> None:
         """Those that the engine has loaded, in the process of the last `open`."""

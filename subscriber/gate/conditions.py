@@ -74,6 +74,11 @@ class Conditions:
     def _least(self, target: int) -> int:
         return max(self.min_version or 0, 0 if self.max_lag is None else target - self.max_lag)
 
+    def wanted(self, target: int) -> str:
+        """The versions that are allowed, for messages."""
+        exact = self.exact_version
+        return f"at least {self._least(target)}" if exact is None else f"exactly {exact}"
+
     def for_gate(self, target: int) -> dict[str, str]:
         """Headers for a gate, whose target may be older: all but the session, which is text. It does not
         wait for a version: the gateway does, for one at any host."""

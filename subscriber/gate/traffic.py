@@ -117,6 +117,7 @@ class Traffic:
         """the version that each adapter is to reach; None: none is served here"""
         self._models: Collection[str] = ()
         """what else requests may name, as far as is known"""
+        self._retired: Collection[str] = ()
         self._names_adapters = False
         """they are known"""
         self.drifts = False
@@ -172,10 +173,16 @@ class Traffic:
             door.version, door.was_open = version, door.was_open or version is not None
             self._tell()
 
-    def name_adapters(self, adapters: Mapping[str, int | None], models: Collection[str] = ()) -> None:
+    def name_adapters(
+        self,
+        adapters: Mapping[str, int | None],
+        models: Collection[str] = (),
+        retired: Collection[str] = (),
+    ) -> None:
         """As of `self.adapters` and `self._models`."""
         with self._changed:
             self.adapters, self._models, self._names_adapters = adapters, models, True
+            self._retired = retired
             self._tell()
 
     def offer(self, name: str, adapter: str, versions: Collection[int]) -> None:
@@ -303,7 +310,8 @@ class Traffic:
 
     def _no_adapter(self, name: str, doors: Iterable[Door]) -> NotAdmitted:
         if self.adapters.get(name) is None:
-            return NotAdmitted(409, f"adapter {name} is retired, or not followed here")
+            why = "retired" if name in self._retired else "not followed by this host (--adapters)"
+            return NotAdmitted(409, f"adapter {name} is {why}")
         has = {version for door in doors for version in door.adapters.get(name, ())}
         return not_loaded("this host has", name, has)
 

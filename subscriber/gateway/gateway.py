@@ -245,7 +245,7 @@ class Gateway:
                     # what no host has is no host's trouble
                     unmet = [each for each in refusals if each.status == 409]
                     found = unmet[-1] if unmet and len(unmet) == len(refusals) else found
-                if last and last not in found.error:
+                if last and last not in found.error and found.status != 409:
                     found.error = f"{found.error}; the last answer: {last}"
                 await self._wait(request, found)
                 tried.clear()

@@ -134,7 +134,7 @@ class Hosts:
             has = {each for host in ready for each in host.adapters.get(name, ())}
             return not_loaded("hosts have", name, has)
         if ready and not fit:
-            return NotAdmitted(409, f"no host here serves such a version; the newest is {self.served}")
+            return NotAdmitted(409, f"hosts serve up to {self.served}, asked for {conditions.wanted(target)}")
         if fit and not idle:
             return NotAdmitted(429, "all hosts have as many requests as they take")
         return NotAdmitted(503, "no host can take the request now")

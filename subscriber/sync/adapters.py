@@ -53,7 +53,7 @@ from weightcast.subscriber.sync.host import LOOK_SECONDS, StepHost, known
 GRACE_SECONDS = 60.0
 """before an old version is unloaded where no gate counts the requests that use it"""
 _RETRY = Backoff(1.0, 60.0)
-_DRIFTED = "publish it anew, trained on the main version here, retire it, or give --allow-base-drift"
+_DRIFTED = "publish the adapter over version {}, retire it, or give --allow-base-drift"
 
 
 @dataclass
@@ -99,8 +99,8 @@ class Adapters:
         """the disk was read; the registry was"""
         self._registry = 0
         """the highest number that was signed with one"""
-        self._others: Set[str] = frozenset()
-        """adapters of the run that are retired, or not followed here"""
+        self._others: Mapping[str, bool] = {}
+        """adapters of the run that are retired (False), or not followed here (True)"""
         self._new: set[str] = set()
         """engines that are given all that is kept, since they started"""
         self._failed: dict[tuple[str, str], tuple[int, float, WeightcastError]] = {}
@@ -148,7 +148,8 @@ class Adapters:
         if self._engines.traffic is not None:
             followed = {name: one.target or 0 for name, one in self._adapters.items() if self._wanted(one)}
             models = {name for each in self._engines.engines for name in each.adapter.models}
-            self._engines.traffic.name_adapters({**dict.fromkeys(self._others), **followed}, models)
+            retired = {name for name, is_active in self._others.items() if not is_active}
+            self._engines.traffic.name_adapters({**dict.fromkeys(self._others), **followed}, models, retired)
 
     def _recover(self) -> None:
         """What an earlier process left here."""
@@ -293,7 +294,7 @@ class Adapters:
             )
         patterns = self._options.adapters
         wanted = {n for n in active if active[n] and any(fnmatchcase(n, pattern) for pattern in patterns)}
-        self._others = active.keys() - wanted
+        self._others = {name: active[name] for name in active.keys() - wanted}
         for name in wanted:
             one = self._adapter(name)
             if one.updater is None:
@@ -595,7 +596,7 @@ class Adapters:
                     f"version {newest.version} belongs to main version {newest.main_version}, and this host "
                     f"has {self._main.version}"
                 )
-                remedy = _DRIFTED if self._is_past(newest) else ""
+                remedy = _DRIFTED.format(self._main.version) if self._is_past(newest) else ""
             is_here = bool(loaded) and (one.target or 0) <= loaded[0]
             yield AdapterStatus(
                 name=one.name,

@@ -158,12 +158,14 @@ class Apply:
         if self._may_be_refused:
             self._prover.ahead()
         before = self._host.bytes_read
+        last = route.delta(leg[-1]).index
+        if isinstance(last, Index):
+            self._host.fetch_bytes = sum(_size(route.delta(version).index) for version in leg)
         try:
             staged = self._updater.prepare(route, leg, self._host.advance_fetch)
         finally:
             self._divide(route, leg, self._host.bytes_read - before)
         self._move.enter("")
-        last = route.delta(leg[-1]).index
         self._move.changed(staged.changes, last.step if isinstance(last, Index) else None)
         return staged
 

@@ -173,6 +173,8 @@ class StepHost:
         self.bytes_read = 0
         """from the channel, since the start"""
         self._progress_bytes = 0
+        self.fetch_bytes: int | None = None
+        """of the versions that are fetched together"""
         self.around: tuple[str, ...] = ()
         """damage in the channel that this pass went around"""
         self._read_before: dict[str, str | None] = {}
@@ -245,6 +247,7 @@ class StepHost:
         signer = None if trust is None or state is None else trust.signer(state.position.digest)
         self.note(
             progress_bytes=self._progress_bytes,
+            progress_total=self.fetch_bytes if self.status.state == "fetching" else None,
             bytes_read=self.bytes_read,
             signed="not checked" if trust is None else f"verified by {signer}" if signer else "not verified",
         )

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from core_cases import Model, all_changed, ended, rot, snapshot, start
+from opening import open_publisher
 from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
-from sharded_world import world_of
+from sharded_world import along, cut_model, published, world_of
 from waiting import wait_until
 
 from weightcast.publisher import Publisher, PublisherOptions
+from weightcast.publisher.ranks import rendezvous
 from weightcast.shared.base.errors import NotInTime, Refused
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
@@ -139,8 +141,61 @@ def test_ranks_must_agree_on_the_encoding(place: Place) -> None:
 
 
 def test_ranks_must_agree_on_the_step(place: Place) -> None:
-    first, second = outcomes(start_ranks(place, 2, how={1: "other-step"}, deadline=5.0))
-    assert first[0] == second[0] == "NotInTime" and "step 8" in second[1]
+    first, second = outcomes(start_ranks(place, 2, how={1: "other-step"}, deadline=600.0))
+    assert first == ["Refused", "rank 0 publishes step 1, rank 1 step 8 (publish the same step on all ranks)"]
+    assert second[0] == "Refused" and "rank 0 publishes step 1, this rank step 8 (publish the" in second[1]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_ranks_that_are_one_step_apart_meet_again(
+    place: Place, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where one of them skips a step: the other fails at once, and both publish the next."""
+    monkeypatch.setattr(rendezvous, "_STEP_SECONDS", 600.0)
+    model = all_changed(place.model, np.random.default_rng(9), 5)
+    given = cut_model(model, along(0), 2)
+    with world_of(place, 2) as world:
+        behind = world.submit(1 - ahead, given[1 - ahead], step=1, hold="copy")
+        early = world.submit(ahead, given[ahead], step=2, hold="copy")
+        with pytest.raises(Refused, match="rank 0 publishes step"):
+            behind.result(600)
+        late = world.submit(1 - ahead, given[1 - ahead], step=2, hold="copy")
+        if ahead == 1:
+            assert early.result(600).version == late.result(600).version == 1
+        else:
+            for handle in (early, late):
+                with pytest.raises(Refused, match="rank 0 publishes step 2, rank 1 step 1"):
+                    handle.result(600)
+            assert published(world.publish(given, 3)) == 1
+
+
+def test_a_rank_that_was_killed_is_named_at_once(place: Place) -> None:
+    model = all_changed(place.model, np.random.default_rng(9), 5)
+    with place.publisher(world_size=2, deadline_seconds=600.0) as publisher:
+        child = start_ranks(place, 2, only=1, separate=True, steps=2)[0]
+        mine = {name: as_numpy(one) for name, one in list(model_at(1).items())[::2]}
+        assert publisher.publish(mine, step=1).version == 1
+        child.kill()
+        child.communicate()
+        with pytest.raises(Refused, match=rf"rank 1 of 2 has ended \(process {child.pid} on "):
+            publisher.publish(mine, step=2)
+        # it may come again
+        again = cut_model(model, along(0), 2)
+        with open_publisher(
+            place.channel, local=place.root / "pub-1", base=place.base, rank=1, world_size=2
+        ) as other:
+            handles = [one.submit(again[n], step=3, hold="copy") for n, one in enumerate((publisher, other))]
+            assert [one.result(600).version for one in handles] == [2, 2]
+
+
+def test_a_long_wait_is_logged(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.0)
+    given = cut_model(place.model, along(0), 2)
+    with world_of(place, 2, deadline_seconds=0.3) as world:
+        world.publish({0: given[0]}, 1)
+    assert "waiting for rank 1 of 2 (0 s of 0 s)" in caplog.messages
 
 
 def test_ranks_must_give_the_step(place: Place) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from core_cases import Model, Tensor, all_changed, header_of, snapshot, some_changed, tensor, write_checkpoint
-from publisher_cases import ENCODINGS, Place, make_place
+from publisher_cases import ENCODINGS, Place, as_numpy, make_place
 
 from weightcast.publisher import Publisher, RawTensor, init_channel
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError, WrongRun
@@ -86,6 +86,20 @@ def test_a_whole_model_in_another_precision_is_one_problem(tmp_path: Path, rng: 
         few = {name: one for name, one in place.model.items() if name > "layer.100"}
         with pytest.raises(Refused, match=r"layer\.009 is missing; and 91 more \("):
             publisher.publish_checkpoint(place.new(few))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_many_renamed_tensors_are_one_problem(
+    tmp_path: Path, rng: np.random.Generator, world_size: int
+) -> None:
+    """As experts that a trainer names otherwise."""
+    place = make_place(tmp_path, {f"mlp.experts.{n}.gate.w": tensor(rng, "F32", 4) for n in range(48)})
+    given = {f"mlp.experts.w1.{n}": as_numpy(one) for n, one in enumerate(place.model.values())}
+    with place.publisher(world_size=world_size) as publisher, pytest.raises(Refused) as caught:
+        publisher.publish(given, step=1)
+    said = str(caught.value)
+    assert "run: 48 tensors are not part of the run, as mlp.experts.w1.0; the run has mlp.experts." in said
+    assert ("which is missing (48) (map names: give ((new_name(" in said) == (world_size == 1)
 
 
 def cut_tail(path: Path) -> None:

@@ -17,6 +17,8 @@ from weightcast.publisher import (
     PublisherOptions,
     Refused,
     RetryLater,
+    WeightcastError,
+    WrongRun,
     init_channel,
 )
 
@@ -92,6 +94,27 @@ def test_a_mistyped_encoding_is_refused_before_anything_is_made(base: str) -> No
     with pytest.raises(Refused, match=r'encoding is .fst. .give "fast", "small", "xor"'):
         Publisher.open("channel", local="local", base=base, encoding="fst")  # type: ignore[arg-type]
     assert not Path("local").exists()
+
+
+def test_a_start_that_is_refused_leaves_no_directory(base: str) -> None:
+    init_channel("channel", base)
+    write_checkpoint(Path("other"), {"w": tensor(np.random.default_rng(7), "F32", 9, 5)})
+    with pytest.raises(WrongRun, match="other bytes than version 0"):
+        Publisher.open("channel", local="local", base="other")
+    assert not Path("local").exists()
+
+
+def test_a_channel_that_goes_away_is_to_be_mounted_again(base: str) -> None:
+    init_channel("channel", base)
+    with Publisher.open("channel", local="local", base=base, options=None) as publisher:
+        Path("channel").rename("away")
+        again = "mount it again; do not make a new channel"
+        with pytest.raises(RetryLater, match=again):
+            publisher.publish({"w": np.ones((9, 5), np.float32)})
+        with pytest.raises(WeightcastError, match=again):
+            publisher.wait(1, timeout=0.1)
+        Path("away").rename("channel")
+        assert publisher.publish({"w": np.ones((9, 5), np.float32)}).version == 1
 
 
 def test_a_publisher_that_this_process_has_open_is_said_to_be_its_own(base: str) -> None:

@@ -108,6 +108,7 @@ def test_a_channel_that_goes_away_is_to_be_mounted_again(places: Places, started
     """What a first start needs would make another run."""
     daemon = started("--poll-seconds", "0.2")
     wait_until(lambda: daemon.get("/v1/fleet").json()["publisher"]["ready"])
+    assert f"made a new channel {places.channel}, run run-" in daemon.log.read_text()
     away = places.channel.rename(places.root / "away")
 
     def remedies(text: str) -> bool:

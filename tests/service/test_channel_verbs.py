@@ -100,6 +100,10 @@ def test_show_a_version_and_the_base(channel: Path, weightcast: Command) -> None
     assert facts["tensors"] == {"a": 10} and facts["elements_changed"] == 10
     before = weightcast("channel", "show", "2", "--channel", channel, "--json").json
     assert (facts["parent"], facts["base_root"]) == (before["digest"], before["root"])
+    rows = weightcast("channel", "log", "--channel", channel, "--json").json["versions"]
+    assert [one["delta_bytes"] for one in (before, facts)] == [
+        one["bytes"] for one in rows if one["version"] > 1
+    ]
     base = weightcast("channel", "show", "0", "--channel", channel, "--json").json
     assert (base["kind"], base["tensors"], base["elements"]) == ("base", 2, 1000)
     assert "elements_changed" in weightcast("channel", "show", "3", "--channel", channel).out

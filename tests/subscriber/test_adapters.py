@@ -175,7 +175,7 @@ def test_main_weights_that_move_take_the_adapters_with_them(site: Site, run: Run
     assert done == [UNLOAD, "/pause", "/resume"] and engine.loaded == {}
     assert only(host).state == "waiting"
     assert "main version 0, and this host has 1" in only(host).error
-    assert only(host).remedy.startswith("publish it anew")
+    assert only(host).remedy.startswith("publish the adapter over version 1,")
     label = run.publish_adapter()
     assert host.step().ready
     assert engine.loaded == expected(run, label) and exported(host) == ["math-v000002"]
@@ -689,6 +689,9 @@ def test_a_single_sync_brings_adapters_too(site: Site, run: Run, weightcast: Com
     assert weightcast(*words).code == 0
     done = weightcast(*words[:5], "--local", site.root / "apart")
     assert done.code == 0 and "holds 1" in done.out
+    run.publish()
+    done = weightcast(*words[:5], "--local", site.root / "apart")
+    assert done.code == 5 and "remedy: publish the adapter over version 1, retire it, or give" in done.err
 
 
 def test_adapters_come_over_http_too(site: Site, run: Run) -> None:

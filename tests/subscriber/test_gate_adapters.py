@@ -107,6 +107,8 @@ def test_an_unknown_name_is_not_answered_by_the_model(site: Site, run: Run, kind
     run.publish_adapter()
     wait_until(lambda: ask(host, "maths").status_code == 409)
     assert host.complete(model="anything").status_code == 409
+    if followed == "none":
+        assert ask(host, "math").json()["error"] == "adapter math is not followed by this host (--adapters)"
     assert all(said(host, host.complete(model=name)) == {"0"} for name in known)
     assert said(host, host.complete()) == {"0"}
 
@@ -214,19 +216,21 @@ def test_the_fleet_knows_what_is_loaded(site: Site, run: Run, weightcast: Comman
     wait_until(lambda: 'weightcast_adapter_version{adapter="math"} 1.0' in host.metrics())
     assert ask(host, "math").status_code == 200
     run.publish()
-    wait_until(lambda: "publish it anew" in weightcast("fleet", "--channel", run.channel).out)
+    wait_until(
+        lambda: "publish the adapter over version" in weightcast("fleet", "--channel", run.channel).out
+    )
     done = weightcast("fleet", "--channel", run.channel)
     assert "adapter/math: version 1 belongs to main version 0" in done.out.splitlines()[0]
     shown = weightcast("fleet", "--channel", run.channel, "--json").json["hosts"][0]
     assert (shown["standing"], shown["adapters"][0]["state"]) == ("behind", "waiting")
     late = weightcast("wait", "--version", "1", "--channel", run.channel, "--timeout", "0")
-    assert late.code == 4 and "adapter/math" in late.err and "publish it anew" in late.err
+    assert late.code == 4 and "adapter/math" in late.err and "publish the adapter over version" in late.err
     refused = weightcast("wait", "--version", "1", "--component", "math", "--channel", run.channel)
     assert refused.code == 3 and "did you mean adapter/math?" in refused.err
     publish(host)
     run.retire("math")
     wait_until(lambda: ask(host, "math").status_code == 409)
-    assert "retired" in ask(host, "math@1").json()["error"]
+    assert ask(host, "math@1").json()["error"] == "adapter math is retired"
     wait_until(lambda: "adapter math is retired" in host.log())
     wait_until(lambda: "weightcast_adapter_version{" not in host.metrics())
     wait_until(lambda: not (site.root / "host" / "adapters" / "math-v000001").exists())

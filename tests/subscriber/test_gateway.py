@@ -96,7 +96,11 @@ def test_hosts_are_found_in_their_reports_and_chosen_by_version(site: Site, run:
     for asked, host in ({"min_version": 2}, first), ({"exact_version": 1}, second), ({"max_lag": 0}, first):
         answer = gateway.complete(weightcast=asked)
         assert answer.headers["weightcast-host"] == names[host.gate]
-    assert gateway.complete(weightcast={"exact_version": 0}).status_code == 409
+    refused = gateway.complete(weightcast={"min_version": 3})
+    assert (refused.status_code, refused.json()["error"]) == (
+        409,
+        "hosts serve up to 2, asked for at least 3",
+    )
     first.process.terminate()
     first.process.wait()
     wait_until(lambda: gateway.hosts().keys() == {second.gate})

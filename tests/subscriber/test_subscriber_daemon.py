@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ from waiting import wait_until
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.signing import PrivateKey
+from weightcast.subscriber import commands_sync
+from weightcast.subscriber.sync import host as sync_host
 
 TOKEN = "correct-horse"
 
@@ -323,6 +326,20 @@ def test_a_channel_that_cannot_be_read_is_told_and_outlived(site: Site, run: Run
     daemon.token = None
     assert daemon.get("/v1/status").status_code == 401
     assert daemon.term() == 0
+
+
+def test_a_sync_says_how_far_it_is(
+    site: Site, run: Run, weightcast: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands_sync, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(commands_sync, "_TELL_SECONDS", 0.0)
+    monkeypatch.setattr(sync_host, "_SHOW_EVERY_SECONDS", -1.0)
+    run.publish()
+    asked = ("sync", "--channel", run.channel, "--local", site.root / "host", "--base", run.base_dir)
+    done = weightcast(*asked, "--json")
+    assert done.code == 0 and done.json["local_version"] == 1
+    assert re.search(r"^seeding version 1: [0-9.]+ [kM]?B$", done.err, re.MULTILINE), done.err
+    assert re.search(r"^fetching version 1: ([0-9.]+ [kM]?B) of \1$", done.err, re.MULTILINE), done.err
 
 
 def test_targets_that_are_not_there_say_what_to_give(site: Site, run: Run, weightcast: Command) -> None:
