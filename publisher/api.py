@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex
 
@@ -31,6 +33,8 @@ from weightcast.publisher.publish.commit import Signer, put_pointer_right
 from weightcast.publisher.publish.member import MemberRank
 from weightcast.publisher.publish.publish import OwnerRank
 from weightcast.publisher.publish.publish_job import (
+    NON_FINITE,
+    NON_FINITE_REMEDY,
     CommonOptions,
     Phases,
     PublishJob,
@@ -75,6 +79,10 @@ from weightcast.shared.files.probes import CHANNEL_NEEDS, COMMIT_NEEDS, require
 
 if TYPE_CHECKING:
     from weightcast.shared.daemon.fleet import FleetReader
+
+_log = logging.getLogger("weightcast.publisher")
+_NAMED = 5
+"""tensors in a warning"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +133,9 @@ class Publisher:
         >>> with Publisher.open("/shared/run", local="/var/lib/weightcast", base="/models/base") as publisher:
         ...     report = publisher.publish(model.state_dict(), step=1)
     """
+
+    _in_process = True
+    """in a trainer, which calls nothing while it trains and reads no report; False: in a loop of ours"""
 
     def __init__(
         self,
@@ -676,7 +687,12 @@ class Publisher:
             return self._member.publish(job)
         try:
             with contextlib.nullcontext() if self._upkeep is None else self._upkeep.throttle.publishing():
-                return self._owner.publish(job)
+                report = self._owner.publish(job)
+            if self._in_process and report.non_finite:
+                whose = f"version {report.version} of {self.store.place()}"
+                tensors = ", ".join(islice(report.non_finite, _NAMED))
+                _log.warning("%s: %s in %s; %s", whose, NON_FINITE, tensors, NON_FINITE_REMEDY)
+            return report
         finally:
             # also when it failed: it may have lacked the room that upkeep makes
             if self._upkeep is not None:

@@ -23,6 +23,7 @@ from weightcast.shared.checkpoint.verify.hashing import Scrub
 class RunPublisher(Publisher):
     """Opened as `Publisher` is."""
 
+    _in_process = False
     recover = Publisher._recover
     obey_orders = Publisher._obey_orders
     obey_repair = Publisher._obey_repair
