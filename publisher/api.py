@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import operator
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -25,7 +26,7 @@ from weightcast.publisher.components import (
     tensors_of,
     trained_on,
 )
-from weightcast.publisher.maintenance.orders import Held, carry_out, is_carried_out, standing
+from weightcast.publisher.maintenance.orders import Held, OrderWatch, carry_out, is_carried_out, standing
 from weightcast.publisher.maintenance.prune import keep_channel_file
 from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
 from weightcast.publisher.maintenance.upkeep import Upkeep, UpkeepOptions
@@ -157,6 +158,10 @@ class Publisher:
         self._heart = None if claimed is None else Heart(claimed)
         self._closed = False
         self._submissions = Submissions(self._publish)
+        self._turn = threading.RLock()
+        """for whoever moves the local checkpoint: a publication, or the thread that carries out orders. Taken
+        after submissions were drained"""
+        self._watch: OrderWatch | None = None
         self.components: Components[Self] | None = None
         """None: it publishes a component itself"""
         self._of: Channel | None = None
@@ -275,6 +280,8 @@ class Publisher:
             keep_channel_file(store, Path(local))
             if options.upkeep is not None and options.upkeep_thread:
                 publisher._work_in_background()
+            if publisher._in_process:
+                publisher._watch = OrderWatch(store, publisher._obey_in_turn)
             undo.pop_all()
         return publisher
 
@@ -363,6 +370,8 @@ class Publisher:
     def close(self) -> None:
         """Waits for what was submitted. Used in `with`, its errors are raised at the end."""
         self._submissions.drain()
+        if self._watch is not None:
+            self._watch.stop()
         if self.components is not None:
             self.components.close()
         if self._upkeep is not None:
@@ -387,7 +396,8 @@ class Publisher:
     def _drained(self) -> None:
         """For calls that need the local checkpoint: what was submitted is done."""
         self._check_open()
-        self._submissions.drain()
+        if self._watch is None or threading.current_thread() is not self._watch.thread:
+            self._submissions.drain()
 
     @property
     def channel(self) -> Path:
@@ -455,7 +465,8 @@ class Publisher:
         channel. Rank 0 does this by itself at `open` and before every publication."""
         self._drained()
         if self._owner is not None:
-            self._owner.recover(advance)
+            with self._turn:
+                self._owner.recover(advance)
 
     def publish(
         self,
@@ -686,7 +697,8 @@ class Publisher:
         if self._owner is None:
             return self._member.publish(job)
         try:
-            with contextlib.nullcontext() if self._upkeep is None else self._upkeep.throttle.publishing():
+            pause = None if self._upkeep is None else self._upkeep.throttle.publishing()
+            with self._turn, pause or contextlib.nullcontext():
                 report = self._owner.publish(job)
             if self._in_process and report.non_finite:
                 whose = f"version {report.version} of {self.store.place()}"
@@ -718,6 +730,10 @@ class Publisher:
                 self._upkeep.wake()
         return order
 
+    def _obey_in_turn(self) -> Rollback | None:
+        with self._turn:
+            return self._obey_orders()
+
     def repair(self) -> Repairs:
         """Repairs the channel, which is read in full: damaged and lost files are written again from this
         publisher's journals, an anchor bridges lost deltas, files that no host can use move to `.trash`.
@@ -730,14 +746,15 @@ class Publisher:
             raise Refused("only rank 0 repairs the channel", remedy="call it on rank 0")
         self._claim.check()
         lone = self._lone
-        if is_sound(self.store, trust=self._trust):
-            return Repairs()
 
         def write_anchor() -> int | None:
             return self.version if lone.write_anchor() else None
 
-        local = self._updater.paths.directory
-        return repair(self._claim, local, write_anchor, trust=self._trust)
+        with self._turn:
+            if is_sound(self.store, trust=self._trust):
+                return Repairs()
+            local = self._updater.paths.directory
+            return repair(self._claim, local, write_anchor, trust=self._trust)
 
     def _obey_repair(self) -> Repairs | None:
         """Repairs the channel if an operator ordered it (`weightcast channel repair`, `POST /v1/repair`)."""
@@ -768,7 +785,8 @@ class Publisher:
         self._drained()
         if self._owner is None:
             raise Refused("only rank 0 writes anchors", remedy="call it on rank 0")
-        return self._owner.write_anchor()
+        with self._turn:
+            return self._owner.write_anchor()
 
     def _publish_weights(
         self,
@@ -786,7 +804,8 @@ class Publisher:
         job = PublishJob(WeightSource(read), number, phase, advance, request=request, trained_on=trained_on)
         self._drained()
         self._submissions.raise_unseen()
-        self._raise_held()
         if self._owner is not None and self._options.until == "out":
-            return self._submissions.until_out(job)
-        return self._publish(job)
+            return self._submissions.until_out(replace(job, check_allowed=self._raise_held))
+        with self._turn:
+            self._raise_held()
+            return self._publish(job)
