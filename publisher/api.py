@@ -26,7 +26,7 @@ from weightcast.publisher.components import (
     tensors_of,
     trained_on,
 )
-from weightcast.publisher.maintenance.orders import Held, OrderWatch, carry_out, is_carried_out, standing
+from weightcast.publisher.maintenance.orders import Held, OrderWatch, carry_out, standing
 from weightcast.publisher.maintenance.prune import keep_channel_file
 from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
 from weightcast.publisher.maintenance.upkeep import Upkeep, UpkeepOptions
@@ -69,7 +69,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim, Heart, claim, require_fences, this_process
 from weightcast.shared.channel.components import open_component, require_active
 from weightcast.shared.channel.directory_store import directory_of, mounted, open_store
-from weightcast.shared.channel.pins import Rollback
+from weightcast.shared.channel.pins import Rollback, RollbackState
 from weightcast.shared.channel.rate import NO_RATE, Rate, Rates
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.store import Store
@@ -710,10 +710,10 @@ class Publisher:
             if self._upkeep is not None:
                 self._upkeep.wake()
 
-    def _obey_orders(self) -> Rollback | None:
+    def _obey_orders(self, began: Callable[[RollbackState], None] | None = None) -> Rollback | None:
         """Carries out what was ordered, a repair and a rollback; an ordered anchor is left to the upkeep.
         Returns the order that holds publishing, if one does. The pointer is put where this publisher last had
-        it, should another one have put it back."""
+        it, should another one have put it back. `began`: called with a rollback before it is carried out."""
         self._obey_repair()
         if self._claim is not None:
             put_pointer_right(self._claim)
@@ -724,7 +724,10 @@ class Publisher:
         if order is None or self._lone is None:
             return order
         self._lone.recover()
-        if not is_carried_out(channel, order):
+        state = pins.state_of(channel, order)
+        if state.done_as is None:
+            if began is not None:
+                began(state)
             carry_out(self._lone, self._updater, channel, order)
             if self._upkeep is not None:
                 self._upkeep.wake()

@@ -46,7 +46,12 @@ def order_rollback(store: Store, to: int) -> Rollback:
     or that is the newest one."""
     opened = Channel.open(store)
     file, _ = opened.require_ours()
-    newest = opened.pointed()
+    newest, earlier = opened.pointed(), pins.rollback_state(opened)
+    if earlier is not None and earlier.done_as is not None:
+        raise Refused(
+            f"the rollback to version {earlier.to} is done as version {earlier.done_as}, publishing is held",
+            remedy="`weightcast channel resume` ends the hold",
+        )
     if not 0 <= to < newest:
         raise Refused(
             f"there is no version {to} before the newest, {newest}",
@@ -79,10 +84,6 @@ def standing(channel: Channel) -> Rollback | None:
             remedy="withdraw it with `weightcast channel resume`",
         )
     return order
-
-
-def is_carried_out(channel: Channel, order: Rollback) -> bool:
-    return root_of(channel, channel.pointed()) == order.root
 
 
 def carry_out(owner: OwnerRank, updater: LocalUpdater, channel: Channel, order: Rollback) -> PublishReport:

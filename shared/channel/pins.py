@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -14,7 +15,8 @@ from typing import Annotated, Literal
 
 from annotated_types import MaxLen
 
-from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.base.errors import DamagedFile, Refused, age
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.layout import digits
 from weightcast.shared.channel.run_files import FORMAT, check_format
 from weightcast.shared.channel.store import AlreadyExists, Store, read_if_there
@@ -119,6 +121,39 @@ def read_rollback(store: Store) -> Rollback | None:
     members = Members(parse_object(data, place), place)
     check_format(members, place)
     return members.record(Rollback)
+
+
+@dataclass(frozen=True)
+class RollbackState:
+    """What became of the order for version `to`; `ordered` as in `Rollback`. Hosts and people read it."""
+
+    to: int
+    ordered: float
+    done_as: int | None
+    """the newest version, which has the weights; None: the order is not carried out"""
+
+    @property
+    def text(self) -> str:
+        if self.done_as is None:
+            return f"rollback to version {self.to} is not published yet"
+        return f"rolled back to version {self.to} (version {self.done_as} has its weights)"
+
+    @property
+    def dated(self) -> str:
+        return f"{self.text}, ordered {age(max(0.0, time.time() - self.ordered))} ago"
+
+
+def state_of(channel: Channel, order: Rollback) -> RollbackState:
+    at = channel.pointed()
+    index = channel.own_index(at) if at else None
+    done = index is not None and index.root == order.root
+    return RollbackState(order.to, order.ordered, at if done else None)
+
+
+def rollback_state(channel: Channel) -> RollbackState | None:
+    """None when publishing is not held. Raises as `read_rollback`."""
+    order = None if channel.foreign else read_rollback(channel.store)
+    return None if order is None else state_of(channel, order)
 
 
 def resume(store: Store) -> bool:

@@ -16,11 +16,13 @@ from typing import Literal
 from pydantic import BaseModel, ValidationError
 
 from weightcast.shared.base.choices import LOST_SECONDS, STALE_SECONDS
-from weightcast.shared.base.errors import FIX_ENGINE, Refused, age, counted
-from weightcast.shared.channel.channel import NoChannel
+from weightcast.shared.base.errors import FIX_ENGINE, Refused, WeightcastError, age, counted
+from weightcast.shared.channel import pins
+from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
 from weightcast.shared.channel.claims import Owner as ClaimOwner
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
+from weightcast.shared.channel.pins import Rollback, RollbackState
 from weightcast.shared.channel.reports import (
     CAUSES,
     UPDATES_LIMIT,
@@ -247,6 +249,8 @@ class Fleet(BaseModel, frozen=True):
     owner: Owner | None = None
     publisher: PublisherLine | None = None
     """null where no daemon was asked"""
+    rollback: RollbackState | None = None
+    """in effect or pending, as the channel has it; `ordered`: unix time"""
     verdict: Verdict = Verdict()
 
     def page(self) -> bytes:
@@ -304,6 +308,7 @@ class FleetReader:
         self._reports = ReportReader(store, updates=updates, engine_members=members)
         self._heard = Heard(clock)
         self._shown: dict[str, tuple[Report, Host]] = {}
+        self._rollback: tuple[Rollback, int | None, RollbackState] | None = None
 
     def read(self) -> Fleet:
         """Raises RetryLater when there is no channel, DamagedFile when its pointer cannot be read."""
@@ -331,8 +336,20 @@ class FleetReader:
             time_source=clock.source,
             owner=None if claim is None else _owner(claim, clock.now),
             publisher=self._publisher(),
+            rollback=self._rollback_at(run.latest),
         )
         return fleet.model_copy(update={"verdict": verdict(fleet)})
+
+    def _rollback_at(self, latest: int | None) -> RollbackState | None:
+        """The index is read once for each order and newest version."""
+        with suppress(OSError, WeightcastError):
+            order = pins.read_rollback(self._store)
+            if order is None:
+                return None
+            if self._rollback is None or self._rollback[:2] != (order, latest):
+                self._rollback = order, latest, pins.state_of(Channel.open(self._store), order)
+            return self._rollback[2]
+        return None
 
     def _host(self, stored: StoredReport, silence: Silence, run: RunHead) -> Host:
         known = self._shown.get(stored.key)
@@ -551,13 +568,15 @@ def _publisher_findings(fleet: Fleet) -> list[tuple[Level, str]]:
     if owner is not None and owner.state not in ("alive", "unknown") and line is None:
         said = f"publisher {owner.state}, heard {age(owner.heard_seconds_ago)} ago"
         found.append(("warning" if owner.state == "stopped" else "bad", said))
+    if fleet.rollback is not None:
+        found.append(("warning", f"publisher held: {fleet.rollback.text}"))
     if line is None:
         return found
     if not line.ready:
         found.append(("bad", f"publisher not ready: {short('; '.join(line.reasons))}"))
     if line.last_refused is not None and line.refused_since_version:
         found.append(("bad", f"{line.last_refused.source} refused: {short(line.last_refused.message)}"))
-    if line.held:
+    if line.held and fleet.rollback is None:
         found.append(("warning", f"publisher held: {line.held}"))
     return found
 

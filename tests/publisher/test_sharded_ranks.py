@@ -339,7 +339,7 @@ def test_a_rank_that_fails_before_it_meets_the_others_tells_them(place: Place, r
 
 
 def test_orders_are_carried_out_while_the_trainer_publishes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = make_place(tmp_path, {"w": Tensor("F32", (8, 4), np.zeros(128, np.uint8))})
     good, bad = np.ones((8, 4), np.float32), np.full((8, 4), np.nan, np.float32)
@@ -364,6 +364,10 @@ def test_orders_are_carried_out_while_the_trainer_publishes_nothing(
         )
         assert verb("rollback", "--to", 1) == 0
         wait_until(lambda: ranks[0].version == 3)
+        assert verb("rollback", "--to", 1) == 3 and "done as version 3" in capsys.readouterr().err
+        for view in (["fleet"], ["channel", "log"]):
+            assert weightcast([*view, "--channel", str(place.channel)]) in (0, 1)
+            assert "rolled back to version 1 (version 3 has its weights), ordered" in capsys.readouterr().out
         assert verb("anchor") == 0
         with pytest.raises(Refused, match="on hold since the rollback to version 1"):
             ranks[0].publish(halves(good)[0], step=3)
