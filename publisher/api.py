@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex
 
@@ -26,7 +25,7 @@ from weightcast.publisher.components import (
     tensors_of,
     trained_on,
 )
-from weightcast.publisher.maintenance.orders import Held, OrderWatch, carry_out, standing
+from weightcast.publisher.maintenance.orders import Held, OrderWatch, carry_out, is_carried_out, standing
 from weightcast.publisher.maintenance.prune import keep_channel_file
 from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
 from weightcast.publisher.maintenance.upkeep import Upkeep, UpkeepOptions
@@ -34,8 +33,6 @@ from weightcast.publisher.publish.commit import Signer, put_pointer_right
 from weightcast.publisher.publish.member import MemberRank
 from weightcast.publisher.publish.publish import OwnerRank
 from weightcast.publisher.publish.publish_job import (
-    NON_FINITE,
-    NON_FINITE_REMEDY,
     CommonOptions,
     Phases,
     PublishJob,
@@ -61,7 +58,7 @@ from weightcast.publisher.weights.given import whole_step
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
 from weightcast.shared.base.choices import Encoding, Layout
 from weightcast.shared.base.elements import MAIN, TensorTable
-from weightcast.shared.base.errors import Refused, on_error
+from weightcast.shared.base.errors import NON_FINITE, Refused, on_error
 from weightcast.shared.base.options import require_option
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
@@ -69,7 +66,7 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim, Heart, claim, require_fences, this_process
 from weightcast.shared.channel.components import open_component, require_active
 from weightcast.shared.channel.directory_store import directory_of, mounted, open_store
-from weightcast.shared.channel.pins import Rollback, RollbackState
+from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.rate import NO_RATE, Rate, Rates
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.store import Store
@@ -82,8 +79,6 @@ if TYPE_CHECKING:
     from weightcast.shared.daemon.fleet import FleetReader
 
 _log = logging.getLogger("weightcast.publisher")
-_NAMED = 5
-"""tensors in a warning"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +110,7 @@ class PublisherOptions(CommonOptions):
     upkeep: UpkeepOptions | None = None
     """multi-step deltas, anchors and pruning by rank 0, in a thread that yields to publications"""
     upkeep_thread: bool = True
-    """False: maintenance runs only when a `RunPublisher` is asked to"""
+    """False: maintenance runs, and orders are carried out, only when a `RunPublisher` is asked to"""
 
     advance: Advance | None = None
     """called with the bytes done while the local checkpoint is seeded and catches up at `open`"""
@@ -134,9 +129,6 @@ class Publisher:
         >>> with Publisher.open("/shared/run", local="/var/lib/weightcast", base="/models/base") as publisher:
         ...     report = publisher.publish(model.state_dict(), step=1)
     """
-
-    _in_process = True
-    """in a trainer, which calls nothing while it trains and reads no report; False: in a loop of ours"""
 
     def __init__(
         self,
@@ -280,8 +272,8 @@ class Publisher:
             keep_channel_file(store, Path(local))
             if options.upkeep is not None and options.upkeep_thread:
                 publisher._work_in_background()
-            if publisher._in_process:
-                publisher._watch = OrderWatch(store, publisher._obey_in_turn)
+            if options.upkeep_thread:
+                publisher._watch = OrderWatch(store, publisher._turn, publisher._obey_orders)
             undo.pop_all()
         return publisher
 
@@ -465,8 +457,7 @@ class Publisher:
         channel. Rank 0 does this by itself at `open` and before every publication."""
         self._drained()
         if self._owner is not None:
-            with self._turn:
-                self._owner.recover(advance)
+            self._owner.recover(advance)
 
     def publish(
         self,
@@ -700,17 +691,17 @@ class Publisher:
             pause = None if self._upkeep is None else self._upkeep.throttle.publishing()
             with self._turn, pause or contextlib.nullcontext():
                 report = self._owner.publish(job)
-            if self._in_process and report.non_finite:
-                whose = f"version {report.version} of {self.store.place()}"
-                tensors = ", ".join(islice(report.non_finite, _NAMED))
-                _log.warning("%s: %s in %s; %s", whose, NON_FINITE, tensors, NON_FINITE_REMEDY)
+            if self._watch is not None and report.non_finite:
+                names = ", ".join([*report.non_finite][:5])
+                what = f"version {report.version} of {self.store.place()}"
+                _log.warning("%s: elements became NaN or infinite in %s; %s", what, names, NON_FINITE)
             return report
         finally:
             # also when it failed: it may have lacked the room that upkeep makes
             if self._upkeep is not None:
                 self._upkeep.wake()
 
-    def _obey_orders(self, began: Callable[[RollbackState], None] | None = None) -> Rollback | None:
+    def _obey_orders(self, began: Callable[[Rollback], None] = lambda _: None) -> Rollback | None:
         """Carries out what was ordered, a repair and a rollback; an ordered anchor is left to the upkeep.
         Returns the order that holds publishing, if one does. The pointer is put where this publisher last had
         it, should another one have put it back. `began`: called with a rollback before it is carried out."""
@@ -724,18 +715,12 @@ class Publisher:
         if order is None or self._lone is None:
             return order
         self._lone.recover()
-        state = pins.state_of(channel, order)
-        if state.done_as is None:
-            if began is not None:
-                began(state)
+        if not is_carried_out(channel):
+            began(order)
             carry_out(self._lone, self._updater, channel, order)
             if self._upkeep is not None:
                 self._upkeep.wake()
         return order
-
-    def _obey_in_turn(self) -> Rollback | None:
-        with self._turn:
-            return self._obey_orders()
 
     def repair(self) -> Repairs:
         """Repairs the channel, which is read in full: damaged and lost files are written again from this

@@ -193,17 +193,16 @@ def _look(
     rules: ExportRules,
 ) -> Base:
     """Before anything is claimed: what will be refused must not take the channel from a publisher."""
-    from weightcast.publisher.maintenance.orders import Held, standing
+    from weightcast.publisher.maintenance.orders import Held, is_carried_out, standing
     from weightcast.publisher.weights.config import CONFIG, check_config
     from weightcast.publisher.weights.export_rules import adapt
     from weightcast.publisher.weights.match import match
     from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
-    from weightcast.shared.channel.pins import state_of
 
     file, described = channel.require_ours()
     order = standing(channel)
     # a pending order is the next owner's to carry out, but a living owner is left to do it
-    if order is not None and (take_over or state_of(channel, order).done_as is not None):
+    if order is not None and (take_over or is_carried_out(channel)):
         raise Held.by(order)
     refuse_local(checkpoint, local)
     with contextlib.closing(CheckpointWeights(checkpoint)) as weights:

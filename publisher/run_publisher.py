@@ -23,7 +23,6 @@ from weightcast.shared.checkpoint.verify.hashing import Scrub
 class RunPublisher(Publisher):
     """Opened as `Publisher` is."""
 
-    _in_process = False
     recover = Publisher._recover
     obey_orders = Publisher._obey_orders
     obey_repair = Publisher._obey_repair

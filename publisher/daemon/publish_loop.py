@@ -52,7 +52,7 @@ from weightcast.shared.channel.components import (
 )
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
-from weightcast.shared.channel.pins import Rollback, RollbackState
+from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.rate import Rate
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room
@@ -336,7 +336,7 @@ class PublishLoop:
             publisher.recover()
             self._resume()
         self._care()
-        order = publisher.obey_orders(lambda state: self.record.show(held=state.text))
+        order = publisher.obey_orders(lambda one: self.record.show(held=one.became(None).text))
         self.record.show(held=self._note_held(publisher, order))
         if order is not None:
             self._note_waiting(publisher)
@@ -354,7 +354,7 @@ class PublishLoop:
     def _note_held(self, publisher: RunPublisher, order: Rollback | None) -> str | None:
         """Why nothing is published; logged when that changes."""
         component, version = publisher.store.component, publisher.version
-        held = None if order is None else RollbackState(order.to, order.ordered, version).text
+        held = None if order is None else order.became(version).text
         if held != self._held.get(component):
             if order is None:
                 log.info("publishing resumes", component=component)

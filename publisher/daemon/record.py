@@ -16,14 +16,10 @@ from weightcast.publisher.daemon.status import (
 )
 from weightcast.publisher.fleet.versions import ROWS_LIMIT
 from weightcast.publisher.maintenance.repair import Repairs
-from weightcast.publisher.publish.publish_job import (
-    NON_FINITE,
-    NON_FINITE_REMEDY,
-    Publication,
-    PublishReport,
-)
+from weightcast.publisher.publish.publish_job import Publication, PublishReport
 from weightcast.publisher.weights.config import CONFIG_REMEDY
 from weightcast.shared.base.elements import MAIN
+from weightcast.shared.base.errors import NON_FINITE
 from weightcast.shared.daemon.logs import get_log, size_text
 from weightcast.shared.daemon.metrics import CRASH, OTHER, Metrics, VerifyMetrics, error_kinds, one_of
 from weightcast.shared.daemon.status import SOFTWARE, Failure
@@ -230,7 +226,8 @@ def _log_published(done: Publication) -> None:
         **{f"{phase}_s": round(seconds, 4) for phase, seconds in done.seconds.items()},
     )
     if done.non_finite_elements:
-        about.warning(NON_FINITE, elements=done.non_finite_elements, remedy=NON_FINITE_REMEDY)
+        reason = "elements became NaN or infinite"
+        about.warning(reason, elements=done.non_finite_elements, remedy=NON_FINITE)
     if done.not_carried:
         reason = "config changed next to the weights: hosts keep the base's"
         about.warning(reason, files=list(done.not_carried), remedy=CONFIG_REMEDY)

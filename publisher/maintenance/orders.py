@@ -47,11 +47,9 @@ def order_rollback(store: Store, to: int) -> Rollback:
     opened = Channel.open(store)
     file, _ = opened.require_ours()
     newest, earlier = opened.pointed(), pins.rollback_state(opened)
-    if earlier is not None and earlier.done_as is not None:
-        raise Refused(
-            f"the rollback to version {earlier.to} is done as version {earlier.done_as}, publishing is held",
-            remedy="`weightcast channel resume` ends the hold",
-        )
+    if earlier is not None:
+        state = "ordered already" if earlier.done_as is None else f"done as version {earlier.done_as}"
+        raise Refused(f"the rollback to version {earlier.to} is {state}", remedy=pins.END_HOLD)
     if not 0 <= to < newest:
         raise Refused(
             f"there is no version {to} before the newest, {newest}",
@@ -86,6 +84,11 @@ def standing(channel: Channel) -> Rollback | None:
     return order
 
 
+def is_carried_out(channel: Channel) -> bool:
+    state = pins.rollback_state(channel)
+    return state is None or state.done_as is not None
+
+
 def carry_out(owner: OwnerRank, updater: LocalUpdater, channel: Channel, order: Rollback) -> PublishReport:
     """Publishes the bytes of the order's version as the next one. `owner` publishes alone."""
     with _weights(updater, channel, order) as read:
@@ -93,11 +96,11 @@ def carry_out(owner: OwnerRank, updater: LocalUpdater, channel: Channel, order: 
 
 
 class OrderWatch:
-    """Has orders carried out in a thread, also while a trainer publishes nothing. `obey` returns the rollback
-    that is then in effect."""
+    """Has orders carried out in a thread, also while a trainer publishes nothing. `obey` is called in `turn`
+    and returns the rollback that is then in effect."""
 
-    def __init__(self, store: Store, obey: Callable[[], Rollback | None]) -> None:
-        self._store, self._obey = store, obey
+    def __init__(self, store: Store, turn: threading.RLock, obey: Callable[[], Rollback | None]) -> None:
+        self._store, self._turn, self._obey = store, turn, obey
         self._done: Rollback | None = None
         self._stop = threading.Event()
         self.thread = threading.Thread(target=self._run, name="weightcast-orders", daemon=True)
@@ -112,18 +115,16 @@ class OrderWatch:
         while not self._stop.wait(_LOOK_SECONDS):
             problem = ""
             try:
-                if self._is_due():
-                    self._done = self._obey()
+                new = pins.read_rollback(self._store) not in (None, self._done)
+                if new or any(pins.is_ordered(self._store, work) for work in get_args(pins.Work)):
+                    with self._turn:
+                        self._done = self._obey()
             except Exception as error:
                 # it is tried again, here and at the next publication
                 problem = f"{type(error).__name__}: {error}"
             if problem and problem != logged:
                 _log.warning("order in %s not carried out yet: %s", self._store.place(), problem)
             logged = problem
-
-    def _is_due(self) -> bool:
-        new = pins.read_rollback(self._store) not in (None, self._done)
-        return new or any(pins.is_ordered(self._store, work) for work in get_args(pins.Work))
 
 
 @contextlib.contextmanager

@@ -29,11 +29,6 @@ from weightcast.shared.daemon.status import Facts
 from weightcast.shared.digest.checksums import Lanes, hash_bytes, root
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
-NON_FINITE = "elements became NaN or infinite"
-NON_FINITE_REMEDY = (
-    "if training broke: `weightcast channel rollback`; --non-finite refuse holds back such versions"
-)
-
 
 class Publication(Facts):
     """A committed version as status and answers show it; sizes in bytes, `seconds` by phase."""

@@ -164,6 +164,8 @@ class Sent:
 
 _Shares = list[tuple[ChunkKey, Share]]
 _Digests = list[tuple[_Natural, str]]
+_Sums = list[tuple[_Natural, SegmentSums]]
+_Counts = list[tuple[_Natural, _Natural]]
 
 
 def write_sent(sent: Sent) -> bytes:
@@ -176,17 +178,13 @@ def parse_sent(data: bytes, what: str) -> Sent:
     return Sent(dict(shares), dict(digests))
 
 
-_Sums = tuple[list[tuple[_Natural, SegmentSums]], list[tuple[_Natural, _Natural]]]
-
-
 def write_sums(sums: Mapping[int, SegmentSums], non_finite: Mapping[int, int]) -> bytes:
     return _packed([list(sums.items()), list(non_finite.items())])
 
 
 def parse_sums(data: bytes, what: str, table: TensorTable) -> tuple[dict[int, SegmentSums], dict[int, int]]:
     """What `write_sums` was given. Raises DamagedFile."""
-    found: _Sums = _parsed(data, what, _Sums)
-    sums, non_finite = dict(found[0]), dict(found[1])
+    sums, non_finite = map(dict, _parsed(data, what, tuple[_Sums, _Counts]))
     if max(*sums, *non_finite, 0, 0) >= len(table):
         raise DamagedFile(f"{what}: unknown tensor")
     return sums, non_finite

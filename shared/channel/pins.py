@@ -32,6 +32,7 @@ _MOST_WAITING = 8
 _KEEP, _TAGS = "keep", "tags"
 _ROLLBACK, _REPAIR, _ANCHOR = "orders/rollback.json", "orders/repair", "orders/anchor"
 _WAITING, _REFUSED = "orders/waiting", "orders/refused"
+END_HOLD = "`weightcast channel resume` withdraws the order and ends the hold"
 
 
 def keep(store: Store, version: int) -> None:
@@ -100,17 +101,16 @@ class Rollback:
     root: Annotated[str, Hex(64)]
     ordered: float
 
+    def became(self, version: int | None) -> RollbackState:
+        return RollbackState(self.to, self.ordered, version)
+
 
 def order_rollback(store: Store, order: Rollback) -> None:
     """Raises Refused while another order holds."""
     try:
         store.create(_ROLLBACK, write_object({"format": FORMAT, **asdict(order)}))
     except AlreadyExists as error:
-        earlier = read_rollback(store)
-        number = "another version" if earlier is None else f"version {earlier.to}"
-        raise Refused(
-            f"a rollback to {number} is ordered already", remedy="`weightcast channel resume` withdraws it"
-        ) from error
+        raise Refused("a rollback is ordered already", remedy=END_HOLD) from error
 
 
 def read_rollback(store: Store) -> Rollback | None:
@@ -125,7 +125,7 @@ def read_rollback(store: Store) -> Rollback | None:
 
 @dataclass(frozen=True)
 class RollbackState:
-    """What became of the order for version `to`; `ordered` as in `Rollback`. Hosts and people read it."""
+    """What became of an order; `to` and `ordered` as in `Rollback`."""
 
     to: int
     ordered: float
@@ -143,17 +143,14 @@ class RollbackState:
         return f"{self.text}, ordered {age(max(0.0, time.time() - self.ordered))} ago"
 
 
-def state_of(channel: Channel, order: Rollback) -> RollbackState:
-    at = channel.pointed()
-    index = channel.own_index(at) if at else None
-    done = index is not None and index.root == order.root
-    return RollbackState(order.to, order.ordered, at if done else None)
-
-
 def rollback_state(channel: Channel) -> RollbackState | None:
     """None when publishing is not held. Raises as `read_rollback`."""
     order = None if channel.foreign else read_rollback(channel.store)
-    return None if order is None else state_of(channel, order)
+    if order is None:
+        return None
+    at = channel.pointed()
+    index = channel.own_index(at) if at else None
+    return order.became(at if index and index.root == order.root else None)
 
 
 def resume(store: Store) -> bool:

@@ -16,7 +16,6 @@ from weightcast.shared.channel.channel import Channel, FullVersion, require_name
 from weightcast.shared.channel.components import all_faults, read_components
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
-from weightcast.shared.channel.pins import RollbackState
 from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
 from weightcast.shared.cli.options import (
     channel_option,
@@ -107,7 +106,7 @@ def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> dic
     return row
 
 
-def _log_table(console: Console, facts: dict[str, Any], rollback: RollbackState | None) -> None:
+def _log_table(console: Console, facts: dict[str, Any], rollback: pins.RollbackState | None) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

@@ -22,7 +22,6 @@ from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
 from weightcast.shared.channel.claims import Owner as ClaimOwner
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
-from weightcast.shared.channel.pins import Rollback, RollbackState
 from weightcast.shared.channel.reports import (
     CAUSES,
     UPDATES_LIMIT,
@@ -249,7 +248,7 @@ class Fleet(BaseModel, frozen=True):
     owner: Owner | None = None
     publisher: PublisherLine | None = None
     """null where no daemon was asked"""
-    rollback: RollbackState | None = None
+    rollback: pins.RollbackState | None = None
     """in effect or pending, as the channel has it; `ordered`: unix time"""
     verdict: Verdict = Verdict()
 
@@ -308,7 +307,7 @@ class FleetReader:
         self._reports = ReportReader(store, updates=updates, engine_members=members)
         self._heard = Heard(clock)
         self._shown: dict[str, tuple[Report, Host]] = {}
-        self._rollback: tuple[Rollback, int | None, RollbackState] | None = None
+        self._rollback: tuple[object, int | None, pins.RollbackState | None] = None, None, None
 
     def read(self) -> Fleet:
         """Raises RetryLater when there is no channel, DamagedFile when its pointer cannot be read."""
@@ -340,15 +339,13 @@ class FleetReader:
         )
         return fleet.model_copy(update={"verdict": verdict(fleet)})
 
-    def _rollback_at(self, latest: int | None) -> RollbackState | None:
+    def _rollback_at(self, latest: int | None) -> pins.RollbackState | None:
         """The index is read once for each order and newest version."""
         with suppress(OSError, WeightcastError):
             order = pins.read_rollback(self._store)
-            if order is None:
-                return None
-            if self._rollback is None or self._rollback[:2] != (order, latest):
-                self._rollback = order, latest, pins.state_of(Channel.open(self._store), order)
-            return self._rollback[2]
+            if order is not None and self._rollback[:2] != (order, latest):
+                self._rollback = order, latest, pins.rollback_state(Channel.open(self._store))
+            return None if order is None else self._rollback[2]
         return None
 
     def _host(self, stored: StoredReport, silence: Silence, run: RunHead) -> Host:
@@ -576,8 +573,6 @@ def _publisher_findings(fleet: Fleet) -> list[tuple[Level, str]]:
         found.append(("bad", f"publisher not ready: {short('; '.join(line.reasons))}"))
     if line.last_refused is not None and line.refused_since_version:
         found.append(("bad", f"{line.last_refused.source} refused: {short(line.last_refused.message)}"))
-    if line.held and fleet.rollback is None:
-        found.append(("warning", f"publisher held: {line.held}"))
     return found
 
 
