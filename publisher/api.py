@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,7 +25,7 @@ from weightcast.publisher.components import (
     tensors_of,
     trained_on,
 )
-from weightcast.publisher.maintenance.orders import Held, carry_out, is_carried_out, standing
+from weightcast.publisher.maintenance.orders import Held, OrderWatch, carry_out, is_carried_out, standing
 from weightcast.publisher.maintenance.prune import keep_channel_file
 from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
 from weightcast.publisher.maintenance.upkeep import Upkeep, UpkeepOptions
@@ -56,7 +58,7 @@ from weightcast.publisher.weights.given import whole_step
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
 from weightcast.shared.base.choices import Encoding, Layout
 from weightcast.shared.base.elements import MAIN, TensorTable
-from weightcast.shared.base.errors import Refused, on_error
+from weightcast.shared.base.errors import NON_FINITE, Refused, on_error
 from weightcast.shared.base.options import require_option
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
@@ -75,6 +77,8 @@ from weightcast.shared.files.probes import CHANNEL_NEEDS, COMMIT_NEEDS, require
 
 if TYPE_CHECKING:
     from weightcast.shared.daemon.fleet import FleetReader
+
+_log = logging.getLogger("weightcast.publisher")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,7 @@ class PublisherOptions(CommonOptions):
     upkeep: UpkeepOptions | None = None
     """multi-step deltas, anchors and pruning by rank 0, in a thread that yields to publications"""
     upkeep_thread: bool = True
-    """False: maintenance runs only when a `RunPublisher` is asked to"""
+    """False: maintenance runs, and orders are carried out, only when a `RunPublisher` is asked to"""
 
     advance: Advance | None = None
     """called with the bytes done while the local checkpoint is seeded and catches up at `open`"""
@@ -146,6 +150,10 @@ class Publisher:
         self._heart = None if claimed is None else Heart(claimed)
         self._closed = False
         self._submissions = Submissions(self._publish)
+        self._turn = threading.RLock()
+        """for whoever moves the local checkpoint: a publication, or the thread that carries out orders. Taken
+        after submissions were drained"""
+        self._watch: OrderWatch | None = None
         self.components: Components[Self] | None = None
         """None: it publishes a component itself"""
         self._of: Channel | None = None
@@ -265,6 +273,8 @@ class Publisher:
             keep_channel_file(store, Path(local))
             if options.upkeep is not None and options.upkeep_thread:
                 publisher._work_in_background()
+            if options.upkeep_thread:
+                publisher._watch = OrderWatch(store, publisher._turn, publisher._obey_orders)
             undo.pop_all()
         return publisher
 
@@ -353,6 +363,8 @@ class Publisher:
     def close(self) -> None:
         """Waits for what was submitted. Used in `with`, its errors are raised at the end."""
         self._submissions.drain()
+        if self._watch is not None:
+            self._watch.stop()
         if self.components is not None:
             self.components.close()
         if self._upkeep is not None:
@@ -377,7 +389,8 @@ class Publisher:
     def _drained(self) -> None:
         """For calls that need the local checkpoint: what was submitted is done."""
         self._check_open()
-        self._submissions.drain()
+        if self._watch is None or threading.current_thread() is not self._watch.thread:
+            self._submissions.drain()
 
     @property
     def channel(self) -> Path:
@@ -676,17 +689,23 @@ class Publisher:
         if self._owner is None:
             return self._member.publish(job)
         try:
-            with contextlib.nullcontext() if self._upkeep is None else self._upkeep.throttle.publishing():
-                return self._owner.publish(job)
+            pause = None if self._upkeep is None else self._upkeep.throttle.publishing()
+            with self._turn, pause or contextlib.nullcontext():
+                report = self._owner.publish(job)
+            if self._watch is not None and report.non_finite:
+                names = ", ".join([*report.non_finite][:5])
+                what = f"version {report.version} of {self.store.place()}"
+                _log.warning("%s: elements became NaN or infinite in %s; %s", what, names, NON_FINITE)
+            return report
         finally:
             # also when it failed: it may have lacked the room that upkeep makes
             if self._upkeep is not None:
                 self._upkeep.wake()
 
-    def _obey_orders(self) -> Rollback | None:
+    def _obey_orders(self, began: Callable[[Rollback], None] = lambda _: None) -> Rollback | None:
         """Carries out what was ordered, a repair and a rollback; an ordered anchor is left to the upkeep.
         Returns the order that holds publishing, if one does. The pointer is put where this publisher last had
-        it, should another one have put it back."""
+        it, should another one have put it back. `began`: called with a rollback before it is carried out."""
         self._obey_repair()
         if self._claim is not None:
             put_pointer_right(self._claim)
@@ -697,7 +716,8 @@ class Publisher:
         if order is None or self._lone is None:
             return order
         self._lone.recover()
-        if not is_carried_out(channel, order):
+        if not is_carried_out(channel):
+            began(order)
             carry_out(self._lone, self._updater, channel, order)
             if self._upkeep is not None:
                 self._upkeep.wake()
@@ -715,14 +735,15 @@ class Publisher:
             raise Refused("only rank 0 repairs the channel", remedy="call it on rank 0")
         self._claim.check()
         lone = self._lone
-        if is_sound(self.store, trust=self._trust):
-            return Repairs()
 
         def write_anchor() -> int | None:
             return self.version if lone.write_anchor() else None
 
-        local = self._updater.paths.directory
-        return repair(self._claim, local, write_anchor, trust=self._trust)
+        with self._turn:
+            if is_sound(self.store, trust=self._trust):
+                return Repairs()
+            local = self._updater.paths.directory
+            return repair(self._claim, local, write_anchor, trust=self._trust)
 
     def _obey_repair(self) -> Repairs | None:
         """Repairs the channel if an operator ordered it (`weightcast channel repair`, `POST /v1/repair`)."""
@@ -753,7 +774,8 @@ class Publisher:
         self._drained()
         if self._owner is None:
             raise Refused("only rank 0 writes anchors", remedy="call it on rank 0")
-        return self._owner.write_anchor()
+        with self._turn:
+            return self._owner.write_anchor()
 
     def _publish_weights(
         self,
@@ -771,7 +793,8 @@ class Publisher:
         job = PublishJob(WeightSource(read), number, phase, advance, request=request, trained_on=trained_on)
         self._drained()
         self._submissions.raise_unseen()
-        self._raise_held()
         if self._owner is not None and self._options.until == "out":
-            return self._submissions.until_out(job)
-        return self._publish(job)
+            return self._submissions.until_out(replace(job, check_allowed=self._raise_held))
+        with self._turn:
+            self._raise_held()
+            return self._publish(job)

@@ -202,7 +202,7 @@ def _look(
     file, described = channel.require_ours()
     order = standing(channel)
     # a pending order is the next owner's to carry out, but a living owner is left to do it
-    if order is not None and (take_over or is_carried_out(channel, order)):
+    if order is not None and (take_over or is_carried_out(channel)):
         raise Held.by(order)
     refuse_local(checkpoint, local)
     with contextlib.closing(CheckpointWeights(checkpoint)) as weights:

@@ -344,7 +344,7 @@ class PublishLoop:
             publisher.recover()
             self._resume()
         self._care()
-        order = publisher.obey_orders()
+        order = publisher.obey_orders(lambda one: self.record.show(held=one.became(None).text))
         self.record.show(held=self._note_held(publisher, order))
         if order is not None:
             self._note_waiting(publisher)
@@ -362,8 +362,7 @@ class PublishLoop:
     def _note_held(self, publisher: RunPublisher, order: Rollback | None) -> str | None:
         """Why nothing is published; logged when that changes."""
         component, version = publisher.store.component, publisher.version
-        weights = f"version {version} has its weights"
-        held = None if order is None else f"rolled back to version {order.to} ({weights})"
+        held = None if order is None else order.became(version).text
         if held != self._held.get(component):
             if order is None:
                 log.info("publishing resumes", component=component)

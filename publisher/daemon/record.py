@@ -19,12 +19,12 @@ from weightcast.publisher.maintenance.repair import Repairs
 from weightcast.publisher.publish.publish_job import Publication, PublishReport
 from weightcast.publisher.weights.config import CONFIG_REMEDY
 from weightcast.shared.base.elements import MAIN
+from weightcast.shared.base.errors import NON_FINITE
 from weightcast.shared.daemon.logs import get_log, size_text
 from weightcast.shared.daemon.metrics import CRASH, OTHER, Metrics, VerifyMetrics, error_kinds, one_of
 from weightcast.shared.daemon.status import SOFTWARE, Failure
 from weightcast.shared.files.hf_checkpoint import HOLE
 
-_NON_FINITE = "if training broke: `weightcast channel rollback`; --non-finite refuse holds back such versions"
 _WENT_BACK = "if it is a copy: keep copies out of --watch, and publish the newest checkpoint again"
 _OLDER = "if a retry did this, publish the newest checkpoint again; give rewritten checkpoints new keys"
 PHASES = ("recover", "read", "diff", "ranks", "copy", "stage", "commit", "patch", "anchor", OTHER)
@@ -233,7 +233,7 @@ def _log_published(done: Publication, key: str | None) -> None:
     )
     if done.non_finite_elements:
         reason = "elements became NaN or infinite"
-        about.warning(reason, elements=done.non_finite_elements, remedy=_NON_FINITE)
+        about.warning(reason, elements=done.non_finite_elements, remedy=NON_FINITE)
     if done.not_carried:
         reason = "config changed next to the weights: hosts keep the base's"
         about.warning(reason, files=list(done.not_carried), remedy=CONFIG_REMEDY)

@@ -1,4 +1,4 @@
-"""A rollback: an operator's order that the channel's owner carries out, and what holds publishing after it.
+"""An operator's orders, which the channel's owner carries out: a rollback and what holds publishing after it.
 
 The order's file is the state: while it lies there nothing else is published. It is carried out when the
 newest version has the bytes that it asks for.
@@ -7,10 +7,13 @@ newest version has the bytes that it asks for.
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 from weightcast.publisher.maintenance.replay_log import ReplayLog
 from weightcast.publisher.publish.publish import OwnerRank
@@ -24,6 +27,9 @@ from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.run_files import is_adapter
 from weightcast.shared.channel.store import Store
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
+
+_LOOK_SECONDS = 10.0
+_log = logging.getLogger("weightcast.orders")
 
 
 class Held(Refused):
@@ -40,7 +46,10 @@ def order_rollback(store: Store, to: int) -> Rollback:
     or that is the newest one."""
     opened = Channel.open(store)
     file, _ = opened.require_ours()
-    newest = opened.pointed()
+    newest, earlier = opened.pointed(), pins.rollback_state(opened)
+    if earlier is not None:
+        state = "ordered already" if earlier.done_as is None else f"done as version {earlier.done_as}"
+        raise Refused(f"the rollback to version {earlier.to} is {state}", remedy=pins.END_HOLD)
     if not 0 <= to < newest:
         raise Refused(
             f"there is no version {to} before the newest, {newest}",
@@ -75,14 +84,47 @@ def standing(channel: Channel) -> Rollback | None:
     return order
 
 
-def is_carried_out(channel: Channel, order: Rollback) -> bool:
-    return root_of(channel, channel.pointed()) == order.root
+def is_carried_out(channel: Channel) -> bool:
+    state = pins.rollback_state(channel)
+    return state is None or state.done_as is not None
 
 
 def carry_out(owner: OwnerRank, updater: LocalUpdater, channel: Channel, order: Rollback) -> PublishReport:
     """Publishes the bytes of the order's version as the next one. `owner` publishes alone."""
     with _weights(updater, channel, order) as read:
         return owner.publish(PublishJob(WeightSource(read), None, root=order.root, carried_of=order.to))
+
+
+class OrderWatch:
+    """Has orders carried out in a thread, also while a trainer publishes nothing. `obey` is called in `turn`
+    and returns the rollback that is then in effect."""
+
+    def __init__(self, store: Store, turn: threading.RLock, obey: Callable[[], Rollback | None]) -> None:
+        self._store, self._turn, self._obey = store, turn, obey
+        self._done: Rollback | None = None
+        self._stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="weightcast-orders", daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        logged = ""
+        while not self._stop.wait(_LOOK_SECONDS):
+            problem = ""
+            try:
+                new = pins.read_rollback(self._store) not in (None, self._done)
+                if new or any(pins.is_ordered(self._store, work) for work in get_args(pins.Work)):
+                    with self._turn:
+                        self._done = self._obey()
+            except Exception as error:
+                # it is tried again, here and at the next publication
+                problem = f"{type(error).__name__}: {error}"
+            if problem and problem != logged:
+                _log.warning("order in %s not carried out yet: %s", self._store.place(), problem)
+            logged = problem
 
 
 @contextlib.contextmanager

@@ -98,8 +98,7 @@ class PartWriter:
         _check_baseline(local, totals, split)
         moved = totals.step.changed
         tensors = TensorRecords.numbered(table, moved, totals.full[moved], totals.elements[moved])
-        odd = {table[tensor].name: count for tensor, count in sorted(totals.non_finite.items())}
-        return RankPart(self._draft(part, writer.close(), tensors), split, non_finite=odd)
+        return RankPart(self._draft(part, writer.close(), tensors), split, non_finite=totals.non_finite)
 
     def _draft(self, part: Part, written: PartFiles, tensors: TensorRecords) -> Index:
         """The part as an index with a single part, number 0, so that one strict parser reads both. Its root

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -96,7 +97,7 @@ class Draft:
     parts: str
     sources: Mapping[str, str]
     facts: InputFacts
-    non_finite: Mapping[str, int]
+    non_finite: Mapping[int, int]
     local: LocalCheckpoint | None
     """the delta's base; None: full weights begin a new chain"""
 
@@ -367,7 +368,8 @@ class OwnerRank:
             with contextlib.suppress(OSError):
                 rendezvous.leave_failure(files, 0, error)
             raise
-        return Draft(index, parts, sources, given.facts, written[0].non_finite, local)
+        non_finite = sum((Counter(one.non_finite) for one in written), Counter[int]())
+        return Draft(index, parts, sources, given.facts, non_finite, local)
 
     def _all_parts(self, parts: Store, writer: PartWriter, given: Input, job: PublishJob) -> list[RankPart]:
         """What all ranks hold, shared with all; this rank's part; the others' parts."""

@@ -102,8 +102,8 @@ class PublishReport(Publication):
     """bytes of the changed elements"""
     tensors_changed: int
     non_finite: Mapping[str, int]
-    """elements by tensor that became NaN or infinite with this version, of what this rank compared; empty for
-    an anchor, which is compared with nothing"""
+    """elements by tensor that became NaN or infinite with this version: of all ranks in rank 0's report, of
+    its own part in another rank's; empty for an anchor, which is compared with nothing"""
     anchor_problem: str = ""
     """why an anchor that was due could not be written; it is tried again beside the next version"""
 
@@ -122,7 +122,7 @@ def report_of(
     seconds: Mapping[str, float] | None = None,
     step_before: int | None = None,
     configs_before: Mapping[str, str] | None = None,
-    non_finite: Mapping[str, int] | None = None,
+    non_finite: Mapping[int, int] | None = None,
 ) -> PublishReport:
     """`step_before`: of the previous version; `configs_before`: `facts.configs` of the previous input from
     files."""
@@ -133,7 +133,7 @@ def report_of(
     widths = table.sizes[numbers] // np.maximum(1, table.counts[numbers])
     changed_elements, changed_bytes = index.totals.changed, int((index.tensors.changed * widths).sum())
     delta_bytes = index.totals.delta_bytes + index_bytes
-    found = non_finite or {}
+    found = {table[tensor].name: count for tensor, count in sorted((non_finite or {}).items())}
     return PublishReport(
         run_id=index.run_id,
         version=index.version,
@@ -160,7 +160,7 @@ def report_of(
         notes=facts.notes,
         config_changed=tuple(name for name, digest in changed.items() if digest != known.get(name)),
         carried=tuple(record.name for record in index.carried),
-        non_finite=dict(found),
+        non_finite=found,
         non_finite_elements=sum(found.values()),
     )
 

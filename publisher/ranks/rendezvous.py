@@ -177,6 +177,8 @@ class Sent:
 
 _Shares = list[tuple[ChunkKey, Share]]
 _Digests = list[tuple[_Natural, str]]
+_Sums = list[tuple[_Natural, SegmentSums]]
+_Counts = list[tuple[_Natural, _Natural]]
 
 
 def write_sent(sent: Sent) -> bytes:
@@ -189,16 +191,16 @@ def parse_sent(data: bytes, what: str) -> Sent:
     return Sent(dict(shares), dict(digests))
 
 
-def write_sums(sums: Mapping[int, SegmentSums]) -> bytes:
-    return _packed(list(sums.items()))
+def write_sums(sums: Mapping[int, SegmentSums], non_finite: Mapping[int, int]) -> bytes:
+    return _packed([list(sums.items()), list(non_finite.items())])
 
 
-def parse_sums(data: bytes, what: str, table: TensorTable) -> dict[int, SegmentSums]:
-    """Raises DamagedFile."""
-    found: dict[int, SegmentSums] = dict(_parsed(data, what, list[tuple[_Natural, SegmentSums]]))
-    if max(found, default=0) >= len(table):
+def parse_sums(data: bytes, what: str, table: TensorTable) -> tuple[dict[int, SegmentSums], dict[int, int]]:
+    """What `write_sums` was given. Raises DamagedFile."""
+    sums, non_finite = map(dict, _parsed(data, what, tuple[_Sums, _Counts]))
+    if max(*sums, *non_finite, 0, 0) >= len(table):
         raise DamagedFile(f"{what}: unknown tensor")
-    return found
+    return sums, non_finite
 
 
 def read_blob(files: Store, rank: int, share: Share) -> bytes:
@@ -252,14 +254,14 @@ class RankPart:
     sums: Mapping[int, SegmentSums] = field(default_factory=dict)
     """of tensors that other ranks write too"""
     sent: Sent = field(default_factory=Sent)
-    non_finite: Mapping[str, int] = field(default_factory=dict)
-    """elements by tensor that became NaN or infinite; known to the rank itself alone"""
+    non_finite: Mapping[int, int] = field(default_factory=dict)
+    """elements by tensor that became NaN or infinite"""
 
 
 def leave_part(files: Store, rank: int, part: RankPart, table: TensorTable) -> None:
     """The draft is what the others wait for. Raises RetryLater where nobody waits any more."""
     _raise_cleared(files)
-    files.replace(rank_file("sums", rank), write_sums(part.sums))
+    files.replace(rank_file("sums", rank), write_sums(part.sums, part.non_finite))
     files.replace(rank_file("part", rank), write_index(part.draft, table))
 
 
@@ -304,11 +306,9 @@ def collect_parts(
             return None
         _check(draft, attempt, rank, assignment)
         sums, sent = rank_file("sums", rank), rank_file("sent", rank)
-        return RankPart(
-            draft,
-            parse_sums(files.read(sums, _MESSAGE_LIMIT), files.place(sums), table),
-            parse_sent(files.read(sent, _MESSAGE_LIMIT), files.place(sent)),
-        )
+        known, non_finite = parse_sums(files.read(sums, _MESSAGE_LIMIT), files.place(sums), table)
+        found = parse_sent(files.read(sent, _MESSAGE_LIMIT), files.place(sent))
+        return RankPart(draft, known, found, non_finite)
 
     return collect(files, attempt, range(1, attempt.world_size), read, deadline, processes)
 

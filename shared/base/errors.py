@@ -35,6 +35,8 @@ FIX_ENGINE = (
 """the remedy for an engine that failed"""
 RESUME = "remove bad checkpoints and rewind the trainer, then `weightcast channel resume`"
 """the remedy while a rollback holds publishing"""
+NON_FINITE = "if training broke: `weightcast channel rollback`; --non-finite refuse holds back such versions"
+"""the remedy for a version in which elements became NaN or infinite"""
 
 
 def counted(number: int, noun: str) -> str:

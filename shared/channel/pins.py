@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 from annotated_types import MaxLen
 
-from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.base.errors import DamagedFile, Refused, age
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.layout import digits
 from weightcast.shared.channel.run_files import FORMAT, check_format
 from weightcast.shared.channel.store import AlreadyExists, Store, read_if_there
@@ -29,6 +31,7 @@ _MOST_WAITING = 8
 _KEEP, _TAGS = "keep", "tags"
 _ROLLBACK, _REPAIR, _ANCHOR = "orders/rollback.json", "orders/repair", "orders/anchor"
 _WAITING, _REFUSED = "orders/waiting", "orders/refused"
+END_HOLD = "`weightcast channel resume` withdraws the order and ends the hold"
 
 
 def keep(store: Store, version: int) -> None:
@@ -97,17 +100,16 @@ class Rollback:
     root: Annotated[str, Hex(64)]
     ordered: float
 
+    def became(self, version: int | None) -> RollbackState:
+        return RollbackState(self.to, self.ordered, version)
+
 
 def order_rollback(store: Store, order: Rollback) -> None:
     """Raises Refused while another order holds."""
     try:
         store.create(_ROLLBACK, write_object({"format": FORMAT, **asdict(order)}))
     except AlreadyExists as error:
-        earlier = read_rollback(store)
-        number = "another version" if earlier is None else f"version {earlier.to}"
-        raise Refused(
-            f"a rollback to {number} is ordered already", remedy="`weightcast channel resume` withdraws it"
-        ) from error
+        raise Refused("a rollback is ordered already", remedy=END_HOLD) from error
 
 
 def read_rollback(store: Store) -> Rollback | None:
@@ -118,6 +120,36 @@ def read_rollback(store: Store) -> Rollback | None:
     members = Members(parse_object(data, place), place)
     check_format(members, place)
     return members.record(Rollback)
+
+
+@dataclass(frozen=True)
+class RollbackState:
+    """What became of an order; `to` and `ordered` as in `Rollback`."""
+
+    to: int
+    ordered: float
+    done_as: int | None
+    """the newest version, which has the weights; None: the order is not carried out"""
+
+    @property
+    def text(self) -> str:
+        if self.done_as is None:
+            return f"rollback to version {self.to} is not published yet"
+        return f"rolled back to version {self.to} (version {self.done_as} has its weights)"
+
+    @property
+    def dated(self) -> str:
+        return f"{self.text}, ordered {age(max(0.0, time.time() - self.ordered))} ago"
+
+
+def rollback_state(channel: Channel) -> RollbackState | None:
+    """None when publishing is not held. Raises as `read_rollback`."""
+    order = None if channel.foreign else read_rollback(channel.store)
+    if order is None:
+        return None
+    at = channel.pointed()
+    index = channel.own_index(at) if at else None
+    return order.became(at if index and index.root == order.root else None)
 
 
 def resume(store: Store) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, Untrusted
+from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import ChainEntry, Problem, entries, read_entry
 from weightcast.shared.channel.channel import Channel, FullVersion, require_named
 from weightcast.shared.channel.components import all_faults, read_components
@@ -49,6 +51,7 @@ def log(channel: ChannelAddress, last: int | None, trusted_key: Sequence[str], a
     anchored = frozenset() if pointer is None or opened.foreign else opened.anchored(pointer)
     found = list(entries(opened, pointer))
     found = found[-last if last is not None else 0 :]
+    rollback = pins.rollback_state(opened)
     rows = [row_of(entry, entry.version in anchored, trust) for entry in found]
     roots: dict[str, int] = {}
     for row, entry in zip(rows, found, strict=True):
@@ -61,8 +64,9 @@ def log(channel: ChannelAddress, last: int | None, trusted_key: Sequence[str], a
         "latest": None if pointer is None else pointer.version,
         "versions": rows,
         "components": [each.name for each in read_components(opened) if each.active],
+        "rollback": None if rollback is None else asdict(rollback),
     }
-    Output(json=as_json).result(facts, lambda console: _log_table(console, facts))
+    Output(json=as_json).result(facts, lambda console: _log_table(console, facts, rollback))
     if trust is not None and any(row["signed_by"] is None for row in rows):
         raise click.exceptions.Exit(Untrusted.exit_code)
 
@@ -108,7 +112,7 @@ def _delta_bytes(entry: ChainEntry, index: Index) -> int:
     return index.totals.delta_bytes + (0 if stat is None else stat.size)
 
 
-def _log_table(console: Console, facts: dict[str, Any]) -> None:
+def _log_table(console: Console, facts: dict[str, Any], rollback: pins.RollbackState | None) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -133,6 +137,8 @@ def _log_table(console: Console, facts: dict[str, Any]) -> None:
             printable(row["problem"] or f"{same}{signed}"),
         )
     console.print(f"run {printable(facts['run_id'] or 'foreign')}, latest {or_dash(facts['latest'])}")
+    if rollback is not None:
+        console.print(rollback.dated)
     console.print(table)
     if facts["components"]:
         console.print(f"components (--component NAME): {', '.join(facts['components'])}")

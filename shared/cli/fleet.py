@@ -285,6 +285,9 @@ def _counts(fleet: Fleet) -> str:
 
 def _publisher(fleet: Fleet) -> Iterator[str]:
     owner, line = fleet.owner, fleet.publisher
+    if fleet.rollback is not None:
+        yield fleet.rollback.dated
+        yield f"remedy: {RESUME}"
     if line is None:
         if owner is not None:
             yield f"publisher {owner.state}, heard {age(owner.heard_seconds_ago)} ago: {owner.name}"
@@ -293,10 +296,8 @@ def _publisher(fleet: Fleet) -> Iterator[str]:
     state = "ready" if line.ready else f"not ready: {'; '.join(line.reasons)}"
     doing = f"publishing {line.publishing}" if line.publishing else ""
     waits = f"waiting for resume: {', '.join(line.waiting[:_NAMES_SHOWN])}" if line.waiting else ""
-    said = (state, line.held, waits, doing, f"queue {line.queue}", *inbox)
+    said = (state, waits, doing, f"queue {line.queue}", *inbox)
     yield f"publisher {'; '.join(text for text in said if text)}"
-    if line.held:
-        yield f"remedy: {RESUME}"
     yield from line.notes[:_NOTES_SHOWN]
     if line.last_refused is not None and line.refused_since_version:
         if short(line.last_refused.message) != line.last_refused.message:

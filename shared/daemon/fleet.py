@@ -16,8 +16,9 @@ from typing import Literal
 from pydantic import BaseModel, ValidationError
 
 from weightcast.shared.base.choices import LOST_SECONDS, STALE_SECONDS
-from weightcast.shared.base.errors import FIX_ENGINE, Refused, age, counted
-from weightcast.shared.channel.channel import NoChannel
+from weightcast.shared.base.errors import FIX_ENGINE, Refused, WeightcastError, age, counted
+from weightcast.shared.channel import pins
+from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
 from weightcast.shared.channel.claims import Owner as ClaimOwner
 from weightcast.shared.channel.layout import CHANNEL_JSON, index_key, read_pointer
@@ -247,6 +248,8 @@ class Fleet(BaseModel, frozen=True):
     owner: Owner | None = None
     publisher: PublisherLine | None = None
     """null where no daemon was asked"""
+    rollback: pins.RollbackState | None = None
+    """in effect or pending, as the channel has it; `ordered`: unix time"""
     verdict: Verdict = Verdict()
 
     def page(self) -> bytes:
@@ -304,6 +307,7 @@ class FleetReader:
         self._reports = ReportReader(store, updates=updates, engine_members=members)
         self._heard = Heard(clock)
         self._shown: dict[str, tuple[Report, Host]] = {}
+        self._rollback: tuple[object, int | None, pins.RollbackState | None] = None, None, None
 
     def read(self) -> Fleet:
         """Raises RetryLater when there is no channel, DamagedFile when its pointer cannot be read."""
@@ -331,8 +335,18 @@ class FleetReader:
             time_source=clock.source,
             owner=None if claim is None else _owner(claim, clock.now),
             publisher=self._publisher(),
+            rollback=self._rollback_at(run.latest),
         )
         return fleet.model_copy(update={"verdict": verdict(fleet)})
+
+    def _rollback_at(self, latest: int | None) -> pins.RollbackState | None:
+        """The index is read once for each order and newest version."""
+        with suppress(OSError, WeightcastError):
+            order = pins.read_rollback(self._store)
+            if order is not None and self._rollback[:2] != (order, latest):
+                self._rollback = order, latest, pins.rollback_state(Channel.open(self._store))
+            return None if order is None else self._rollback[2]
+        return None
 
     def _host(self, stored: StoredReport, silence: Silence, run: RunHead) -> Host:
         known = self._shown.get(stored.key)
@@ -553,14 +567,14 @@ def _publisher_findings(fleet: Fleet) -> list[tuple[Level, str]]:
     if owner is not None and owner.state not in ("alive", "unknown") and line is None:
         said = f"publisher {owner.state}, heard {age(owner.heard_seconds_ago)} ago"
         found.append(("warning" if owner.state == "stopped" else "bad", said))
+    if fleet.rollback is not None:
+        found.append(("warning", f"publisher held: {fleet.rollback.text}"))
     if line is None:
         return found
     if not line.ready:
         found.append(("bad", f"publisher not ready: {short('; '.join(line.reasons))}"))
     if line.last_refused is not None and line.refused_since_version:
         found.append(("bad", f"{line.last_refused.source} refused: {short(line.last_refused.message)}"))
-    if line.held:
-        found.append(("warning", f"publisher held: {line.held}"))
     return found
 
 

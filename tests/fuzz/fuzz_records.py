@@ -152,7 +152,7 @@ _HOLDS = {0: Box.whole(TABLE[0].shape), 1: Box((0,) * len(TABLE[1].shape), TABLE
 _SENT = rendezvous.write_sent(
     Sent({ChunkKey(0, TABLE[0].dtype, 0): Share(0, 24, Lanes(1, 2), Lanes(3, 4))}, {0: "ab" * 16})
 )
-_SUMS = rendezvous.write_sums({0: SegmentSums(Lanes(1, 2), Lanes(3, 4), Lanes(5, 6))})
+_SUMS = rendezvous.write_sums({0: SegmentSums(Lanes(1, 2), Lanes(3, 4), Lanes(5, 6))}, {1: 3})
 _INBOX = {
     "format": 1,
     "entries": [

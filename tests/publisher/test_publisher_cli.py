@@ -218,7 +218,10 @@ def test_nothing_is_taken_over_for_what_is_refused(places: Places, weightcast: C
         assert code == 3 and "remedy:" in err
         if refused == "held":
             weightcast("channel", "resume", "--channel", places.channel)
-        assert living.publish_checkpoint(write(places.root / "four", changed(base_tensors(), 4))).version == 3
+        # the living publisher may have carried out the order meanwhile
+        versions = (3, 4) if refused == "held" else (3,)
+        four = write(places.root / "four", changed(base_tensors(), 4))
+        assert living.publish_checkpoint(four).version in versions
 
 
 def test_its_own_local_checkpoint_is_not_published(places: Places, weightcast: Command) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from core_cases import Model, Tensor, all_changed, rot, snapshot, tensor
 from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
-from sharded_world import along, cut_model, grid_of, published, replicated, world_of
+from sharded_world import World, along, cut_model, grid_of, published, replicated, world_of
+from waiting import wait_until
 
-from weightcast.publisher import PublishReport, Shard, cast_like
+from weightcast.publisher import Publisher, PublishReport, Shard, cast_like
 from weightcast.shared.base.errors import NeedsReseed, Refused
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.directory_store import open_store
 from weightcast.shared.channel.layout import Pointer
+from weightcast.shared.cli.main import run as weightcast
 
 
 @pytest.fixture
@@ -253,7 +257,7 @@ def test_masters_of_another_precision(tmp_path: Path) -> None:
     place.arrives({"w": Tensor("F16", (40, 9), halves.view(np.uint8).reshape(-1))}, 1)
 
 
-def test_each_rank_counts_what_becomes_no_number_in_its_part(tmp_path: Path) -> None:
+def test_rank_0_reports_what_becomes_no_number_on_any_rank(tmp_path: Path) -> None:
     rows = 1 << 18
     base = Tensor("F32", (rows, 16), np.zeros(rows * 64, np.uint8))
     place = make_place(tmp_path, {"w": base})
@@ -263,7 +267,7 @@ def test_each_rank_counts_what_becomes_no_number_in_its_part(tmp_path: Path) -> 
     with world_of(place, 2) as world:
         outcomes = world.publish(halves, 1)
     assert published(outcomes) == 1
-    assert [one.non_finite for one in outcomes if isinstance(one, PublishReport)] == [{"w": 1}, {"w": 2}]
+    assert [one.non_finite for one in outcomes if isinstance(one, PublishReport)] == [{"w": 3}, {"w": 2}]
 
 
 def test_a_rank_that_holds_a_copy_waits_for_nobody(place: Place) -> None:
@@ -332,3 +336,42 @@ def test_a_rank_that_fails_before_it_meets_the_others_tells_them(place: Place, r
         assert snapshot(place.channel, leave_out=("publishers", ".trash", "weight_v000002.parts")) == before
         assert published(world.publish(good, 3)) == 2
     place.arrives(model, 2)
+
+
+def test_orders_are_carried_out_while_the_trainer_publishes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = make_place(tmp_path, {"w": Tensor("F32", (8, 4), np.zeros(128, np.uint8))})
+    good, bad = np.ones((8, 4), np.float32), np.full((8, 4), np.nan, np.float32)
+
+    def halves(array: np.ndarray[Any, Any]) -> dict[int, Any]:
+        return {rank: {"w": along(0)(array, rank, 2)} for rank in range(2)}
+
+    def verb(name: str, *arguments: object) -> int:
+        return weightcast(["channel", name, *map(str, arguments), "--channel", str(place.channel)])
+
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                Publisher.open(place.channel, local=place.pub, base=place.base, rank=rank, world_size=2)
+            )
+            for rank in range(2)
+        ]
+        world = World(ranks, submits=True)
+        assert [published(world.publish(halves(one), step)) for step, one in ((1, good), (2, bad))] == [1, 2]
+        assert (
+            "version 2 of" in caplog.text and "became NaN or infinite in w; if training broke" in caplog.text
+        )
+        assert verb("rollback", "--to", 1) == 0
+        wait_until(lambda: ranks[0].version == 3)
+        assert verb("rollback", "--to", 1) == 3 and "done as version 3" in capsys.readouterr().err
+        for view in (["fleet"], ["channel", "log"]):
+            assert weightcast([*view, "--channel", str(place.channel)]) in (0, 1)
+            assert "rolled back to version 1 (version 3 has its weights), ordered" in capsys.readouterr().out
+        assert verb("anchor") == 0
+        with pytest.raises(Refused, match="on hold since the rollback to version 1"):
+            ranks[0].publish(halves(good)[0], step=3)
+        assert verb("resume") == 0
+        place.arrives({"w": Tensor("F32", (8, 4), good.view(np.uint8).reshape(-1))}, 3)
+        assert published(world.publish(halves(2 * good), 3)) == 4
+    place.arrives({"w": Tensor("F32", (8, 4), (2 * good).view(np.uint8).reshape(-1))}, 4)

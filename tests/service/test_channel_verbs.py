@@ -50,6 +50,16 @@ def channel(published: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(published, tmp_path / "channel"))
 
 
+def test_a_rollback_that_nobody_carried_out_is_shown(channel: Path, weightcast: Command) -> None:
+    assert weightcast("channel", "rollback", "--to", 1, "--channel", channel).code == 0
+    assert "already" in weightcast("channel", "rollback", "--to", 1, "--channel", channel).err
+    facts = weightcast("channel", "log", "--channel", channel, "--json").json["rollback"]
+    assert (facts["to"], facts["done_as"]) == (1, None)
+    for view in (("fleet",), ("channel", "log")):
+        shown = weightcast(*view, "--channel", channel)
+        assert "rollback to version 1 is not published yet, ordered" in shown.out
+
+
 def test_log_lists_versions(channel: Path, weightcast: Command) -> None:
     done = weightcast("channel", "log", "--channel", channel, "--json")
     assert done.code == 0

@@ -309,7 +309,7 @@ def test_usage(channel: Path, weightcast: Command, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("WEIGHTCAST_CHANNEL", raising=False)
     assert weightcast("fleet")[0] == 2
     assert weightcast("fleet", "--url", "ftp://x")[0] == 2
-    assert weightcast("wait", "--channel", channel, "--version", 5, "--fraction", 2)[0] == 3
+    assert weightcast("wait", "--channel", channel, "--version", 5, "--fraction", 2)[0] == 2
     code, _, err = weightcast("fleet", "--url", "127.0.0.1:9")
     assert code == 4 and "no answer from http://127.0.0.1:9/v1/fleet" in err
     assert weightcast("wait", "--channel", channel, "--version", 5, "--timeout", 0)[0] == 4
