@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 from pathlib import Path
@@ -191,6 +192,7 @@ def test_a_rank_that_was_killed_is_named_at_once(place: Place) -> None:
 def test_a_long_wait_is_logged(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)  # commands in this process leave another one
     monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.0)
     given = cut_model(place.model, along(0), 2)
     with world_of(place, 2, deadline_seconds=0.3) as world:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +123,7 @@ def test_an_anchor_that_does_not_fit_is_written_beside_the_next_version(place: P
 def test_an_ordered_anchor_that_does_not_fit_keeps_nobody_from_publishing(
     place: Place, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)  # commands in this process leave another one
     models, store = [changed(place.model, 1)], open_store(place.channel)
     with place.publisher() as publisher:
         publisher.publish_checkpoint(place.new(models[0]))

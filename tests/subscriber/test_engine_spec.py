@@ -79,7 +79,6 @@ def test_a_relative_local_checkpoint_is_told_as_an_absolute_path() -> None:
     [
         "",
         "sglang",
-        "http://127.0.0.1:1",
         "tgi=http://h",
         "sglang=",
         "sglang=h:80",
