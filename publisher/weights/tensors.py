@@ -263,8 +263,9 @@ class GivenWeights(NewWeights):
         return _host_words(self._flat(name), self._given[name].spec, start, stop)
 
     def run_in(self, chunk: Chunk, tensors: NDArray[np.int64]) -> Words | None:
-        """Joined at once: there may be several 100,000."""
-        given = [self._in_memory[tensor] for tensor in tensors.tolist()] if chunk.is_full else [None]
+        """Joined at once: there may be several 100,000. A piece of one tensor is not copied."""
+        joined = chunk.is_full and len(chunk.spans) > 1
+        given = [self._in_memory[tensor] for tensor in tensors.tolist()] if joined else [None]
         pieces = [
             words[span.start : span.stop]
             for words, span in zip(given, chunk.spans, strict=False)
