@@ -123,12 +123,12 @@ def _draft(data: bytes) -> object:
     path = placed("drafts/part-00001.json", data)
     placed("drafts/sums-00001.json", _SUMS)
     placed("drafts/sent-00001.json", _SENT)
-    return collect_parts(DirectoryStore(path.parent), ATTEMPT, DIVISION, TABLE, time.monotonic())
+    return collect_parts(DirectoryStore(path.parent), ATTEMPT, DIVISION, TABLE, time.monotonic(), {})
 
 
 def _failure(data: bytes) -> object:
     path = placed("failures/part-00001.failed.json", data)
-    return collect_parts(DirectoryStore(path.parent), ATTEMPT, DIVISION, TABLE, time.monotonic())
+    return collect_parts(DirectoryStore(path.parent), ATTEMPT, DIVISION, TABLE, time.monotonic(), {})
 
 
 def _checkpoint(data: bytes) -> object:
