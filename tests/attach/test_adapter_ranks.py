@@ -46,7 +46,10 @@ def test_an_adapter_from_the_shards_of_two_ranks(tmp_path: Path) -> None:
     failed = {rank: (tmp_path / f"failed-{rank}").read_text() for rank in (0, 1)}
     assert failed[1] == "ValueError: the device is gone"
     # rank 1 was killed in the fifth step
-    assert "rank 1 of 2 has ended" in (tmp_path / "alone").read_text() and (tmp_path / "after").read_text() == "3"
+    assert (
+        "rank 1 of 2 has ended" in (tmp_path / "alone").read_text()
+        and (tmp_path / "after").read_text() == "3"
+    )
 
 
 def check(room: Path, component: str, saved: str, versions: int, config: str) -> None:
