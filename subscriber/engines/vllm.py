@@ -115,8 +115,8 @@ class VLLM(_LoRA, Server):
         return None if found is None else repr(found)
 
     def _ask_settings(self, seconds: float) -> Mapping[str, object]:
-        """Empty from releases without it. Raises Unfit where vLLM fails to answer: what a reload would leave old
-        or wrong is not known then."""
+        """Empty from releases without it. Raises Unfit where vLLM fails to answer: what a reload would leave
+        old or wrong is not known then."""
         reply = self._wire.get("/server_info?config_format=json", seconds).require_key()
         if reply.status not in NO_ROUTE | {200}:
             raise Unfit(reply.describe(), remedy=LISTS_PACKAGES)
