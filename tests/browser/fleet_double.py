@@ -116,6 +116,7 @@ def _fleet(hosts: list[JSON], latest: int, publisher: JSON) -> JSON:
         "time_source": "channel",
         "owner": {"name": "process 1 on trainer (epoch 1)", "state": "alive", "heard_seconds_ago": 3.0},
         "publisher": publisher,
+        "rollback": {"to": 2, "ordered": 1.0e9, "done_as": latest} if publisher.get("held") else None,
     }
 
 
