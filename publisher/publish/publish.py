@@ -128,7 +128,7 @@ class OwnerRank:
         self._file: ChannelFile | None = None
         """as the last publication read it"""
         self._processes: dict[int, Claimant] = {}
-        """of the other ranks, as they last came; one that has ended is named once, and may come again"""
+        """of the other ranks, as they last came; an ended process is named once, and may come again"""
 
     def publish(self, job: PublishJob) -> PublishReport:
         try:

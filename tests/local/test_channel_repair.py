@@ -128,7 +128,7 @@ def test_a_planted_fault(runs: Runs, run: Run, tmp_path: Path, kind: str, damage
 
 
 NOTHING_TO_DO = {("shard", damage) for damage in DAMAGES[:4]}
-"""the anchor beside it leads past it"""
+"""its anchor leads past it"""
 
 
 def joins(run: Run, local: Path, base: Path | None) -> None:
