@@ -1,5 +1,5 @@
-"""Python processes forked from one that has imported weightcast, or an engine: a start takes 20 ms instead
-of a second, or of eight.
+"""Python processes forked from a process that has imported weightcast, or an engine: a start takes 20 ms
+instead of a second, or of eight.
 
 Each is a process of its own, with a pid, streams, signals and an exit code. What is read from the environment
 at import (weightcast's directory of kernels) is that of the process that forks. Where the start itself is
@@ -38,7 +38,7 @@ _ASKING = threading.Lock()
 
 class Forked(subprocess.Popen[Any]):
     """`python SCRIPT ...` or `python -m MODULE ...`, with Popen's options for streams, `env`, `cwd` and
-    `start_new_session`. `origin`: the process that forks; None: one that has imported weightcast."""
+    `start_new_session`. `origin`: the process that forks; None: a process that has imported weightcast."""
 
     def __init__(
         self, arguments: Sequence[object], origin: socket.socket | None = None, **options: Any

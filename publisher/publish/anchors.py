@@ -15,7 +15,7 @@ import numpy as np
 
 from weightcast.publisher.publish.commit import Files, begin_beside, commit_draft, put
 from weightcast.shared.base.elements import TensorTable
-from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.base.errors import DamagedFile, on_error
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.claims import Claim
@@ -170,22 +170,19 @@ def write_anchor(full: Full, claim: Claim, key: PrivateKey | None = None) -> boo
     made = begin_beside(claim, name)
     failpoint("anchor.begun", store.place(made.key))
     try:
-        written = write_weights(made, base.table, full.words_in, full.beside, check=claim.check)
-        if written[2] != lanes_list(position.lanes):
-            raise DamagedFile(
-                f"the publisher's local checkpoint does not hold version {position.version}; no anchor was "
-                "written",
-                remedy="run `weightcast local verify`",
-            )
-        index = anchor_index(position.version, claim.epoch, None, base, written, main=position.digest)
-        failpoint("anchor.written", made.directory.place())
-        commit_draft(claim, made.key, name, index, write_index(index, base.table), key)
-    except AlreadyExists:
-        made.discard()
-        return False
-    except BaseException:
         # not to fill a disk that is full already
-        made.discard()
-        raise
+        with on_error(made.discard):
+            written = write_weights(made, base.table, full.words_in, full.beside, check=claim.check)
+            if written[2] != lanes_list(position.lanes):
+                raise DamagedFile(
+                    f"the publisher's local checkpoint does not hold version {position.version}; no anchor "
+                    "was written",
+                    remedy="run `weightcast local verify`",
+                )
+            index = anchor_index(position.version, claim.epoch, None, base, written, main=position.digest)
+            failpoint("anchor.written", made.directory.place())
+            commit_draft(claim, made.key, name, index, write_index(index, base.table), key)
+    except AlreadyExists:
+        return False
     failpoint("anchor.committed", store.place(name))
     return True

@@ -337,13 +337,15 @@ def collect(
         _raise_over(files)
         for rank in ranks:
             # before its files are read: a rank that left all of them may end
-            has_ended = rank in known and is_dead(known[rank], observer)
+            has_ended = rank not in found and rank in known and is_dead(known[rank], observer)
             _raise_failed(files, rank)
-            one = None if rank in found else read(rank)
-            if one is not None:
-                found[rank] = one
-            elif rank not in found:
+            if rank in found:
+                continue
+            one = read(rank)
+            if one is None:
                 _raise_absent(files, attempt, rank, known.pop(rank) if has_ended else None)
+            else:
+                found[rank] = one
         if len(found) == len(ranks):
             return [found[rank] for rank in ranks]
     raise NotInTime(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from weightcast.shared.base.elements import MAIN
-from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.base.errors import DamagedFile, on_error
 from weightcast.shared.files.disk_errors import DiskError, disk_remedy, disk_text, is_lasting
 from weightcast.shared.files.durable import Piece
 from weightcast.shared.files.paths import file_name
@@ -251,13 +251,10 @@ class Store(Protocol):
     def upload(self, key: str, pieces: Iterable[Piece]) -> None:
         """Makes a large object, durable, at a key that is not taken. What `pieces` raises leaves nothing."""
         writer = self.write(key)
-        try:
+        with on_error(writer.discard):
             for piece in pieces:
                 writer.write(piece)
             writer.finish()
-        except BaseException:
-            writer.discard()
-            raise
 
     def begin(self, draft: str) -> Store:
         """A prefix for objects that nobody sees before `commit`. Leftovers are found by their name.

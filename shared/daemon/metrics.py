@@ -179,7 +179,7 @@ EVERY_SECONDS = 5.0
 
 
 class DiskMetrics:
-    """`places`: directories by name; one that is not there yet is judged by where it will be. A URL has no
+    """`places`: directories by name; a missing directory is judged by where it will be. A URL has no
     size, and gets no series."""
 
     def __init__(

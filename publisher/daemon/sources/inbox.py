@@ -91,7 +91,7 @@ class Candidate:
     temporary: bool = False
     """its writer may be going to rename it"""
     hole: str = ""
-    """of one that is not finished: which file has unallocated bytes"""
+    """of an unfinished checkpoint: which file has unallocated bytes"""
 
     @property
     def is_damaged(self) -> bool:

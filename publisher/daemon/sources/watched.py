@@ -344,8 +344,9 @@ class WatchedDirectory:
     def _upcoming(self, before: Requested = ()) -> list[str]:
         """As of the last look."""
         names = [each.name for each in self._ready]
-        left = [n for n in names if (self.component, os.path.realpath(self.directory / n)) not in before]
-        return left if self.settings.every else left[-1:]
+        if before:
+            names = [n for n in names if (self.component, os.path.realpath(self.directory / n)) not in before]
+        return names if self.settings.every else names[-1:]
 
     def finish(self) -> None:
         """What was left of checkpoints being deleted."""
@@ -450,7 +451,8 @@ class WatchedDirectory:
 
     def status(self, *, held: bool) -> InboxStatus:
         """`held`: nothing is published until an operator resumes."""
-        ready = tuple(Unpublished(name, _HELD, _HELD_REMEDY) for name in self._upcoming() if held)
+        names = self._upcoming() if held else ()
+        ready = tuple(Unpublished(name, _HELD, _HELD_REMEDY) for name in names)
         waiting = (*ready, *self._waiting)
         refused = [RefusedStatus(name=n, error=why) for n, why in self.inbox.refused(self._there)]
         left = self.inbox.left_alone(self._there, self._remedy)
